@@ -36,8 +36,8 @@ from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# Rows and columns of a block. Smaller blocks detect smaller errors but take more memory: checksums have about
-# 1 / SIDE as many elements as the panels.
+# Maximum rows and columns of a block. With a smaller maximum, smaller errors are detected, but checksums take
+# more memory: about 1 / SIDE as many elements as the panels.
 SIDE = 128
 # Elements that a host thread casts to double precision at a time, before it sums operands of narrower dtypes.
 # More would take more memory.

@@ -62,7 +62,8 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
 def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
     """Estimate the seconds of each tile, if all tiles together take `computing` and `loading` seconds.
 
-    With `prefetch`, there are enough buffers to load a tile's panels while the tile before it is computed.
+    `prefetch` tells that there are enough slots to load a tile's panels while the tile before it is computed.
+    Otherwise, each tile's panels are loaded only after the tile before it has been computed.
     """
     each: list[float] = []
     before = done = loaded = 0.0

@@ -19,9 +19,8 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order.
-# Misses are spread over the other steps of the tile. If fewer steps were exempt from spreading, more panels
-# would be loaded than under Belady's policy.
+# Number of steps at the start of a tile whose panels are evicted in Belady's order. Misses are spread over
+# the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
@@ -78,7 +77,8 @@ class SlotCache:
     def postpone(self, key: Panel, next_use: int) -> None:
         """Update the next use of panel `key` if it is cached.
 
-        The host's cache needs this when the device's cache has served a use of the panel.
+        The host's cache is not asked for a panel that the device's cache contains. It learns by this call
+        that the panel has been used.
         """
         slot = self._where.get(key)
         if slot is not None:
@@ -152,7 +152,8 @@ class SlotCache:
             slot = self._furthest(avoided)
             if slot is not None:
                 return slot
-        # A single slot is used for every panel. Each step then waits until the step before has used it.
+        # Every slot has a panel of the current group of steps. Reuse the first of these slots. The copy of
+        # the new panel waits until the old panel has been used.
         return self._current[0]
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:

@@ -275,7 +275,7 @@ class Placing:
     ) -> tuple[int, int]:
         """Place a tile's panels of one operand.
 
-        Return two sums of depths: of the panels that are uploaded, and of the panels that are read.
+        Return the sum of the depths of the panels that are uploaded, and of those that are read.
         """
         # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
         # steps, comparing the contents of caches takes longer than placing the tile's panels.

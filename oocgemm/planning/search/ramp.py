@@ -38,10 +38,11 @@ def best_ramp(setting: Setting, tile: TileShape) -> int:
 
 
 def _max_halvings(depth: int, k: int, unit: int) -> int:
-    """Return how many times the depth k of a step may be halved; 0 if there is only one step.
+    """Return how many times the depth k of the first step may be halved; 0 if there is only one step.
 
-    The halved depth must be a multiple of `unit`, so that whole chunks are read, and at least
-    `MIN_THIN_DEPTH`. The depth is halved at most `MAX_HALVINGS` times.
+    `unit` is a common multiple of the chunks' extents along k. The thinnest step must have a depth that is a
+    multiple of `unit`, so that whole chunks are read, and at least `MIN_THIN_DEPTH`. The depth is halved at
+    most `MAX_HALVINGS` times.
     """
     halvings = 0
     while (
