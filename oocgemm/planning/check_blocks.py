@@ -11,20 +11,21 @@ data, behind the data. Therefore the waits that protect the slot also protect th
 - the checksums of a finished strip are behind that strip;
 - the checksums of a strip are downloaded with it, and are behind it in the host slot too.
 
-The checksums of a panel or strip consist of these parts. Each is given with its shape, and aligned to `PART`
-bytes:
+A strip has three sets of checksums, stored one after another: `found` are those of the computed strip, `made`
+those that are predicted from its panels, and `old` those of the elements of C that were read.
 
-    of a panel:   head   flags [extent]   norms [blocks][depth / SIDE]   sums [blocks][depth]
-    of a strip:   found   made   old,   where each of the three consists of
-                  head   flags [strip rows]   flags [n columns]   sums [down][across]   norms [down][across]
+The checksums of a panel, and each set of a strip, consist of these parts, with their shapes. Each part is
+aligned to `PART` bytes:
+
+    panel:   head   flags [extent]   norms [blocks][depth / SIDE]   sums [blocks][depth]
+    set:     head   flags [rows of the strip]   flags [columns]   sums [down][across]   norms [down][across]
 
 - `depth` is the panel's extent along k, `extent` its other extent, and `blocks` the number of blocks in it.
-- `down` and `across` are the numbers of blocks in a strip.
-- `found` are the checksums of the computed strip, `made` those that its panels predict, and `old` those of
-  the C that was read.
-- A head is two words. The first is the digest; in `made` it is 1 if a panel had a wrong digest. The second
-  tells whether any flag is set.
-- A flag is one byte. It is 1 if the row or column contains Inf or NaN.
+- `down` and `across` are the numbers of blocks along the rows and along the columns of a strip.
+- A head is two words. The first is the digest of the panel or strip. In `made`, it is 1 instead if a panel
+  had a wrong digest. The second tells whether any flag is set.
+- A flag is one byte. It is 1 if the row or column contains Inf or NaN. `found` has no flags, and `old` has
+  none of columns.
 - A norm takes 8 bytes. A sum takes 8 bytes, or 16 if it is complex.
 """
 
@@ -35,8 +36,8 @@ from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# Rows and columns of a block. Smaller blocks detect smaller errors but take more memory: checksums have about
-# 1 / SIDE as many elements as the panels.
+# Maximum rows and columns of a block. With a smaller maximum, smaller errors are detected, but checksums take
+# more memory: about 1 / SIDE as many elements as the panels.
 SIDE = 128
 # Elements that a host thread casts to double precision at a time, before it sums operands of narrower dtypes.
 # More would take more memory.
@@ -51,11 +52,11 @@ DIGEST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """Division of the rows or columns of a tile into strips, and of each strip into `per` blocks of `size`.
+    """Division of one extent of a tile into strips, and of each strip into `per` blocks of `size` elements.
 
-    A strip is the part of a tile that is downloaded at once, and a block the part that one checksum covers.
-
-    The last strip, and the last block of each strip, may be shorter.
+    The rows of a tile are divided into the strips that are downloaded one by one. All columns of a tile count
+    as a single strip. A block has one checksum. The last strip, and the last block of each strip, may be
+    shorter.
     """
 
     extent: int
@@ -115,8 +116,9 @@ class PanelOffsets:
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
         """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
 
-        `strip` is the number of rows of a strip for a panel of op(A), and the number of columns of the tile
-        for a panel of op(B).
+        `extent` is divided into blocks like the tile of C. For a panel of op(A), `strip` is the number of
+        rows per strip of C. For a panel of op(B), it is the number of columns of the tile, since a strip has
+        all of them.
         """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
@@ -141,7 +143,11 @@ class PartOffsets:
 
     @classmethod
     def of(cls, begin: int, double: int, blocks: int, rows: int, cols: int) -> "PartOffsets":
-        """Lay out `blocks` sums of `double` bytes, `blocks` norms, and a flag per row and per column."""
+        """Lay out a head, flags, sums and norms from byte `begin` on.
+
+        There are `rows` + `cols` flags of one byte, `blocks` sums of `double` bytes each, and `blocks` norms
+        of 8 bytes each.
+        """
         flags = begin + HEAD
         sums = round_up(flags + rows + cols, PART)
         norms = sums + double * blocks
@@ -152,9 +158,13 @@ class PartOffsets:
 class StripOffsets:
     """Byte offsets of the checksums of a strip of C on the device.
 
-    `found` are the checksums of the computed strip, and `made` are those that its panels predict. The two
-    must agree. `old` are the checksums of the C that was read. A strip has at most `down` x `across` blocks.
-    The arrays of sums and norms have rows of `across` elements, even if the strip has fewer blocks per row.
+    There are three sets of checksums. `found` is computed from the strip, and `made` is predicted from the
+    panels whose products were added to the strip. The two must agree within rounding error. `old` is
+    computed from the elements of C that were read; it is empty if beta = 0.
+
+    A strip is divided into at most `down` x `across` blocks. Each set has one sum and one norm per block.
+    They are stored as a matrix of sums and a matrix of norms, with rows of `across` elements each. If a strip
+    has fewer blocks per row, the other elements stay unused.
     """
 
     down: int
@@ -165,7 +175,7 @@ class StripOffsets:
 
     @property
     def end(self) -> int:
-        """Size in bytes of the checksums of a strip: `found`, `made` and `old` together."""
+        """Size in bytes of all checksums of a strip."""
         return self.old.end
 
     @classmethod

@@ -40,9 +40,9 @@ LEVELS = (0.25, 0.5, 1.0, 1.5)
 # Safety margin in `Residues.exponent`, the base-2 logarithm of the largest 2-norm to which rows are scaled.
 # It covers the rounding of the norm, and of the row's elements to integers.
 _MARGIN = 2.0**-10
-# Number of roundings after the exact product, in units of u: two for the reconstruction, one for alpha, one
-# for adding to C (or for the cast to float32), and one for second-order terms and for the roundings of norms
-# and counts.
+# Maximum rounding error after the exact product, in units of u (the unit roundoff) times (|A||B|): two units
+# for the reconstruction, one for alpha, one for the addition to C (or the cast to float32), and one for
+# second-order terms and for rounding errors of the facts in `PanelFacts`.
 _ROUNDINGS = 5
 _LARGEST_RESIDUE = 128
 _MANTISSA = 53
@@ -82,8 +82,8 @@ def residues(number: int) -> Residues:
     """Compute the constants for products with the first `number` moduli."""
     moduli = MODULI[:number]
     whole = prod(moduli)
-    # Bits per part of a constant. With so few bits, a sum of `number` products of a part and a residue is
-    # exact in float64.
+    # Maximum bits of each of the three parts into which every constant is split. A sum of `number` products,
+    # each of such a part and a residue, has at most 53 bits, so that it is exact in float64.
     room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))
     units = [1 << max(0, whole.bit_length() - rank * room) for rank in (1, 2, 3)]
     weights = (whole // p * pow(whole // p, -1, p) for p in moduli)
@@ -160,7 +160,10 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
 
 
 def max_error(a: PanelFacts, b: PanelFacts, depth: int) -> float:
-    """Return the maximum error of an element of the product, divided by the 2-norms of its row and column."""
+    """Return a bound on the error of an element of the product, relative to |x|_2 |y|_2.
+
+    x is the row of op(A), and y the column of op(B), whose product the element is.
+    """
     return (a.rounded * b.max_ratio + b.rounded * a.max_ratio) / 2 + depth * a.rounded * b.rounded / 4
 
 
@@ -171,10 +174,10 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     whose magnitude is at least the level times the root mean square of x (or y). By the rearrangement
     inequality, the minimum pairs the largest elements of x with the smallest of y.
     """
-    # Let |x| be in ascending order and |y| in descending order. For each (position, level) in `up`, the
-    # elements of |x| from this position on are at least this level. For each (position, level) in `down`, the
-    # elements of |y| before this position are at least this level. Levels are in units of the root mean
-    # square.
+    # Sort the elements of |x| in ascending order, and those of |y| in descending order. Divide each by the
+    # root mean square of its vector. A pair (position, level) in `up` tells that all elements of x from this
+    # position on are at least `level`. A pair in `down` tells that all elements of y before this position are
+    # at least `level`.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})

@@ -207,8 +207,8 @@ class Layout:
         if self.line:
             segments = float(extent < self.line)
         else:
-            # The mean number of chunks of which a row of a panel contains only a part. Panels start at
-            # multiples of their extent.
+            # The mean number of lines that a row of a panel contains only in part. Each line is as long as a
+            # chunk is along this axis. Panels start at multiples of their own extent.
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
@@ -216,7 +216,7 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        They are 0 for a chunked array (`line` is 0) if panels consist of whole lines of its chunks.
+        A chunked array, for which `line` is 0, needs none if panels consist of whole lines of its chunks.
         """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
@@ -227,8 +227,9 @@ class Layout:
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
 
-        `thin` is the shape of a thin panel at the start of the run. If it is given, the answer is for this
-        panel. Its rows may be shorter than `zero_copy_width` by a factor of `THIN_PANEL_EASE`.
+        If `thin` is given, tell instead whether the device also copies the thin panels at the start of the
+        run directly. `thin` is their shape. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE`
+        elements.
         """
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row

@@ -30,13 +30,14 @@ class Share(NamedTuple):
 
 
 def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Loads) -> list[Share]:
-    """Estimate the shares of all tiles, in the order in which they are visited.
+    """Estimate the fractions of C's elements and of the loaded bytes that belong to each tile.
 
-    Returns only the share of the last tile if there are more than `MAX_TILES`.
+    Tiles are in the order of the traversal. If there are more than `MAX_TILES` of them, the list has only the
+    fractions of the last one.
 
     The first tile visited in a row of tiles loads all panels of op(A) of that row. The first tile visited in
-    a column loads all panels of op(B) of that column. All other bytes in `loads` are divided among the other
-    tiles in proportion to their extents.
+    a column loads all panels of op(B) of that column. `loads` has the bytes of the whole run. Those that
+    remain are divided among the other tiles in proportion to their extents.
     """
     down, across = grid.shape
     if down * across > MAX_TILES:
@@ -61,7 +62,8 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
 def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
     """Estimate the seconds of each tile, if all tiles together take `computing` and `loading` seconds.
 
-    With `prefetch`, there are enough buffers to load a tile's panels while the tile before it is computed.
+    `prefetch` tells that there are enough slots to load a tile's panels while the tile before it is computed.
+    Otherwise, each tile's panels are loaded only after the tile before it has been computed.
     """
     each: list[float] = []
     before = done = loaded = 0.0
@@ -82,12 +84,12 @@ def drain_end(
 ) -> float:
     """Estimate the time at which the last element of C has been written.
 
-    - `parts`: the share of each tile.
+    - `parts`: for each tile, its fraction of the elements of C (`Share.computed`).
     - `each`: the seconds of each tile, from the end of the multiplications of the tile before it to the end
       of its own.
     - `end`: the time at which the multiplications of the last tile end.
     - `drain_seconds`: seconds to download and write all of C.
-    - `last_step`: the fraction of a tile's seconds that its last steps take, in which it starts to drain.
+    - `last_step`: the fraction of a tile's seconds for which it drains while its last steps still run.
     - `strips`: number of strips in which a tile drains.
     """
     done, drained = end - sum(each), 0.0

@@ -34,7 +34,8 @@ class Calibration:
 
     `rates` has values for fields of `MachineModel`, by name; fields without a value keep their defaults.
     `stores` has the rates of file systems by id, in the order in which they were measured. `samples` has the
-    single measurements; they serve only to check the rates of copies when a calibration is read.
+    measurements to which the rates were fitted. They serve only to check the rates of copies between host and
+    device when a calibration is loaded from a file.
     """
 
     machine: str

@@ -34,7 +34,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0  # number of times that the depth of the first step is halved, see `TileGrid`
+    ramp: int = 0  # number of times that the depth of the first step of the run is halved (`TileGrid.ramp`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """Return the bytes of temporary memory per element of a step's two panels.
 
-    An emulated product stores the residues of two steps. Other products need a cast of the panels, an int8
-    copy of them, or nothing.
+    An emulated product stores the residues of the panels of two steps. Other products need memory for a cast
+    of the panels, for an int8 copy of them, or none.
     """
     if problem.planes:
         return 2 * problem.planes

@@ -30,10 +30,10 @@ def _times_loaded(
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
-    # A panel of A is used again in the next tile column, after the panels of A of all tile rows of the band:
-    # band * steps panels. Within a band, a panel of B is used again in the next tile row, after the panels of
-    # B of one tile column: `steps` panels. In the next band, it is used again after the panels of B of all
-    # tile columns: across * steps panels.
+    # The hit rate depends on the number of panels of the same operand that are used in turn:
+    # - A, from one tile column to the next: the panels of all tile rows of the band, band * steps.
+    # - B, from one tile row to the next within a band: the panels of one tile column, `steps`.
+    # - B, from one band to the next: the panels of all tile columns, across * steps.
     a = 1 + (across - 1) * (1 - _hit_rate(a_slots, band * steps))
     b = 1 + (bands - 1) * (1 - _hit_rate(b_slots, across * steps))
     return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))

@@ -219,8 +219,11 @@ def _bursts(
 ) -> float:
     """Return the seconds for which multiplications wait because many panels are needed at once.
 
+    `tile_seconds` is the time to compute one tile.
+
     - The first tile loads all its panels while it is computed. The wait is the time to load them, minus the
-      time to compute the tile. It is included only if `first_tile`. Otherwise `tile_seconds` includes it.
+      time to compute the tile. It is left out if `first_tile` is false: the caller then estimates tiles one
+      by one (`oocgemm.planning.cost.by_tile`), which includes this wait.
     - A later tile loads all its panels if none of them is cached. Its loads may start while the tile before
       it is computed. The wait is the time to load the panels, minus the time to compute both tiles.
     """

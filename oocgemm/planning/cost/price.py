@@ -8,8 +8,9 @@ from oocgemm.planning.tiling import Layout, Shape
 def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> float:
     """Return the bytes per second at which an operand of shape `shape` is read in panels of shape `panel`.
 
-    The rate counts only bytes of the panels. The seconds include the time to read the other bytes of the same
-    chunks. If the device computes checksums, they also include the time in which the host computes digests.
+    The rate is the bytes of a panel, divided by the seconds to read it. These seconds include the time to
+    read the other bytes of the same chunks. If the device computes checksums, the seconds also include the
+    time in which the host computes the digest of the panel.
     """
     rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
     return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate

@@ -65,8 +65,8 @@ def duration(operation: Operation, setting: Setting) -> float:
             seconds = factor * machine.multiply_seconds(problem.rate, operation.flops, m, n, k) if k else 0.0
             return seconds + machine.step_latency
         case _:
-            # The kinds left are Prepare and Finish. A Finish has 0 `bytes`, so that it takes only
-            # `step_latency`.
+            # Only Prepare and Finish reach this case. The `bytes` of a Finish are 0, so that its modelled
+            # time is only `step_latency`.
             return operation.bytes / machine.prepare + machine.step_latency
 
 

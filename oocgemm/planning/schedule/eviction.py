@@ -19,7 +19,7 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order. Misses are spread over
+# Number of steps at the start of a tile whose panels are evicted in Belady's order. Misses are spread over
 # the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
@@ -77,7 +77,8 @@ class SlotCache:
     def postpone(self, key: Panel, next_use: int) -> None:
         """Update the next use of panel `key` if it is cached.
 
-        The host's cache needs this when the device's cache has served a use of the panel.
+        The host's cache is not asked for a panel that the device's cache contains. It learns by this call
+        that the panel has been used.
         """
         slot = self._where.get(key)
         if slot is not None:
@@ -133,9 +134,9 @@ class SlotCache:
     def _ranked(self, next_use: int) -> int:
         """Return the rank of a next use, a step number. The cached panel with the largest rank is evicted.
 
-        Ranks are the step numbers in another order: all steps of a tile but the first `UNSPREAD_STEPS` are
-        permuted. Thus the panels with the largest ranks are needed at steps that are spread over the tile. A
-        tile that must load these panels again does not load them all at once.
+        The first `UNSPREAD_STEPS` steps of a tile have their own numbers as ranks. The numbers of the other
+        steps are permuted within the tile. Steps with large ranks are thus spread over the tile, and so are
+        the steps whose panels were evicted and must be loaded again.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -151,7 +152,8 @@ class SlotCache:
             slot = self._furthest(avoided)
             if slot is not None:
                 return slot
-        # A single slot is used for every panel. Each step then waits until the step before has used it.
+        # Every slot has a panel of the current group of steps. Reuse the first of these slots. The copy of
+        # the new panel waits until the old panel has been used.
         return self._current[0]
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:

@@ -352,11 +352,13 @@ class Schedule:
 
         The tuple is empty unless the device computes checksums.
 
-        Only the checksums of a tile's strips need regions of their own. Two operations on an accumulator may
-        access the same checksums but different elements, because the offset of a tile's row in the slot
-        depends on the width of the tile. The regions of the elements then do not overlap, and neither
-        operation would wait. For other checksums, the regions of the data suffice: every operation on the
-        checksums of a panel or of a finished strip also accesses the first element of the same slot.
+        The checksums of a tile's strips need a region besides that of the elements. Two tiles of different
+        widths use the same accumulator one after the other. The checksums of strip s are at the same address
+        for both tiles, but the elements of strip s are at different offsets. If only regions of elements were
+        declared, the strip of the second tile would not wait for that of the first one.
+
+        The checksums of panels and of finished strips need no region. All operations on them also access the
+        first element of the same slot, so that waits for the elements suffice.
         """
         if self.problem.checked != "device":
             return ()

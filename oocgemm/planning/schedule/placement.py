@@ -47,13 +47,13 @@ class Placed(NamedTuple):
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# Maximum of (number of memoised results) x (slots of the operand). Above it, all results are dropped. This
-# bounds the memory: a result has two or three copies of the caches' contents, and a copy takes about 100
-# bytes per slot.
+# `Placing.loads` drops all memoised results when their number, multiplied by the number of slots of the
+# operand, exceeds this maximum. This bounds the memory: a result has two or three copies of the caches'
+# contents, and a copy takes about 100 bytes per slot.
 MAX_MEMOISED_PANELS = 300_000
-# Comparing the contents of two caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT
-# panels. Each comparison therefore counts as s / SLOTS_PER_PLACEMENT placements towards `max_work`, the
-# maximum number of placements.
+# `Placing.loads` limits its own time by a maximum number of placements of panels in slots. A comparison of
+# the contents of two caches with s slots takes about as long as s / SLOTS_PER_PLACEMENT placements, and
+# counts as that many.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -68,9 +68,9 @@ class Loads:
 
 
 # Per tier, two lists of an operand's cached panels: the panels that are used again, soonest first
-# (`SlotCache.live`), and the panels of the latest group of steps (`SlotCache.latest`). A panel's tile row (or
-# column) is stored minus that of the current tile. Thus the contents at two tiles can be equal, although the
-# panels differ.
+# (`SlotCache.live`), and the panels of the steps just before, which are evicted last (`SlotCache.latest`).
+# Each panel is stored as (tile row or column, step). Its tile row (or column) is relative to that of a tile.
+# Thus the contents of a cache before two tiles can be equal, although the panels differ.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
@@ -119,9 +119,9 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the cached panels.
+        """Return the panels of the operand that are cached now, on the device and on the host.
 
-        Their tile rows (or columns) are relative to that of the tile at `position`.
+        The tile row (or column) of each panel is given relative to that of the tile at `position`.
         """
         own = self.line(position)
         return tuple(
@@ -146,15 +146,16 @@ class Panels:
             )
 
     def state(self, position: int) -> object:
-        """Return a key of the caches before a tile. Tiles with equal keys load the same number of panels.
+        """Return a key for the tile at `position` and the caches before it.
 
-        The key has the cached panels in the order of their next uses. The step numbers of these uses are left
-        out, because eviction depends only on the order. A panel's tile row (or column) is stored minus that
-        of the tile.
+        Tiles with equal keys load the same number of panels. The tile's own panels are next used by the
+        *later tile*: the next one in the same tile row (or column). The key consists of:
 
-        After the tile, its own panels are next used at a later tile of the same tile row (or column). The key
-        also has the number of cached panels that are used before that tile. Eviction depends on this number,
-        because it compares the next uses of the tile's panels with those of the other cached panels.
+        - the cached panels, soonest next use first. Their tile rows (or columns) are relative to that of the
+          tile. The step numbers of the next uses are left out, because eviction depends only on their order.
+        - the directions along k of the tile and of the later tile, and whether there is a later tile.
+        - per cache, how many of its panels are used before the later tile. This number tells where the
+          tile's own panels belong in the order of next uses.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
@@ -173,7 +174,8 @@ class Placing:
 
     The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates.
     Both affect rounding: sums depend on their order, and a kernel may round the product of a strip
-    differently from the same rows of the product of the whole tile. A resumed run is therefore bit-identical.
+    differently from the same rows of the product of the whole tile. Because they depend only on coordinates,
+    an interrupted and resumed run computes the same bits as an uninterrupted run.
     """
 
     def __init__(
@@ -208,12 +210,13 @@ class Placing:
     ) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
-        `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
-        column. Returns None if counting takes more than `max_work` placements.
+        `depths` are the depths of the steps. `height(i)` is the number of rows in tile row i, and `width(j)`
+        the number of columns in tile column j. Counting places panels in slots one by one. Returns None if it
+        would take more than `max_work` placements.
 
-        Loads are counted once for all tiles with the same `Panels.state`, since such tiles load the same
-        number of panels. In the same way, loads are counted once for all bands (groups of tile rows or
-        columns) that start with the same contents of the caches and have equal keys (`Walk.bands`).
+        To save placements, two results are reused. All tiles with the same `Panels.state` load the same
+        number of panels. All bands (groups of tile rows or columns) with equal keys (`Walk.bands`) load the
+        same number of panels if the caches have the same contents when the bands start.
         """
         self._work, self._max_work = 0, max_work
         try:
@@ -272,7 +275,7 @@ class Placing:
     ) -> tuple[int, int]:
         """Place a tile's panels of one operand.
 
-        Return two sums of depths: of the panels that are uploaded, and of the panels that are read.
+        Return the sum of the depths of the panels that are uploaded, and of those that are read.
         """
         # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
         # steps, comparing the contents of caches takes longer than placing the tile's panels.

@@ -43,7 +43,11 @@ class Traversal:
 
     @property
     def along_rows(self) -> "Traversal":
-        """The traversal with axis 0 that visits tiles (j, i) in the order in which this one visits (i, j)."""
+        """The same traversal in bands of rows (axis 0).
+
+        If this traversal has axis 1, the result visits the tiles of the transposed grid: tile (j, i) wherever
+        this one visits (i, j). A function for axis 0 then also serves for axis 1, with A and B exchanged.
+        """
         return Traversal(0, self.band, self.turns)
 
 
@@ -123,9 +127,9 @@ class Walk(Sequence[Tile]):
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
         """Find the next position after `position` in the tile row or column `line`; None if there is none.
 
-        Both positions count all tiles of the grid, even tiles that the walk skips because they are not in
-        `tiles`. `crosses` tells that `line` has tiles in every band. Otherwise all tiles of `line` are in one
-        band.
+        `position` and the result are positions in a walk over the whole grid, even if this walk skips some
+        tiles. `crosses` tells that `line` runs across the bands, with tiles in every band. Otherwise, all
+        tiles of `line` are in one band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:

@@ -43,8 +43,8 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     They are `DEPTHS`, small multiples of the chunks' extents along k, and the maximum depth. Multiples and
     divisors of these extents come first, then other depths, and last the depths whose panels do not fit into
-    `memory` bytes. Each of these parts is in ascending order of the estimated time of the product. The
-    estimate is for a square tile that, with its panels, fills `memory` bytes.
+    `memory` bytes. Within each of these three groups, depths are in ascending order of the estimated time of
+    the product. The estimate is for a square tile that, with its panels, fills `memory` bytes.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)
@@ -57,8 +57,9 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
-        # `side` solves side^2 + (4 * panels) * side = memory, in elements of the accumulator. The first term
-        # is a square tile. The second is two panels of each operand, and their workspace.
+        # A square tile of `side` rows, two panels of each operand and their workspace fill the memory:
+        # side^2 + 4 * panels * side = memory, in elements of the accumulator. A panel and its workspace take
+        # `panels` elements per row (or column) of the tile.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
         side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:

@@ -25,8 +25,8 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-# Tile shapes are divided into bins by the bit length of their area. If two panels per operand are in memory,
-# the best shape of each of the BINS bins with the largest areas is kept (`_best_of`).
+# `_best_of` divides tile shapes into bins by the bit length of their area. Of the shapes that leave memory
+# for only two panels per operand, it keeps the best one of each of the BINS bins with the largest areas.
 BINS = 3
 # Every number of tiles along an extent is tried up to this number. Of larger numbers, only some are tried.
 DENSE_COUNTS = 32
@@ -87,8 +87,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # The minimum tile.m to try. With fewer rows, even a tile of n columns and all its panels of A would take
-    # less than 1/16 of the memory.
+    # The minimum tile.m to try, besides `thin_m`. With fewer rows, even a tile of all n columns and all its
+    # panels of A would leave more than 15/16 of the memory unused. A tile with more rows loads fewer bytes.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -137,8 +137,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                             bins[area] = moved, tile_n, tile_m
             for tile_m, tile_n, sparse in _best_of(bins, m):
                 yield TileShape(tile_m, tile_n, tile_k), c
-                # `extents_m` has only some of the small extents. A tile of more than `tile_m` rows may
-                # therefore fit. Yield the shape with the largest tile.m that fits, too.
+                # Only some of the small values of tile.m were tried, so that a tile with the same tile.n and
+                # a larger tile.m may fit. Also yield the shape with the largest tile.m that fits.
                 if sparse:
                     max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
                         tile_n * c * acc + tile_k * (2 * a + work)
@@ -151,8 +151,8 @@ def _best_of(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (tile.m, tile.n, sparse) for the best shapes in `bins`.
 
-    `sparse` tells that a tile with more rows than tile.m may fit: there are more than `DENSE_COUNTS` tile
-    rows, and of such numbers only some were tried.
+    `sparse` tells that a larger tile.m may fit with the same tile.n. This is so if the shape has more than
+    `DENSE_COUNTS` tile rows, since only some of the numbers above `DENSE_COUNTS` were tried.
 
     `bins` maps (kept, bit length of the tile's area) to the best shape, as (bytes moved, tile.n, tile.m).
     `kept` says which panels are in memory: 0 means two per operand, 1 all panels of A of a tile row, and 2
@@ -310,8 +310,8 @@ def _read(
         best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            # `fewest` is the smallest number of bands for which the host can cache all panels of A of a band.
-            # One band fewer is tried too: some panels of A are then loaded again, but B is loaded less often.
+            # With at least `fewest` bands, the host can cache all panels of A of a band. One band fewer is
+            # tried too. B is then read once less, but some panels of A are read again.
             for bands in {fewest, max(1, fewest - 1)}:
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
@@ -331,7 +331,11 @@ def _counts(extent: int) -> Iterator[int]:
 
 @lru_cache(4096)  # cached, because the same arguments recur for every depth
 def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int]:
-    """List tile extents of at most `longest`, for the smallest possible count of tiles and for one more."""
+    """List extents of at most `longest` for the tiles along an axis of `extent` elements.
+
+    They divide the axis into as few tiles as possible, or into one tile more. Each is a multiple of one of
+    `units`, or `extent` itself. If no such extent is short enough, list the longest multiples that are.
+    """
     fewest = ceil_div(extent, longest)
     found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= longest}
     if not found:

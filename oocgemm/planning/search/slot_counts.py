@@ -50,7 +50,11 @@ PRIORITIES = (
 
 
 def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
-    """Yield candidates of a tile shape with `c` accumulators, and as many buffers for panels as fit."""
+    """Yield candidates that have the tile shape `tile`, `c` accumulators and `io_threads` I/O threads.
+
+    They differ in their traversals and in their numbers of slots for panels of A and of B. All have at least
+    the minimum numbers. The rules that `_filled` explains give the rest of the budgets to further slots.
+    """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     base = _min_slots(setting, tile, c, io_threads)
     if base is None:
@@ -101,8 +105,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Yield the fastest candidate in `found` and the second fastest. Leave out the second if it has a
-        # single host slot per operand (`in_turn`) and the fastest has several.
+        # Yield the two candidates with the shortest estimated times. Leave out the second if reads and
+        # uploads alternate in it, because it has a single host slot per operand, but overlap in the first.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -156,7 +160,8 @@ def _filled(
     - "soonest": first the panels that are used again soonest, then the others.
     - "passing": first all panels of B, which every band uses, then the panels of A.
     - "band": first the panels of A of all tile rows of a band, then panels of B.
-    - "alone": only the panels that are used again soonest. Further slots would take time for page faults.
+    - "alone": only the panels that are used again soonest. Memory for others may cost more time, by page
+      faults at its first use, than it saves.
     """
     if traversal.axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
@@ -193,9 +198,9 @@ def _bands(
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # The smallest numbers of bands for which all panels of a band fit into `free` bytes. For one number, the
-    # panels of one tile column (or row) of the other operand fit there too. For the other, the device must
-    # cache them.
+    # Two numbers of bands into which the rows are divided. With the larger one, `free` bytes have room for
+    # all panels of a band, and for one tile column (or row) of panels of the other operand. With the smaller
+    # one, they have room for the panels of a band only, and the device must cache those of the other operand.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -207,9 +212,9 @@ def _bands(
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
     """Return the bytes of the budgets that are left on the device and on the host.
 
-    If the host computes the checksums, it stores those of every panel in a device slot. More device slots
-    then take host memory too. Therefore the bytes on the device are limited to those whose checksums fit on
-    the host, and the bytes of these checksums are subtracted from those on the host.
+    If the host computes checksums, each device slot for a panel also takes host memory, for the checksums of
+    its panel. The device bytes are therefore limited to the slots whose checksums fit on the host. The bytes
+    of these checksums are subtracted from the host bytes.
     """
     problem, budgets = setting.problem, setting.budgets
     used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
@@ -275,8 +280,8 @@ def _draining(
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    # Emulated products keep the default `Slots.drain`. Strip by strip, the residues of all these steps would
-    # be needed at the same time, but their slots have room for two steps only.
+    # Emulated products keep the default `Slots.drain`. Steps that run strip by strip need the residues of all
+    # their panels at the same time, but there are slots for the residues of two steps only.
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
