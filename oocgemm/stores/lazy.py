@@ -36,8 +36,8 @@ from oocgemm.stores.base import (
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A slice is assumed to take this many times its size in host memory. The package that computes it holds it as
-# stored, as decoded, and as the array that it returns.
+# A slice of a lazy array is assumed to take this many times its size in host memory. There are three copies:
+# the elements as stored, the decoded elements, and the array that the package returns.
 COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It assumes
 # that every read loads whole chunks. So it predicts a high cost for panels with much shorter rows, and avoids
@@ -96,7 +96,7 @@ class LazyMatrix:
         if kind == "xarray" and source.chunks is not None:
             source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
         if kind == "tensorstore":
-            source = source.translate_to[0]  # make the indices start at 0, as `read` assumes
+            source = source.translate_to[0]  # its indices may begin at any number: make them begin at 0
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -192,9 +192,10 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array: in this thread, or with the scheduler that the user has configured.
+    """Compute a piece of a dask array.
 
-    dask's default scheduler is not used: it would run one thread per core, each with a chunk in memory.
+    If the user has configured a dask scheduler, use it. Otherwise compute in the calling thread. dask's
+    default scheduler would run one thread per core, each with a chunk in memory.
     """
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")

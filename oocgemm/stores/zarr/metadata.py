@@ -48,7 +48,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a zarr array's metadata says, whether it was read here or by zarr.
+    """The metadata of a zarr array, from this module or from zarr.
 
     `dtype` is the dtype of the array in zarr. Its byte order may differ from the stored byte order, which is
     that of `encoding.dtype`. `folder` is the folder of the array, or None if the array is not local. `key`
