@@ -138,7 +138,7 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:  # count it: a later digest, of the readable file, then differs
+        except OSError:  # "-" stands for a missing or inaccessible file
             content.update(b"-")
             changes.update(b"-")
         else:

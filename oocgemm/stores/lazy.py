@@ -202,12 +202,12 @@ def _computed(block: Any) -> Any:
 
 
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the chunk shape that the planner assumes, and the largest shape computed to read such a chunk.
+    """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
     The planner needs chunks of one shape, but the chunks of a dask array may differ. The planner therefore
     assumes a regular grid of cells. On each axis, a cell has the extent of the largest dask chunk. To read a
-    cell, dask computes all dask chunks that the cell overlaps. The second result is an upper bound on the
-    shape of these dask chunks together.
+    cell, dask computes all dask chunks that the cell overlaps. Together they form one block. The second
+    result is an upper bound on the shape of this block.
 
     For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
     """

@@ -40,12 +40,12 @@ SCRATCH_BYTES = 256 << 10
 # A block that does not fit into SCRATCH_BYTES is cut into pieces. Each piece has at least this many rows, or
 # all rows if the block has fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Before segments are read from the disk, posix_fadvise asks the system to load them into the page cache. The
-# range of each such request is extended to multiples of a power of two, the window. The range then includes
-# bytes nearby, which are often read next. This saves a fifth of the processor time. For segments of `size`
-# bytes, the window is the largest power of two that is at most WINDOW * size bytes. But if WINDOW * size is
-# more than MAX_WINDOW bytes, the window is one page. A larger WINDOW loads too much: with WINDOW = 8 and a
-# page cache of 300 MiB, pages were evicted before they were read.
+# Segments that are not in the page cache are requested with posix_fadvise before they are read. The range of
+# each request is extended to multiples of a power of two, the window. It then includes bytes nearby, which
+# are often read next. This saves a fifth of the processor time. For segments of `size` bytes, the window is
+# the largest power of two that is at most WINDOW * size bytes. But if WINDOW * size is more than MAX_WINDOW
+# bytes, the window is one page. A larger WINDOW would load too much: with WINDOW = 8 and a page cache of
+# 300 MiB, pages were evicted before they were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
 # The size of each thread's scratch memory for direct I/O, in bytes. It limits how many disk reads are in
 # flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
@@ -169,7 +169,7 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     _request(file, start + stride * left, size)
     # `_request` asked the disk for the remaining rows in ascending order. Read them in descending order. The
     # first read then waits for the row that was requested last. By then the disk has delivered most other
-    # rows, so the thread sleeps once, not once per row.
+    # rows, so most later reads do not wait.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
     # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises
@@ -275,9 +275,9 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # The first and the last page of a row may be written only in part, so the system must read them from
-        # the disk first. Request them for all rows at once. Otherwise each write would wait for its own
-        # pages.
+        # If the first or the last page of a row is written only in part, the system must read that page from
+        # the disk first. Request these pages for all rows before the first write. Otherwise each write would
+        # wait for its own pages.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):

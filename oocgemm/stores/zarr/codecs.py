@@ -23,7 +23,8 @@ from oocgemm.stores.files import padded, scratch, sector_aligned
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
 _INTO_MEMORY = ("zstd", "blosc", "lz4")
-CHECKSUM_BYTES = 4  # the size of a CRC (crc32c)
+# The size of a CRC (crc32c).
+CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
 # for a whole chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20

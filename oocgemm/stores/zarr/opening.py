@@ -153,7 +153,7 @@ def _compressor(name: str | None) -> Any:
 
 
 def _members(folder: Path | None) -> str:
-    """Return the end of a message that lists the arrays in a local group; "" if there are none.
+    """Return the last part of a message: the list of the arrays in a local group; "" if there are none.
 
     The arrays are found by their metadata files, without opening them.
     """
