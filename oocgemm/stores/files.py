@@ -239,7 +239,7 @@ def worth_caching(size: int) -> bool:
 def folder_mtime(folder: Path) -> int | None:
     """Return the modification time of a folder in nanoseconds; None for a missing or unreadable folder.
 
-    It changes when a file in the folder is created, deleted or renamed.
+    The time changes when a file in the folder is created, deleted or renamed.
     """
     try:
         return os.stat(folder).st_mtime_ns
