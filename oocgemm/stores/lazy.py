@@ -36,8 +36,8 @@ from oocgemm.stores.base import (
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A slice of a lazy array is assumed to take this many times its size in host memory. Three copies are counted:
-# the elements as stored, the decoded elements, and the array that the package returns.
+# A slice of a lazy array is assumed to take this many times its size in host memory. Three copies are
+# counted: the elements as stored, the decoded elements, and the array that the package returns.
 COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It assumes
 # that every read loads whole chunks. So it predicts a high cost for panels with much shorter rows, and avoids

@@ -93,8 +93,8 @@ class ZarrMatrix:
         # A call that reads chunks through zarr holds them in memory as stored and as decoded. If zarr can
         # only read into contiguous memory, it also holds them in a contiguous buffer.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
-        # A call that writes through zarr needs memory for three copies of the chunks: the elements, the codecs'
-        # output, and the content of the file.
+        # A call that writes through zarr needs memory for three copies of the chunks: the elements, the
+        # codecs' output, and the content of the file.
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
