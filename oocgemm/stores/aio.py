@@ -17,8 +17,10 @@ import numpy as np
 
 from oocgemm.stores.base import Array
 
-_CAPACITY = 512  # the number of reads that one context (io_setup) can have in flight
-MAX_READS = _CAPACITY  # the limit of `start_reads`, which uses one context
+# The number of reads that one context (io_setup) can have in flight.
+_CAPACITY = 512
+# One call of `start_reads` starts at most this many reads, because it uses one context.
+MAX_READS = _CAPACITY
 # The numbers of the system calls io_setup, io_getevents and io_submit, for which the C library has no
 # functions.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
@@ -72,8 +74,10 @@ def start_reads(
     try:
         while submitted < count:
             submitted += _call(submit, context, count - submitted, addresses.ctypes.data + 8 * submitted)
-    except OSError:  # the system refused a read, for example because of `flags`
-        pass  # reads that were not submitted keep the result -1: failed
+    except OSError:
+        # The system refused a read, for example because of `flags`. The reads that were not submitted keep
+        # the result -1, which means that they failed.
+        pass
 
     def wait() -> Array:
         completed = 0

@@ -21,9 +21,9 @@ _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Each call to zarr takes a fraction of a millisecond. A call therefore reads or writes a single chunk only if
-# the chunk has at least this many bytes, and otherwise several chunks that have about this many bytes
-# together.
+# Each call to zarr takes a fraction of a millisecond, which is too long for one small chunk. A chunk of at
+# least this many bytes has a call of its own. Smaller chunks share a call, which reads or writes about this
+# many bytes.
 BATCH_BYTES = 1 << 20
 
 

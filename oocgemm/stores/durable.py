@@ -88,7 +88,7 @@ class Durable(Matrix, Protocol):
 
 
 def sync_files(root: Path, names: Collection[str]) -> None:
-    """Flush files, and all folders on their paths. Raises `OSError`.
+    """Flush files, the folders that contain them, and the folders above up to `root`. Raises `OSError`.
 
     The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
     whose elements all have the fill value.
@@ -102,7 +102,7 @@ def sync_files(root: Path, names: Collection[str]) -> None:
 def sync_names(root: Path, names: Collection[str]) -> None:
     """Flush the directory entries of files, but not their contents. Raises `OSError`.
 
-    The `names` are relative to the folder `root`.
+    The `names` are relative to the folder `root`. All folders from the files up to `root` are flushed.
     """
     folders = {root}
     for parent in {(root / name).parent for name in names}:
@@ -138,7 +138,7 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:  # a missing or inaccessible file changes the digest
+        except OSError:  # "-" stands for a missing or inaccessible file
             content.update(b"-")
             changes.update(b"-")
         else:
@@ -158,10 +158,11 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
 
 
 def found_locally(path: str) -> bool:
-    """Return whether anything exists at a local path. A symbolic link to nothing counts as existing.
+    """Return whether a local path leads to a file, to a symbolic link, or to a folder with content.
 
-    An empty folder does not count. A folder that contains only the journal of a run does not count either:
-    that run was killed before it created C. The path `x/../y` leads to `y` even if `x` does not exist.
+    A symbolic link to nothing counts too. Two kinds of folder do not count: an empty one, and one that
+    contains only the journal of a run that was killed before it created C. The path `x/../y` is taken as `y`,
+    even if `x` does not exist.
     """
     try:
         if set(os.listdir(path)) <= {SIDECAR}:

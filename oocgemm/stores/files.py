@@ -37,8 +37,8 @@ PAGE = 4096
 MIN_DIRECT = 1 << 20
 # Linux accepts at most this many buffers per call of preadv or pwritev (IOV_MAX).
 SEGMENTS = 1024
-# Rows of fewer bytes than this are copied from a mapping of the file. preadv would be slower, because it
-# needs a separate buffer for each row.
+# Rows of a chunk that are shorter than this many bytes, and are not adjacent in their destination, are copied
+# from a mapping of the file. preadv would be slower, because each row would be a separate buffer.
 MIN_SEGMENT = 4096
 
 # RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
@@ -239,7 +239,7 @@ def worth_caching(size: int) -> bool:
 def folder_mtime(folder: Path) -> int | None:
     """Return the modification time of a folder in nanoseconds; None for a missing or unreadable folder.
 
-    It changes when a file in the folder is created, deleted or renamed.
+    The time changes when a file in the folder is created, deleted or renamed.
     """
     try:
         return os.stat(folder).st_mtime_ns
@@ -312,9 +312,10 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def _after(rows: list[Array], done: int) -> list[Any]:
-    """Return the buffers for the next call of preadv or pwritev: the rows without their first `done` bytes.
+    """Return the buffers for the next call of preadv or pwritev. Earlier calls transferred `done` bytes.
 
-    All rows have the same length. At most `SEGMENTS` buffers are returned.
+    All rows have the same length. The first `done` bytes of the rows together are left out: whole rows, and
+    the beginning of the next row. At most `SEGMENTS` buffers are returned.
     """
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]

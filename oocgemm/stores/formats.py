@@ -13,8 +13,8 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
-# By suffix, file formats that this package cannot read or write. Error messages say how to convert such
-# files.
+# File formats that this package can neither read nor write. The key is the suffix of the file name. Error
+# messages say how to convert such files.
 FORMATS = {
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",
@@ -29,7 +29,7 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# By the scheme of a URL, the PyPI packages that zarr needs to read it. Other schemes need only fsspec.
+# For each URL scheme, the PyPI packages that zarr needs to read such a URL. Other schemes need only fsspec.
 CLIENTS = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -129,7 +129,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
         return
     try:
         common = np.result_type(a.dtype, b.dtype).name
-    except TypeError:  # NumPy has no common dtype, for example for bfloat16 and float16
+    except TypeError:  # A and B have no common dtype in NumPy, such as bfloat16 and float16
         common = "float32"
     wanted = common if common != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
     lines = (conversion(x.name, *_store_and_path(x), wanted) for x in (a, b) if x.dtype.name != wanted)

@@ -36,8 +36,8 @@ from oocgemm.stores.base import (
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A slice is assumed to take this many times its size in host memory. The package that computes it holds it as
-# stored, as decoded, and as the array that it returns.
+# A slice of a lazy array is assumed to take this many times its size in host memory. Three copies are
+# counted: the elements as stored, the decoded elements, and the array that the package returns.
 COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It assumes
 # that every read loads whole chunks. So it predicts a high cost for panels with much shorter rows, and avoids
@@ -96,7 +96,7 @@ class LazyMatrix:
         if kind == "xarray" and source.chunks is not None:
             source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
         if kind == "tensorstore":
-            source = source.translate_to[0]  # make the indices start at 0, as `read` assumes
+            source = source.translate_to[0]  # its indices may begin at any number: make them begin at 0
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -192,21 +192,22 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array: in this thread, or with the scheduler that the user has configured.
+    """Compute a piece of a dask array.
 
-    dask's default scheduler is not used: it would run one thread per core, each with a chunk in memory.
+    If the user has configured a dask scheduler, use it. Otherwise compute in the calling thread. dask's
+    default scheduler would run one thread per core, each with a chunk in memory.
     """
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 
 
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the chunk shape that the planner assumes, and the largest shape computed to read such a chunk.
+    """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
     The planner needs chunks of one shape, but the chunks of a dask array may differ. The planner therefore
     assumes a regular grid of cells. On each axis, a cell has the extent of the largest dask chunk. To read a
-    cell, dask computes all dask chunks that the cell overlaps. The second result is an upper bound on the
-    shape of these dask chunks together.
+    cell, dask computes all dask chunks that the cell overlaps. Together they form one block. The second
+    result is an upper bound on the shape of this block.
 
     For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
     """

@@ -34,16 +34,18 @@ from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 # about as long as to read only the needed elements of each line, one read per line.
 MAX_LINE = 8 << 10
 # The size of each thread's scratch memory, in bytes. Elements pass through it if they must be transposed or
-# byte-swapped, or if lines are read whole because of MAX_LINE. 256 KiB fit into the processor's cache.
+# byte-swapped, or if they are read from lines of at most MAX_LINE bytes, which are read whole. 256 KiB fit
+# into the processor's cache.
 SCRATCH_BYTES = 256 << 10
 # A block that does not fit into SCRATCH_BYTES is cut into pieces. Each piece has at least this many rows, or
 # all rows if the block has fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Bytes that are not in the page cache are requested from the disk before they are read. A request begins and
-# ends at multiples of a window, so it includes bytes nearby, which are often read next. This saves a fifth of
-# the processor time. For a request of `size` bytes, the window is the largest power of two up to
-# WINDOW * size, but only one page if WINDOW * size is more than MAX_WINDOW bytes. WINDOW must be small: with
-# WINDOW = 8 and a page cache of 300 MiB, pages were evicted before they were read.
+# Segments that are not in the page cache are requested with posix_fadvise before they are read. The range of
+# each request is extended to multiples of a power of two, the window. It then includes bytes nearby, which
+# are often read next. This saves a fifth of the processor time. For segments of `size` bytes, the window is
+# the largest power of two that is at most WINDOW * size bytes. But if WINDOW * size is more than MAX_WINDOW
+# bytes, the window is one page. A larger WINDOW would load too much: with WINDOW = 8 and a page cache of
+# 300 MiB, pages were evicted before they were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
 # The size of each thread's scratch memory for direct I/O, in bytes. It limits how many disk reads are in
 # flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
@@ -137,7 +139,9 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill `out` from short lines of a file: read whole lines, and copy only the needed elements of each.
+    """Fill `out` from short lines of a file: read them with the gaps between the needed elements.
+
+    Everything is read into the thread's scratch memory, and only the needed elements are copied to `out`.
 
     A line is a row of the matrix, or a column if the file is in Fortran order. It has `line` elements, and
     fills one row of `out`. `start` is the byte of the file at which the first needed element begins.
@@ -163,8 +167,9 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    # The rows were requested in ascending order. Read them in descending order: the first read waits until
-    # the last request is served. By then the disk has served most other requests, so few other reads wait.
+    # `_request` asked the disk for the remaining rows in ascending order. Read them in descending order. The
+    # first read then waits for the row that was requested last. By then the disk has delivered most other
+    # rows, so most later reads do not wait.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
     # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises
@@ -179,9 +184,9 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later. Direct I/O reads
     whole sectors into one half of the thread's scratch memory, while rows are copied from the other half.
 
-    Return whether `out` is complete. If not, the caller must read all rows in another way. Nothing is read by
-    direct I/O if the page cache contains the data already, because it is faster to copy them from there.
-    `out` is also incomplete if direct I/O is impossible or fails.
+    Return True if all rows were read. Return False if direct I/O is impossible or fails, or if the page cache
+    seems to contain the rows already: copying them from there is faster. After False, the caller must read
+    all rows in another way.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
     # There is one read per row. It has `sectors` bytes: as many whole sectors as a row can touch. In the
@@ -242,8 +247,8 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
     """Ask the system to load the `size` bytes at each of these offsets into the page cache. Do not wait.
 
-    `WINDOW` and `MAX_WINDOW` define how many nearby bytes each request includes, since they are often read
-    next.
+    Each request is extended to nearby bytes, since these are often read next. `WINDOW` and `MAX_WINDOW`
+    define how many bytes are added.
     """
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
@@ -270,9 +275,9 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # The first and the last page of a row may be written only in part, so the system must read them from
-        # the disk first. Request them for all rows at once. Otherwise each write would wait for its own
-        # pages.
+        # If the first or the last page of a row is written only in part, the system must read that page from
+        # the disk first. Request these pages for all rows before the first write. Otherwise each write would
+        # wait for its own pages.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):

@@ -160,7 +160,7 @@ class NpyMatrix:
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:
-        """Raise `EOFError` for a truncated file, given its present size.
+        """Raise `EOFError` if `size`, the present size of the file, shows that the file was truncated.
 
         Without this check, a write would extend the file again and leave zeros for the lost elements.
         """
@@ -231,7 +231,8 @@ class NpyMatrix:
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
     """Open a .npy file. Raises `InputError` if it is not a valid one; `name` is its name in messages.
 
-    With `place`, the file is an unfinished result that is renamed to this path when it is finished.
+    If `place` is given, the file at `path` is an unfinished result. `NpyMatrix.set_finished` renames it to
+    `place`.
     """
     try:
         with open(path, "r+b" if writable else "rb") as file:
@@ -251,8 +252,8 @@ def create_npy(
 ) -> NpyMatrix:
     """Create a .npy file of zeros and allocate its disk space. Raises `OSError` if there is too little.
 
-    With `place`, the file is renamed to this path when it is finished. If the creation fails, the file is
-    deleted again.
+    The file is created at `path`. If `place` is given, `NpyMatrix.set_finished` renames it to `place`. If the
+    creation fails, the file is deleted again.
     """
     open(path, "xb").close()
     try:

@@ -90,7 +90,8 @@ def load(*operands: Any) -> None:
 def load_without_cupy(*operands: Any) -> None:
     """Do what `load` does, but prevent zarr from importing cupy, which takes seconds.
 
-    Only programs may call this, not the library: zarr then has no GPU buffers in this process.
+    Without cupy, zarr has no GPU buffers, in this whole process. So only the command line may call this
+    function. A program that uses this library may need the GPU buffers.
     """
     hidden = "cupy" not in sys.modules
     if hidden:

@@ -47,5 +47,5 @@ def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     if start is None or end is None:
         return None
     own = end.own - start.own
-    busy = max(own, end.busy - start.busy)  # `busy`, rounded to ticks, can be less than `own`
+    busy = max(own, end.busy - start.busy)  # rounded to ticks, the difference can be less than `own`
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}

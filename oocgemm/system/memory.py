@@ -15,7 +15,8 @@ import numpy.typing as npt
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning.units import format_size
 
-ROOT = Path("/")  # /proc and the cgroup mount points are below this folder; tests replace it
+# /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
+ROOT = Path("/")
 # The two cgroup versions, named by the type of their file system. Each has the names of the files with the
 # limits, the name of the file with the usage, and the names of the lines of memory.stat that count page
 # cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as available.

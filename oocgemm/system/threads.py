@@ -60,9 +60,9 @@ class Cancel:
 
     @contextmanager
     def calling(self, stop: Callable[[BaseException], object]) -> Iterator[None]:
-        """Within the context, call `stop` as soon as a stop is requested, with the error passed to `request`.
+        """Within the context, let each `request` also call `stop`, with the error of the first request.
 
-        If a stop was requested before, call `stop` on entry.
+        If `request` was called before, call `stop` on entry.
         """
         with self._lock:
             self._stop, error = stop, self._error
@@ -90,7 +90,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # `shielded` was interrupted, and acquired the lock first: do not start `work`
+            return  # an exception interrupted `shielded`, which took `claim`: do not start `work`
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -105,7 +105,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # the thread did not start `work`, and now cannot, since it would need the lock
+            raise  # `run` has not taken `claim`, and now cannot: `work` is never called
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -124,7 +124,7 @@ def _insist(act: Callable[[], object]) -> None:
     while True:
         try:
             act()
-        except BaseException:  # drop it: `shielded` raises the exception of the first signal
+        except BaseException:  # ignore it: `shielded` raises an earlier exception
             continue
         return
 

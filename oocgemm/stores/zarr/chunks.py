@@ -68,14 +68,14 @@ class DirectChunks:
     - `encoding`: the format of a chunk's bytes.
     - `fill`: the value of all elements of a chunk that is not stored.
     - `shards`: the format of the shards; None if each chunk has its own file.
-    - `worth_caching`: whether the array is small enough to stay in the page cache. The first read of whole
-      rows of an uncompressed chunk bypasses the page cache, because that takes the least time. If
-      `worth_caching` is true, the second read of these rows adds them to the page cache, and later reads need
-      no disk. If it is false, all reads of uncompressed rows bypass the page cache where that is possible.
+    - `worth_caching`: whether the array is small enough to stay in the page cache. This matters for whole
+      rows of uncompressed chunks. Their first read bypasses the page cache, because that takes the least
+      time. If `worth_caching` is true, the second read of the same rows takes the time to add them to the
+      page cache, so that later reads need no disk. If it is false, later reads bypass the page cache too.
     - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file can mean
       that the chunk has only the fill value, or that somebody has deleted the file. To tell these apart, the
-      modification times of the array's folders are recorded when the array is opened. If a file is missing
-      and a folder above it has another modification time by then, an error is raised.
+      modification times of the array's folders are recorded when the array is opened. If a file is missing,
+      `read` compares these times with the present ones, and raises an error if a folder has changed.
     """
 
     root: Path
@@ -94,7 +94,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        # If file names contain "/", each row of chunks has its own folder. Record all these folders.
+        # If file names contain "/", each row of chunks has its own folder. Check all these folders too.
         if folders[0] != self._folders((1, 0))[0]:
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
@@ -187,9 +187,9 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # Copy the rows from a memory map of the file. A read straight into `out` is impossible if the
-            # elements must be transposed or byte-swapped. It would be slow if the rows are shorter than
-            # MIN_SEGMENT bytes and not adjacent in `out`.
+            # Copy the rows from a memory map of the file. preadv into `out` is impossible if the elements
+            # must be transposed or byte-swapped. It is slow if the rows are shorter than MIN_SEGMENT bytes
+            # and not adjacent in `out`, because each row is then a separate buffer.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return

@@ -23,7 +23,8 @@ from oocgemm.stores.files import padded, scratch, sector_aligned
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
 _INTO_MEMORY = ("zstd", "blosc", "lz4")
-CHECKSUM_BYTES = 4  # the size of a CRC (crc32c)
+# The size of a CRC (crc32c).
+CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
 # for a whole chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
@@ -103,12 +104,13 @@ class Encoding:
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
 
-        `shape` is the shape of the chunk. `part` contains those of its elements that are inside the matrix.
-        They are its upper left corner. All other elements get the value `fill`.
+        `shape` is the shape of the chunk. `part` contains the upper left corner of the chunk. It is smaller
+        than the chunk if the chunk extends beyond the edge of the matrix. The other elements of the chunk get
+        the value `fill`.
 
-        The returned array is `part` itself, if it is already sector-aligned and in the stored form. Otherwise
-        it is scratch memory of this thread, which is valid only until the next call, and is padded to whole
-        pages. Direct I/O can write either array.
+        If `part` is a whole chunk, is stored without any change, and is sector-aligned, the returned array is
+        `part` itself. Otherwise the returned array is scratch memory of this thread, padded to whole pages,
+        and is valid only until the next call. Direct I/O can write both kinds of array.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
@@ -174,8 +176,8 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
     if names[:1] != ["bytes"]:
         return None
     endian = codecs[0].get("configuration", {}).get("endian", "little")
-    # dtype.kind is "V" for bfloat16, whose bytes NumPy cannot swap. `open_zarr` raises the error for such
-    # arrays.
+    # dtype.kind is "V" for bfloat16. NumPy cannot swap the bytes of bfloat16, so a big-endian array is not
+    # supported. `open_zarr` raises the `InputError` for it.
     if dtype.kind == "V" and endian != "little":
         return None
     dtype = dtype.newbyteorder(">" if endian == "big" else "<")

@@ -57,8 +57,8 @@ class ZarrMatrix:
         """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
         `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run.
-        If `DirectChunks` reads the array, it then raises an error for a chunk whose file may have been
-        deleted during the run.
+        Given this promise, `DirectChunks` raises an error for a chunk whose file may have been deleted during
+        the run.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
@@ -74,16 +74,16 @@ class ZarrMatrix:
         found = self._metadata
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # Both are used only if `direct` is None: the array object from which zarr reads, and whether it can
-        # fill contiguous memory only.
+        # `_read` is the array object from which zarr reads blocks. `_contiguous` says whether it can only
+        # read into contiguous memory. Neither attribute is used if `direct` reads the chunks.
         self._read, self._contiguous = self._array, False
         if not self.direct:
             from oocgemm.stores.zarr.through import reader
 
             self._read, self._contiguous = reader(self.array)
-        # If `_writes_directly`, `_writer` writes the chunk files. Otherwise zarr writes to the array object
-        # `_written`. `_target` is the folder to which chunks are written; None for a remote array.
-        # `redirect_writes` replaces `_target` and the object that writes.
+        # If `_writes_directly` is true, `_writer` writes the chunk files. Otherwise zarr writes them, by the
+        # array object `_written`. Both write to the folder `_target`, which is None for a remote array.
+        # `redirect_writes` changes the folder: it replaces `_target`, and either `_writer` or `_written`.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
@@ -93,7 +93,8 @@ class ZarrMatrix:
         # A call that reads chunks through zarr holds them in memory as stored and as decoded. If zarr can
         # only read into contiguous memory, it also holds them in a contiguous buffer.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
-        # A call that writes through zarr holds the elements, the codecs' output and the file's content.
+        # A call that writes through zarr needs memory for three copies of the chunks: the elements, the
+        # codecs' output, and the content of the file.
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
@@ -187,8 +188,8 @@ class ZarrMatrix:
                 shutil.copyfile(self.folder / name, folder / name)
         import zarr
 
-        # By default zarr writes no file for a chunk that has only the fill value. `apply_redo` would then
-        # leave the old chunk in C, so zarr must write a file for every chunk.
+        # By default zarr writes no file for a chunk that has only the fill value. Without this redo file,
+        # `apply_redo` would leave the old chunk in C. So zarr must write a file for every chunk.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
@@ -338,7 +339,11 @@ def reason(error: BaseException) -> str:
 
 
 def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
-    """Return access to the chunks without zarr, if they are local and their encoding is known."""
+    """Return an object that reads and writes chunks without zarr; None if zarr must do so.
+
+    zarr must do so for a remote or empty array, and for an encoding that the module `codecs` does not
+    support.
+    """
     if found.folder is None or 0 in found.shape or found.encoding is None:
         return None
     return DirectChunks(

@@ -48,7 +48,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a zarr array's metadata says, whether it was read here or by zarr.
+    """The metadata of a zarr array, read by this module or by zarr.
 
     `dtype` is the dtype of the array in zarr. Its byte order may differ from the stored byte order, which is
     that of `encoding.dtype`. `folder` is the folder of the array, or None if the array is not local. `key`
@@ -72,7 +72,7 @@ class Metadata:
     shard_format: Shards | None = None
 
     def with_attribute(self, name: str, value: object) -> "Metadata":
-        """Set an attribute of a local array in its file, or delete it if `value` is None.
+        """Set an attribute in the metadata file of a local array, or delete it if `value` is None.
 
         Returns the changed metadata. Raises `OSError`.
         """

@@ -35,8 +35,8 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
 def _refused(error: BaseException | None) -> InputError | None:
     """Return the `InputError` that caused an exception of zarr, if any.
 
-    `BFloat16` raises an `InputError` while zarr opens an array. It is a ValueError, so zarr catches it and
-    raises another exception.
+    While zarr opens an array, `BFloat16` may raise an `InputError`. zarr catches every ValueError, of which
+    `InputError` is a subclass, and raises another exception.
     """
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
@@ -153,7 +153,7 @@ def _compressor(name: str | None) -> Any:
 
 
 def _members(folder: Path | None) -> str:
-    """Return the end of a message that lists the arrays in a local group; "" if there are none.
+    """Return the last part of a message: the list of the arrays in a local group; "" if there are none.
 
     The arrays are found by their metadata files, without opening them.
     """

@@ -83,18 +83,19 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
 
 
 def reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Return the array object to read from, and whether it can fill contiguous memory only.
+    """Return the array object to read from, and whether the destination of a read must be contiguous.
 
-    The array object determines the codec pipeline. zarr's own pipeline fills any memory. Two other pipelines
-    are possible, and are assumed to fill contiguous memory only: the one that the user configured, or else
-    `FAST_PIPELINE`, if that package is installed and supports the codecs of the array.
+    The array object determines the codec pipeline. If the user has configured a pipeline, it is used.
+    Otherwise `FAST_PIPELINE` is used, if that package is installed and supports the codecs of the array.
+    These two are assumed to need a contiguous destination. In all other cases zarr's own pipeline is used,
+    which accepts any destination.
     """
     with _config_lock:
         return _configured_reader(array)
 
 
 def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do the work of `reader`. The caller must hold `_config_lock`, since zarr's configuration changes."""
+    """Do the work of `reader`. Change zarr's global configuration meanwhile: hold `_config_lock`."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
