@@ -86,8 +86,8 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     # is small, groups must have more columns: otherwise parts would be too small to be multiplied fast.
     worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
     groups = max(1, min(worthwhile, affordable, groups or affordable))
-    # Flags of one byte each. One per column of C tells whether the column is excluded. One per row and group
-    # tells whether the row is wrong: those of the first group are counted here, others in `rows_bytes`.
+    # Bytes for flags. n: one flag per column of C tells whether the column is excluded. m: one flag per row
+    # and group of columns tells whether the row is wrong there. Only one group is counted here.
     fixed = n + m
     # per_row: bytes per group and row of C, for the expected sums, two temporary arrays of the same size,
     # norms and flags. per_depth: bytes per group and index along k, for sums, norms and the squares of norms.
@@ -126,8 +126,8 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
             break
         groups //= 2
     # The memory is too small to process all rows of C at a time, or all of k at a time. The check then reads
-    # op(B) once per block of rows. So that there are few such blocks, they get as many rows as possible, and
-    # the minimum extent along k.
+    # op(B) once per block of rows. To have few blocks of rows, blocks along k get their minimum extent, and
+    # blocks of rows get all the remaining memory.
     rows = (free - min(k, deep) * depth_bytes) // rows_bytes
     return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
 

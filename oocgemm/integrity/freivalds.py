@@ -22,10 +22,10 @@ To limit the memory, rows of C and indices along k are processed in blocks::
             expected[rows] += op(A)[rows, block of k] sums
         compare C[rows] y with expected[rows]
 
-If there is only one block of k, `sums` is computed once and used for all blocks of rows. Then, or if there is
-only one block of rows, each matrix is read once, unless op(B) has nonfinite elements (see below). Otherwise
-op(B) is read once per block of rows. The random signs are not stored; each thread generates them when it uses
-them.
+If there is only one block of k, `sums` is computed once and used for all blocks of rows. So op(B) is read
+once if there is only one block of k or only one block of rows. Otherwise op(B) is read once per block of
+rows. The other matrices are read once. (If op(B) has nonfinite elements, more is read; see below.) The random
+signs are not stored; each thread generates them when it uses them.
 
 If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
 columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
@@ -179,7 +179,7 @@ class Check:
     def _add_left(self, rows: Rows, sums: Sums) -> None:
         """Add op(A) times `sums.values` to `rows.expected`, for the indices `sums.span` along k.
 
-        Also update the norms `rows.terms` and `rows.bias`, which bound the rounding errors.
+        Also update `rows.terms` and `rows.bias`, from which the bound of the rounding errors is computed.
         """
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:

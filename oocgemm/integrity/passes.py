@@ -19,15 +19,15 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
 
-# Default number of elements that a thread reads at a time, and with which it calls the callback of
-# `Passes.each`. (If a chunk is larger and cannot be read in part, the thread reads the whole chunk.) A
-# quarter of this number would fit into the L2 cache of a core. But calls of the callback would then be so
-# short that threads wait for the GIL most of the time.
+# Default number of elements that a thread reads at a time. It is also the maximum number of elements that the
+# thread passes to one call of the callback of `Passes.each`. (If a chunk is larger and cannot be read in
+# part, the thread reads the whole chunk.) A quarter of this number would fit into the L2 cache of a core. But
+# the calls would then be so short that threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# `Passes.each` calls the callback with one part of a matrix at a time. A part has as many columns as the BLAS
-# can multiply in the calling thread, MIN_ROWS rows at a time, but at least MIN_WIDTH and at most MAX_WIDTH.
-# The last part in a row may have fewer. If `cuts` is given, parts with few rows get up to MAX_CUT_WIDTH
-# columns, so that the calls are not too short.
+# `Passes.each` calls the callback with one part of a matrix at a time. The number of columns of a part is
+# limited, so that the BLAS multiplies MIN_ROWS rows of it without starting other threads. The limit is at
+# least MIN_WIDTH and at most MAX_WIDTH columns. If `cuts` is given, the limit for parts with few rows is
+# larger, up to MAX_CUT_WIDTH columns, so that the calls are not too short.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
@@ -81,16 +81,17 @@ class Oriented:
     def piece_bytes(self, min_elements: int) -> int:
         """Return the memory, in bytes, that a thread needs for the largest piece and for decoding it."""
         height, width = self._cut_along(min_elements)
-        # A piece is either one unit (`_cut_along`) or as many units as it takes to reach `min_elements`
-        # elements. In the latter case it has fewer than twice `min_elements` elements.
+        # If a unit (`_cut_along`) has fewer than `min_elements` elements, a piece consists of as many units
+        # as it takes to reach `min_elements`. It then has fewer than twice `min_elements` elements.
         elements = min(max(height * width, 2 * min_elements), self.matrix.shape[0] * self.matrix.shape[1])
         return elements * self.matrix.dtype.itemsize + self.matrix.layout.decode_bytes
 
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
-        """Return the shape (rows, columns), as stored, of the unit that pieces are composed of.
+        """Return the shape (rows, columns), as stored, of the units that a matrix is read in.
 
-        The unit is a chunk. If the store can read chunks in part, it is some rows of a chunk: as many as
-        have at most `min_elements` elements, but at least one.
+        `pieces` puts one or more units into a piece. A unit is a whole chunk if the store can read only whole
+        chunks. Otherwise it is some rows of a chunk: as many as have at most `min_elements` elements, but at
+        least one.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))

@@ -76,14 +76,14 @@ class Rounding:
     beta: complex
 
     def __init__(self, problem: GemmProblem, chain: int, check_chain: int) -> None:
-        # With `problem.exact`, op(A) op(B) has no rounding errors. It is then multiplied by alpha, and beta C
-        # is added, in float64, whatever the accumulator's dtype.
+        # If `problem.exact`, op(A) op(B) has no rounding errors. Only the epilogue (products by alpha and
+        # beta, and one addition) rounds. It computes in float64, whatever the accumulator's dtype.
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
         self._integer = numpy_dtype(problem.c_dtype).kind == "i"
         limits = np.finfo(accumulator)
         stored = limits if self._integer else limits_of(problem.c_dtype)
-        # A product of two complex numbers takes four real products. It is counted as four times as many
-        # roundings.
+        # A product of two complex numbers takes four real products. So each operation on complex numbers is
+        # counted as four rounded operations.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
             sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)

@@ -10,14 +10,14 @@ from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# If the norms of rows of op(B) differ by at most a factor of ALIKE, `Sums.terms` uses the largest norm for
-# all these rows. This saves time. It makes the error bound at most ALIKE times larger.
+# `Sums.terms` is computed for a set of rows of op(B). If their norms differ by at most a factor of ALIKE, it
+# uses the largest norm for all of them. This saves time. It makes the error bound at most ALIKE times larger.
 ALIKE = 2
 # The square of a norm between these limits neither overflows nor underflows. If a nonzero norm is outside,
 # norms are not squared.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# `Sums.terms` computes norms as roots of sums of squares. If such a norm is below MIN_SHARE times the largest
-# norm of a row of op(B), squares may have underflowed. An upper bound without squares then replaces the norm.
+# `Sums.terms` computes norms as roots of sums of squares. Squares may have underflowed if the result is below
+# MIN_SHARE times the largest norm of a row of op(B). An upper bound without squares then replaces the result.
 MIN_SHARE = 1e-120
 
 
@@ -57,11 +57,12 @@ class Sums:
         """Return sqrt(sum_p |x_ip norms_pg|^2), or a larger value, for each row i of `x` and each group g.
 
         `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The expression
-        is the 2-norm of all products a_ip b_pj with these p and with the columns j of group g. The result is
-        different in these cases:
+        is the 2-norm of all products a_ip b_pj with these p and with the columns j of group g. Something else
+        is returned in these cases:
 
         - If the norms of each group differ by at most a factor of `ALIKE`, the group's largest norm replaces
-          the others. The result is at most `ALIKE` times too large, but `x` need not be squared.
+          the others. The result is at most `ALIKE` times too large. It is computed faster, without squares of
+          the elements of `x`.
         - If squares of `norms` overflow or underflow, or products of squares underflow, the result is the
           larger value sum_p |x_ip| norms_pg.
         - If `x` has an Inf or NaN, the result is nonfinite. It can also be nonfinite if squares of `x`
@@ -92,8 +93,8 @@ class Rows:
         expected: the products, one column per vector.
         terms: for each row and each group of columns of C, the 2-norm of the products that its elements add
             up (`Sums.terms`).
-        bias: for each row and group, by how much partial sums are larger than sums of terms with random signs
-            would be (`bias_of`).
+        bias: for each row and group, an estimate that is 0 if the terms a_ip b_pj have random signs. It is
+            positive if most of them have the same sign (`bias_of`).
         nonfinite: flags of the rows of op(A) with an Inf or NaN.
     """
 
@@ -105,25 +106,27 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Increase `bias` to what the sums over all of k show, for rows and groups where it is smaller.
+        """Replace `bias` by the estimate from sums over the whole of k, where that is larger.
 
-        Until this call, `bias` is what sums over parts of k show. A part may be too short to show a bias.
+        Until this call, `bias` is estimated from sums over parts of k. A part may be too short to show that
+        most terms have the same sign.
         """
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
 def bias_of(sums: Array, terms: Array) -> Array:
-    """Estimate by how much partial sums are larger than sums of terms with random signs would be.
+    """Estimate by how much partial sums exceed their size for terms a_ip b_pj with random signs.
 
-    A partial sum is an element of op(A) op(B) summed over a part of k. For each row and each group of columns
-    of C, consider the vector of the partial sums. Its 2-norm is about `terms` if the terms of the partial
-    sums have random signs. If most terms have the same sign, the 2-norm is larger, and so are the rounding
-    errors.
+    A partial sum is an element of op(A) op(B) summed over a part of k. For each row i and each group of
+    columns of C, consider the vector of the partial sums. `terms` is about the 2-norm that this vector has if
+    the terms have random signs. If most terms have the same sign, the 2-norm is larger, and so are the
+    rounding errors.
 
     `sums` has the products of each vector with `VECTORS` random sign vectors. The mean of their absolute
     values is about 0.8 times the 2-norm, with a standard deviation of 0.2 times the 2-norm. The estimate of
     the 2-norm is therefore 1.25 times this mean. The function returns the estimate minus 2.5 times `terms`,
-    or 0 if that is negative. A smaller excess over `terms` does not count, because it can be due to chance.
+    or 0 if that is negative. The factor is 2.5 and not 1, because random signs too can give an estimate
+    above `terms` by chance.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))

@@ -97,7 +97,7 @@ class SumTolerance(Rounding):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether `of_sums` needs norms of the stored C, because the cast to C's dtype rounds the results."""
+        """Whether `of_sums` needs norms of the stored C. It does if the cast to C's dtype rounds."""
         return bool(self._stored)
 
     def product_norm(self, terms: Array) -> Array:
@@ -115,7 +115,7 @@ class SumTolerance(Rounding):
         Args:
             terms: 2-norms of the terms a_ip b_pj that all summed elements of C consist of. In the docstring
                 of this module, such a norm is sqrt(sum_j S_ij).
-            bias: by how much partial sums are larger than a random walk (`sign_sums.bias_of`).
+            bias: the results of `sign_sums.bias_of`: 0 unless most terms a_ip b_pj have the same sign.
             old: norms of the old C over the summed elements.
             stored: norms of C, as stored, over the summed elements.
             elements: numbers of summed elements.

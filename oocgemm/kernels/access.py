@@ -30,7 +30,7 @@ class Access:
 def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
     """Return the numbers of sectors of C that a kernel loads and stores.
 
-    The kernel stores all of C. It loads C only if `reads` is True, because beta is not 0.
+    The kernel stores all of C. It loads C only if `reads` is True, that is, if beta is not 0.
     """
     sectors = m * -(-n * itemsize // SECTOR)
     return sectors if reads else 0, sectors

@@ -122,7 +122,8 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    # The thread blocks of a cluster share y rows of one operand. Each thread block copies an equal part.
+    # The thread blocks of a cluster need the same rows of one operand. Each thread block copies an equal part
+    # of these rows for all of them. From here on, `y` is the number of rows in this part.
     y //= p["CLUSTER"]
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies

@@ -35,7 +35,8 @@ def _tile_model(
 
     Args:
         rows, cols, depth: the names of the kernel's parameters that have these extents.
-        reads: returns one function per kind of read of shared memory, as `conflicts` takes them.
+        reads: takes the parameters of the kernel. Returns one function per kind of read of shared memory,
+            which gives the index of the element that each thread of a warp reads (see `conflicts`).
     """
 
     def model(call: Call, params: Params) -> Access:

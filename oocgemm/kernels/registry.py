@@ -22,11 +22,12 @@ def names() -> tuple[str, ...]:
 
 
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
-    """Return a kernel with this name that accepts a call, and the parameters with which it accepts it.
+    """Return a kernel named `name` that can run a call, and the parameters to run it with.
 
-    Several kernels can have the same name. Those that have `wanted` among their sets of parameters are tried
-    first, with `wanted`. Then all kernels with this name are tried with their default parameters. The first
-    one that accepts the call is returned.
+    Several kernels can have the same name. A kernel has several sets of parameters (`Kernel.variants`). If
+    `wanted` is one of its sets, the kernel is tried with this set. If no kernel can run the call in this way,
+    all kernels named `name` are tried with their default sets. The first one that can run the call is
+    returned.
 
     Raises:
         InputError: no kernel with this name accepts the call; the message has the reasons.

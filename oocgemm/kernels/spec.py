@@ -156,9 +156,10 @@ class Kernel:
         launch: returns the launch for a call.
         entry: the name of the CUDA function; by default that of the source.
         compute: the precisions that it computes in: "native", or reduced ones such as "tf32".
-        archs: the GPU architectures that the tests compile it for. The kernel runs on each of them,
-            and on every architecture newer than the oldest one without a final "a" in its name.
-        refuses: returns why it cannot run a call (for example, TMA needs another alignment), or None.
+        archs: the GPU architectures that the tests compile it for. One with a final "a", such as "sm_90a",
+            allows the kernel on this architecture only. One without it, such as "sm_80", allows the kernel
+            on this and all newer architectures.
+        refuses: returns why the kernel cannot run a call (for example, TMA needs another alignment), or None.
         parts: splits a call into calls that are launched one after the other; by default there is only one.
         macros: returns macros of the source, beside the parameters, for a dtype, op(A) and op(B).
         maps: returns the tensor maps of A and B, which the kernel takes before `Arguments`; None for a kernel

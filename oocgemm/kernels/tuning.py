@@ -18,7 +18,8 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
 
-# A tuning file contains this name, and the version of its layout. `load` ignores files with others.
+# A tuning file contains this FORMAT, and the VERSION of its layout. `load` ignores files with another FORMAT
+# or VERSION.
 FORMAT = "oocgemm-tuning"
 VERSION = 1
 CUBLAS = "cublas"

@@ -15,13 +15,14 @@ The vectors x^T A_p and B_p y are the checksums of the panels. They are computed
 - On the host backend, the threads that read a panel compute its checksums from the data as it arrives. If the
   panel is damaged in memory later, the checksums are still right.
 - A GPU has faster memory, so it computes the checksums itself, after the panel's upload (`checksums.device`).
-  It also computes a digest of the panel, and compares it with the digest that the host has computed. This
-  detects a damaged upload.
+  If the panel is damaged before that, its checksums are those of the damaged panel. So host and GPU both
+  compute a digest of every 64th row of the panel, and the two digests are compared. This does not detect
+  damage in the other rows.
 
-The digests, or the two sides of the equation, therefore differ if something damages a panel in memory or in
-transit, the accumulator of a tile, or a strip (some rows of the finished tile) during its download. Each
-strip is checked in the buffer that it is then written from. Wrong data from storage is not detected here.
-`oocgemm verify` detects it, because it reads A and B again.
+Except for such damage, the digests or the two sides of the equation differ if something damages a panel in
+memory or in transit, the accumulator of a tile, or a strip (some rows of the finished tile) during its
+download. Each strip is checked in the buffer that it is then written from. Wrong data from storage is not
+detected here. `oocgemm verify` detects it, because it reads A and B again.
 
 The two sides also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. The bound grows with
 the number of additions per element of C, and with the norm of |A| |B| in the block. That norm is at most the
@@ -80,10 +81,11 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # `Rounding` takes two numbers of successive rounded operations. An element of C takes `depth` of them
-        # in a panel (`depth` is the panel's extent along k), then a scaling and an addition per panel. The
-        # checksums take the same without the scaling. The found and the predicted checksum of a block are
-        # also sums over at most SIDE rows and SIDE columns each, which adds 4 * SIDE.
+        # `Rounding` takes two numbers of successive rounded operations. The first is for an element of C:
+        # `depth` operations in a panel (`depth` is the panel's extent along k), and two per panel, a scaling
+        # and an addition. The second is for checksums: `depth` operations in a panel, one addition per panel,
+        # and 4 * SIDE. That is SIDE for the sum over the rows of a block, and SIDE for the sum over its
+        # columns, for each of the two checksums that are compared.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0

@@ -1,23 +1,38 @@
 """Check C with checksums that a device computes, and with digests that detect damage to their input.
 
-A digest is a hash of a matrix: a weighted sum of its 32-bit words (kernels/checks/check_sums.cu has the
-formula). A panel is a block of op(A) or op(B) that one step multiplies. The host computes only the digest of
-each panel that it reads. The device computes the digest again, and the checksums, from the panel as it
-arrived in device memory. Each Multiply compares, for each of its panels, the digest of the host with that of
-the device. If they differ, it marks its results as damaged. This detects a damaged panel, an outdated one,
-and one in the wrong buffer.
+A panel is a block of op(A) or op(B) that one step multiplies. The host computes a digest (a hash) of each
+panel that it reads. The device computes the digest of the panel again, and its checksums, from the data that
+arrived in device memory. Each Multiply compares, for both of its panels, the digest of the host with that of
+the device. If they differ, it marks its results as damaged.
 
 A strip (some rows of a finished tile of C) travels in the other direction: the device computes its digest
 before the download, and the host compares it afterwards.
 
-The weights are random odd numbers, one per row and one per word of a row. The sum is over integers modulo
-2^32. It is exact, so any order of summation gives the same digest. The digest of a strip covers every row.
-The digest of a panel covers only every 64th row: for all rows, the host would need as long as for copying the
-panel, or longer.
+The digest of a stored matrix is a sum over its rows r and the 32-bit words j of a row::
 
-In the rows that a digest covers, it detects any single flipped bit, because the weights are odd. It misses
-other damage with a probability near 2^-32. There is one exception: damage to exactly two 16-bit numbers, in
-their highest bits only, is missed with a probability of 2^-8.
+    sum of u_r v_j w_rj  modulo 2^32
+
+Word w_rj is read in big-endian order: its first byte in memory is its highest. The weights u_r and v_j are
+odd pseudorandom numbers, the same in every run. The sum is exact, so any order of summation gives the same
+digest.
+
+The digest of a strip covers every row. The digest of a panel covers only the rows r that are multiples of 64:
+for all rows, the host would need as long as for copying the panel, or longer. Damage in the other rows of a
+panel is not detected if it happens before the device computes the checksums.
+
+What a digest detects in the rows that it covers depends on the damage:
+
+- Damage to a single word is always detected: an odd weight times a nonzero difference is not 0 modulo 2^32.
+- If two words are damaged, let 2^s and 2^t be the highest powers of two that divide the differences between
+  the right and the damaged words. The damage is always detected if s and t differ. If they are equal, it is
+  missed with a probability of 2^(t - 31).
+- Unrelated data in place of the matrix, such as another panel, is missed with a probability near 2^-32.
+
+On a little-endian machine, the big-endian order moves signs and exponents to low bits of words, where t is
+small. Two flipped signs of float32 elements (t = 7) are missed with a probability of 2^-24. Two flipped signs
+of 16-bit elements in even columns (t = 23) are missed with a probability of 2^-8. Damage that only flips the
+highest bits of two words (t = 31) is always missed. The highest bit of a word is the lowest exponent bit of a
+bfloat16 element in an even column; for other floating-point dtypes, it is a bit of the fraction.
 """
 
 import threading
@@ -44,8 +59,9 @@ _MODULUS = 1 << 32
 class Weights:
     """The random odd weights of a digest.
 
-    A digest is a hash of a stored matrix: the weighted sum of its 32-bit words, modulo 2^32. The weight of a
-    word is the weight of its row times the weight of its position in the row.
+    A digest is a hash of a stored matrix: the weighted sum of its 32-bit words, modulo 2^32. Each row has a
+    random odd number, and so has each position of a word in a row. The weight of a word is the product of the
+    number of its row and the number of its position.
     """
 
     def __init__(self, rows: int, words: int) -> None:
@@ -95,7 +111,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run on a GPU. The GPU computes checksums and digests, the host only digests.
+    """The checksums of one run on a GPU. The GPU computes them. Both GPU and host compute digests.
 
     `summing` is the interface to the GPU. Each host thread appends the intervals (start, end) in which it
     computes digests, in nanoseconds, to `busy`.

@@ -34,8 +34,8 @@ class StripSums:
     Attributes:
         rows, cols: the borders of the blocks.
         found: for each block of the computed strip, the sum of its elements with random signs, and a norm.
-            If a GPU computes the checksums, it is the norm of the block. If the host computes them, it is the
-            norm of all blocks with the same rows. It is 0 if the error bound does not use it.
+            The norm is that of the block if a GPU computes the checksums, and that of all blocks with the
+            same rows if the host does. If the error bound does not use the norm, it is 0.
         product: for each block, the sum of the elements of op(A) op(B) with the same signs, as predicted from
             A and B, and an upper bound of the norm of |A| |B|.
         old: like `found`, for the old C.
@@ -101,8 +101,8 @@ class BlockSums:
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
                     if not self.sums_only:
-                        # `block_squares` is fastest if the last axis is contiguous in memory. If
-                        # `axis` is 1, `piece` was transposed above, so the axes are swapped back.
+                        # If `axis` is 1, `wide` is transposed, so that its last axis is not contiguous in
+                        # memory. Its axes are swapped back, because `block_squares` is then fastest.
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
@@ -169,7 +169,7 @@ class HostSums:
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            # The Read overwrites the panel in the slot, so that panel's checksums are deleted.
+            # The Read overwrites the old panel in the slot. The checksums of the old panel are deleted.
             self._panels.pop(region.slot, None)
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
@@ -292,9 +292,10 @@ class HostSums:
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return, as a slice, which rows of blocks of a tile an operation covers.
+        """Return the slice of the first axis of `TileSums.product` that belongs to an operation's rows of C.
 
-        The slice is for the first axis of arrays such as `TileSums.product`, which have one value per block.
+        Element (i, j) of this array belongs to the block of the tile in block row i and block column j. The
+        other arrays of `TileSums` with one value per block are indexed in the same way.
         """
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
@@ -305,8 +306,8 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
     """Cut a piece of a matrix at the borders between the blocks of the matrix.
 
     Block i of the matrix begins at row `cuts[i]`. Row 0 of the piece is row `top` of the matrix. The piece
-    may have only some rows of its first and of its last block. Consecutive blocks of which it has equally
-    many rows are yielded together, as one run.
+    may have only some rows of its first and of its last block. A run is a sequence of blocks that have the
+    same number of rows in the piece. The blocks of a run are yielded together.
 
     Yields:
         For each run, the index of its first block in the matrix, its elements as an array of shape (blocks,

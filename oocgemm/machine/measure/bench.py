@@ -30,7 +30,7 @@ PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
-# Products (m, n, k) as large as the steps of a run. Like these, they add to C (beta = 1).
+# Products (m, n, k) as large as the steps of a run. They add to C (beta = 1), as steps do.
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
@@ -159,9 +159,9 @@ def tune(
     """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
     `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters. To
-    save time, the first product for each dtype and precision is small (m = n = k = 1024). If a kernel with a
-    set of parameters takes more than ten times as long for it as the fastest kernel, this kernel is not timed
-    with this set on the larger products.
+    save time, the first product for each dtype and precision is small (m = n = k = 1024). If a kernel
+    with some set of parameters needs more than ten times as long for the small product as the fastest kernel,
+    it is not timed with this set on the larger products.
 
     Args:
         device: number of the CUDA device.
@@ -252,9 +252,11 @@ def _key(contender: Contender) -> tuple[object, ...]:
 
 
 def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
-    """Return whether a product of `flops` takes at most `limit` seconds at the contender's best rate so far.
+    """Return whether a product of `flops` would take a kernel at most `limit` seconds.
 
-    The result is True if no rate is known, and for cuBLAS, the reference of the other rates.
+    The time is predicted from the best rate that the kernel, with the same parameters, has reached so far. If
+    it has no rate yet, the result is True. For cuBLAS it is always True, because the rate of cuBLAS is needed
+    to compare the other rates with.
     """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit

@@ -59,11 +59,11 @@ class Sizes:
 
     Attributes:
         side: rows and columns of C in a timed product. If the product does not fit into half of the free
-            memory, they are halved until it does.
+            memory, rows and columns are halved until it fits.
         depths: the extents along k of the timed products.
         block: shape of the float64 matrix with which memory, storage and copies are measured.
-        copies: numbers of rows. Copies between host and GPU are measured once per number, each time with that
-            many rows of the matrix.
+        copies: numbers of rows of the matrix with the shape `block`. Copies between host and GPU are measured
+            once per number, each time with that many rows.
         seconds: duration of one measurement. Measurements of storage, and that of the time to start an
             operation, take three times as long.
     """
@@ -75,9 +75,9 @@ class Sizes:
     seconds: float
 
 
-# The default sizes for each backend. Timed products with these extents of C reach the full rate of the
-# kernel. The matrix that is copied (`Sizes.block`) has 256 MiB. That is much more than the processor's
-# caches, so the copies read and write main memory.
+# The default sizes for each backend. `side` is so large that timed products reach the full rate of the
+# kernel. The matrix that is copied (`block`) has 256 MiB. That is much more than the processor's caches, so
+# the copies read and write main memory.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
@@ -225,10 +225,11 @@ def _kernel(
 
 
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Return the flop/s that products with infinite m and n would have, by extent along k.
+    """Convert measured flop/s to those that products with infinite m and n would have.
 
-    `rates` has the measured flop/s, by extent along k. A `KernelRate` is a rate for infinite m and n. When
-    the machine model predicts a product, it reduces the rate according to the product's m and n.
+    `rates` and the result have the flop/s by extent along k. The conversion is needed because a `KernelRate`,
+    which is fitted to the result, is a rate for infinite m and n. When the machine model predicts a product,
+    it reduces that rate according to the product's m and n. This function inverts the reduction.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})

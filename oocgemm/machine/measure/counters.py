@@ -25,7 +25,8 @@ from oocgemm.kernels.tuning import CUBLAS
 METRICS = {
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "store_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
-    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # also counts copies by cp.async and TMA
+    # Unlike "load_sectors", "sectors_from_l2" also counts the sectors that cp.async and TMA copy.
+    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     # "shared_loads", "shared_stores" and "matrix_loads" count instructions of warps. Their sum is the number
     # of accesses to shared memory.

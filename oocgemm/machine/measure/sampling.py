@@ -53,7 +53,11 @@ def explained(
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return `amount / seconds`, or infinity if `seconds` is 0; `explained` rejects infinite rates."""
+    """Return `amount / seconds`, or infinity if `seconds` is 0.
+
+    The callback `measure` of `explained` may return infinity. If a median is infinite, `explained` measures
+    again.
+    """
     return amount / seconds if seconds > 0 else inf
 
 
