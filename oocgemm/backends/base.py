@@ -29,9 +29,10 @@ Array = NDArray[Any]
 class InPlace(tuple[Array, ...]):
     """A block of an operand that the device copies from or to the caller's memory directly (zero-copy).
 
-    It is a tuple of one array, a view of that memory, because a block in a host slot is a sequence of arrays.
-    `borders` are the addresses inside the array where one pinned range ends and the next begins. CUDA refuses
-    a copy that crosses such an address.
+    Copies take a block as a sequence of arrays, because a host slot may store a block as several arrays. So
+    an `InPlace` is a sequence too: a tuple of one array, a view of the caller's memory. `borders` are the
+    addresses inside the array where one pinned range ends and the next begins. CUDA refuses a copy that
+    crosses such an address.
     """
 
     borders: Sequence[int]
@@ -103,10 +104,11 @@ class DoneToken:
 class Checksums(Protocol):
     """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
 
-    They come with digests of the panels. `expected` has the digests of the two panels of the next Multiply,
-    which the host has computed. The engine sets it before it submits the Multiply. The device computes
-    digests of the panels that it received, and compares them. `busy` collects the time that the device spends
-    on checksums. `room` is the memory layout of the checksums of one strip (some rows of a tile) of C.
+    To find panels that were damaged on the way to the device, the device also computes a digest (a hash) of
+    each panel that it received. It compares this digest with the one that the host has computed. `expected`
+    contains the host's digests of the two panels of the next Multiply; the engine sets `expected` before it
+    submits the Multiply. `busy` collects the time that the device spends on checksums. `room` is the memory
+    layout of the checksums of one strip (some rows of a tile) of C.
     """
 
     expected: tuple[int, int]
@@ -114,7 +116,7 @@ class Checksums(Protocol):
     room: StripOffsets
 
     def begin(self, seed: int) -> None:
-        """Draw the random signs of all later checksums from this seed."""
+        """Set the seed of the random signs that the checksums of later operations use."""
 
 
 class Session(Protocol):
@@ -252,7 +254,7 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
 
 
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
-    """Return the scalars (alpha, beta) for one Multiply. `first` tells whether it is the first of its tile.
+    """Return the scalars (alpha, beta) for one Multiply. `first` is true for the first one of a tile.
 
     If a Finish follows, it applies alpha and beta. The Multiplies of a tile then only add up products: the
     first one overwrites the sums (beta = 0), later ones add to them (beta = 1). If no Finish follows, every

@@ -29,7 +29,10 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
 
 class CutFields(ctypes.Structure):
-    """The C struct `cut` of check_sums.cu: how an extent is divided into strips and blocks.
+    """The C struct `cut` of check_sums.cu: how an extent, such as the rows of a tile, is divided.
+
+    The extent is divided into strips, and each strip into blocks. A block is the part that one checksum
+    covers.
 
     Its fields are those of `oocgemm.planning.check_blocks.Blocking`.
     """
@@ -125,7 +128,7 @@ class DeviceChecksums:
         device.load("check_strip", self._options(problem.c_dtype))
 
     def begin(self, seed: int) -> None:
-        """Draw the random signs of all later checksums from this seed."""
+        """Set the seed of the random signs that the checksums of later operations use."""
         self._seed = seed
 
     def after_upload(self, op: Operation) -> None:
@@ -151,8 +154,8 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            # The panel of op(A) has all rows of the tile. A Multiply may cover only one strip of the tile.
-            # Then the checksums of the rows above the strip are skipped.
+            # The panel of op(A) has all rows of the tile. If the Multiply covers only one strip of the tile,
+            # the checksums of the rows above the strip are skipped.
             skipped = (op.m[0] - top) // self._strip * down.per
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
@@ -175,8 +178,8 @@ class DeviceChecksums:
     def with_finish(self, op: Operation) -> None:
         """Copy a strip's checksums from the tile's slot to the slot that a Finish fills.
 
-        The Finish writes the strip, cast to C's dtype, to the second slot. Checksums are stored behind the
-        strip that they belong to.
+        The Finish casts the strip to C's dtype and writes it to the second slot, from which the Download
+        copies it. The Download expects the strip's checksums behind the strip.
         """
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)

@@ -15,25 +15,26 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
     """Compute ``result = alpha sums + beta result`` in the dtype of sums, and round to the dtype of result.
 
     Args:
-        sums: the accumulated products, C-contiguous. float32; or float64 with integer values.
+        sums: the accumulated products, C-contiguous. The dtype is float32, or float64 if all values are
+            integers.
         alpha, beta: scalars. beta = 0 never reads result.
         result: array of the shape of sums, C-contiguous.
-        workspace: bytes, which are divided into `FINISH_ARRAYS` temporary arrays in the dtype of sums. Each
-            must have room for one element or more. As many elements are processed at a time as one array
-            has room for, but at most `FINISH_PIECE`.
+        workspace: bytes, which are divided into `FINISH_ARRAYS` temporary arrays in the dtype of sums. The
+            elements are processed in pieces. A piece has `FINISH_PIECE` elements, or fewer if a temporary
+            array has room for fewer. Each array must have room for at least one element.
 
     Raises:
-        ExecutionError: result has an integer dtype, and an element overflows it, or is so large (2^53) that
-            float64 may have rounded it.
+        ExecutionError: result has an integer dtype, and an element is outside the range of that dtype, or
+            is so large (2^53) that float64 may have rounded it.
     """
     limits = np.iinfo(result.dtype) if result.dtype.kind == "i" else None
     scalars = sums.dtype.type(alpha), sums.dtype.type(beta)
+    # The arrays are processed in pieces of fixed length, not row by row. So the time does not depend on the
+    # shape, and the temporaries stay in the cache.
     piece = min(FINISH_PIECE, workspace.size // (FINISH_ARRAYS * sums.itemsize))
     spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
     flat, old_flat = sums.reshape(-1), result.reshape(-1)
     with np.errstate(all="ignore"):  # Inf and NaN propagate silently, as in BLAS
-        # The arrays are processed in pieces of fixed length, not row by row. So the time does not depend on
-        # the shape, and the temporaries stay in the cache.
         for start in range(0, flat.size, piece):
             old = old_flat[start : start + piece]
             value, kept, size = spaces[:, : old.size]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Ids of random streams. A digest of a matrix is a hash: a sum of its words, weighted by row and by position
-# in the row. The weights of rows come from stream 0, those of positions from stream 1. Stream 2 and all later
-# streams have random signs.
+# Ids of random streams. Streams 0 and 1 have the weights for digests. A digest is a hash of a matrix: its
+# rows are divided into words, and the digest is a weighted sum of the words. The weight of a word depends on
+# its row (weights from stream 0) and on its position in the row (stream 1). Stream 2 and all later streams
+# have random signs.
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
 # Number of vectors in a `SignVectors`. Each of the 8 bits of a random byte is a sign of one vector.
 VECTORS = 8
@@ -33,7 +34,7 @@ def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
 
 
 def sign_stream(seed: int, axis: int) -> int:
-    """Return the number of the random stream with the signs of rows (axis 0) or of columns (axis 1)."""
+    """Return the id of the random stream from which the signs of rows (axis 0) or columns (axis 1) come."""
     return _SIGNS + 2 * seed + axis
 
 

@@ -16,9 +16,9 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
 # Maximum and minimum size, in bytes, of a part of a block. They apply to stores that can transfer parts of
-# chunks. A block of such a store is cut into one part per thread, if the parts are then within these limits.
-# Smaller parts would make the transfer slower: passing a part to a thread takes the GIL for tens of
-# microseconds, and meanwhile no other thread can start or end a part.
+# chunks. A block of such a store is cut into one part per thread. If these parts would be outside the limits,
+# the nearer limit is their size. Smaller parts would make the transfer slower: passing a part to a thread
+# takes the GIL for tens of microseconds, and meanwhile no other thread can start or end a part.
 MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20
 
@@ -38,10 +38,12 @@ def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
 def column_groups(plan: Plan, operation: Operation) -> list[Range]:
     """Return the ranges of columns that a host slot stores as one contiguous array each.
 
-    Columns are counted from the first column of the operation's block. Each range is one chunk wide in two
-    cases. For A and B: if the store reads whole chunks only, so that a codec can decode in place. For C: with
-    every store, because with direct I/O, writing a contiguous chunk is up to twice as fast as writing rows.
-    In all other cases, and if a chunk has fewer than `BATCH_BYTES` bytes, one range contains all columns.
+    Columns are counted from the first column of the operation's block. Usually one range contains all
+    columns. In two cases there is one range per chunk, if a chunk has at least `BATCH_BYTES` bytes:
+
+    - for A and B, if the store can only read whole chunks: a codec can then decode a chunk in place;
+    - for C, with every store: with direct I/O, writing a contiguous chunk is up to twice as fast as writing
+      it row by row.
     """
     _, (first, last) = stored_block(plan, operation)
     problem, layouts = plan.problem, plan.layouts
@@ -62,8 +64,8 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
 def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[Any]) -> list[Array]:
     """Return an operation's block in a host slot, as one contiguous array per range of `column_groups`.
 
-    `memory` is the bytes of the slot. The arrays are views of `memory`. The first one begins at its start,
-    and they follow each other without gaps.
+    `memory` has the bytes of the slot. The arrays are views of it. The first array begins at the start of the
+    slot, and the arrays follow each other without gaps.
     """
     height, width = stored_shape(operation, plan.problem)
     data = memory[: height * width * dtype.itemsize].view(dtype)
@@ -77,8 +79,8 @@ def located(
 ) -> Iterator[tuple[Range, Range, Array]]:
     """Yield (rows, columns, array) for each array of a block in a host slot.
 
-    The ranges `rows` and `columns` say where the elements of the array are in the stored operand. The
-    argument `columns` is the list of arrays that `slot_views` returns for the operation.
+    The two ranges that are yielded say which rows and columns of the stored operand the array contains. The
+    argument `columns` is the list of arrays that `slot_views` returned for the operation.
     """
     rows, (left, _) = stored_block(plan, operation)
     for group in columns:
@@ -90,10 +92,11 @@ def parts(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
-    If the store transfers whole chunks only, a part is one chunk; but chunks of fewer than `BATCH_BYTES`
-    bytes are combined into parts of about `BATCH_BYTES`. With other stores, a part has about
-    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`: smaller chunks are combined, and a larger chunk is read in several
-    parts, but written in one. If the matrix has no chunks, a part is some rows or columns of the block.
+    If the store transfers whole chunks only, a part is one chunk of at least `BATCH_BYTES` bytes, or several
+    smaller chunks with about `BATCH_BYTES` bytes together. With other stores, a part has about
+    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES` bytes. Smaller chunks are combined. A larger chunk is read in
+    several parts, but written as one. If the matrix has no chunks, a part is some rows or columns of the
+    block.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     height, width = layout.read_chunk if reading else layout.write_chunk

@@ -22,15 +22,17 @@ from oocgemm.planning.tiling import round_up
 from oocgemm.stores.files import PAGE, resident
 from oocgemm.system.threads import start
 
-# Operands are pinned in parts of PART bytes. While the driver pins memory, it blocks threads that submit
-# work. So the first SINGLE_PARTS calls, which pin what the first steps need, pin one part each. Later calls
-# pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
+# Operands are pinned in parts of PART bytes. While a call of the driver pins memory, it blocks threads that
+# submit work. The first SINGLE_PARTS calls are made while the first steps are submitted. They pin one part
+# each, so that they block these threads only briefly. Later calls pin up to PARTS_PER_CALL parts, because a
+# larger call pins more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# If the run needs a block that is not pinned yet, it can wait, or copy the block to a host slot, which is
-# pinned. The thread may have to pin other bytes before those of the block. The run waits if these bytes and
-# the block together have at most this many times the block's bytes. The limit is 4, because copying a block
-# takes about as long as pinning four times as many bytes.
+# Limit on the wait for a block that is not pinned yet. Instead of waiting, the run can copy the block to a
+# host slot, which is pinned. The wait ends when the thread has pinned the block and the bytes that come
+# before it in the order of pinning. The run waits if these bytes, with the block, are at most this many times
+# the block's bytes. The limit is 4, because copying a block takes about as long as pinning four times as many
+# bytes.
 MAX_WAIT_RATIO = 4
 
 
@@ -77,9 +79,9 @@ class PinnedOperands:
         """Wait until the memory of a block is pinned, and return the block.
 
         Returns:
-            The block as an `InPlace`. None, without waiting, if the wait would be too long: the parts that
-            the thread still has to pin, up to the block's last one, have more than `MAX_WAIT_RATIO` times
-            the block's bytes. None also if pinning stops before the whole block is pinned.
+            The block as an `InPlace`; or None in two cases. If the thread must pin more than
+            `MAX_WAIT_RATIO` times the block's bytes until the block is pinned, this returns None without
+            waiting. It also returns None if pinning stops before the whole block is pinned.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)
@@ -135,7 +137,7 @@ class PinnedOperands:
             self._progress.notify_all()
 
     def release(self) -> None:
-        """Unpin everything. No copy from or to this memory may be in flight."""
+        """Unpin the arrays. Call it when no copy from or to them is in flight."""
         self.stop()
         self._thread.join()
         for begin in self._ranges:

@@ -16,9 +16,10 @@ from oocgemm.stores import Array, Matrix, memory
 class ZeroCopy:
     """Tracks which blocks the device copies from or to the caller's memory instead of their host slots.
 
-    The plan decides which blocks may be zero-copy. Those of an operand that the caller has pinned need no
-    wait. The other operands are pinned by a thread, part by part. If the wait for a block would be longer
-    than copying it, the block passes through its host slot.
+    The plan decides which blocks may be zero-copy. If the caller has pinned an operand, its blocks can be
+    copied at once. A thread pins the other operands, part by part. The run waits until the block that it
+    needs is pinned. If it would have to wait longer than copying the block takes, the block passes through
+    its host slot.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix], pinner: Pinner | None) -> None:

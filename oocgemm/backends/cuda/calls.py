@@ -46,9 +46,9 @@ class _Launched(threading.local):
 
 _launched = _Launched()
 
-# A prepared launch, as two functions. The first makes the launch; it returns the status of the CUDA call, or
-# None if it is written in Python and raises its errors itself. The second takes a status other than 0 and
-# raises the error.
+# A deferred call, as two functions. The first one calls the CUDA driver or cuBLAS, with all arguments, and
+# returns the status of that call. A status other than 0 is an error: the second function takes such a status
+# and raises the error. If the first function is written in Python, it raises errors itself and returns None.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
@@ -116,7 +116,10 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
-    """Prepare a copy of `size` bytes between two addresses, of the device or of pinned host memory."""
+    """Return a deferred call that copies `size` bytes from the address `source` to the address `to`.
+
+    Each address is in device memory or in pinned host memory.
+    """
     made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
     return made, driver.check_status
 
@@ -133,9 +136,10 @@ class _Rectangle(ctypes.Structure):
 
 
 def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
-    """Prepare a copy of `rows` rows of `width` bytes.
+    """Return a deferred call that copies `rows` rows of `width` bytes each.
 
-    `to` and `source` are each an address and a pitch, the bytes from one row to the next.
+    `to` and `source` each consist of an address and a pitch: the bytes from the start of a row to the start
+    of the next.
     """
     given = _Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
@@ -146,20 +150,20 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
 
 
 def zero(address: int, size: int, stream: Any) -> Launch:
-    """Prepare a fill of `size` bytes of device memory with zeros."""
+    """Return a deferred call that fills `size` bytes of device memory with zeros, from `address` on."""
     made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, 0, size, stream.ptr)
     return made, driver.check_status
 
 
 def make(launch: Launch) -> None:
-    """Make a prepared launch; raise an error if it fails."""
+    """Make a deferred call; raise an error if it fails."""
     made, check = launch
     if status := made():
         check(status)
 
 
 def in_python(made: Callable[[], None]) -> Launch:
-    """Convert a Python function to a `Launch`. The function makes launches, and raises if one fails."""
+    """Return a deferred call of the Python function `made`, which raises an error if it fails."""
     return made, driver.check_status
 
 
@@ -170,7 +174,7 @@ def launch(
 
     Args:
         function: the driver's handle of the kernel.
-        grid, block: numbers of blocks and of threads per block, along x, y and z.
+        grid, block: the number of thread blocks, and the number of threads in each, along x, y and z.
         shared: bytes of dynamic shared memory.
         values: the kernel's arguments, as ctypes values. The driver copies them before this returns.
     """
@@ -185,7 +189,10 @@ def launch(
 
 
 def gemm_ex(handle: int, *arguments: Any, keep_gil: bool = True) -> Launch:
-    """Prepare a call of cublasGemmEx on cupy's current stream. The call keeps the GIL if `keep_gil`."""
+    """Return a deferred call of cublasGemmEx, on the stream that is cupy's current stream now.
+
+    If `keep_gil` is false, the thread releases the GIL during the call.
+    """
     library = _cublas(handle, ctypes.PyDLL if keep_gil else ctypes.CDLL)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status

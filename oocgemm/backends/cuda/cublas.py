@@ -1,4 +1,4 @@
-"""Prepares calls of cublasGemmEx."""
+"""Converts a product to a call of cublasGemmEx."""
 
 from ctypes import c_void_p
 
@@ -11,8 +11,8 @@ from oocgemm.planning import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# Values of cublasComputeType_t. The keys of the first table are dtypes of the accumulator. The second table
-# is for products of reduced precision: CUBLAS_COMPUTE_32F_FAST_TF32 and CUBLAS_COMPUTE_32F_FAST_16BF.
+# Values of cublasComputeType_t. The first table has the type for each dtype of the accumulator. The second
+# table is for products of reduced precision: CUBLAS_COMPUTE_32F_FAST_TF32 and CUBLAS_COMPUTE_32F_FAST_16BF.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
 _MAX = 2**31 - 1
@@ -20,10 +20,13 @@ _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
 def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
-    """Prepare C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
+    """Return a deferred call of cuBLAS that computes C = alpha op(A) @ op(B) + beta C; k > 0.
+
+    The call uses the stream that is cupy's current stream now. If `keep_gil` is false, the thread releases
+    the GIL during the call.
 
     cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order. So A and
-    B swap places, and their transposition flags stay the same. The call keeps the GIL if `keep_gil`.
+    B swap places, and their transposition flags stay the same.
     """
     accumulator = call.accumulator
     if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:

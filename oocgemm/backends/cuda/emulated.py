@@ -66,8 +66,8 @@ class Emulated:
         """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
 
         Tries increasing numbers of moduli until the product is as accurate as one that is computed in the
-        panels' dtype. Whether it is, the host decides from `VERDICT_BYTES` bytes of results, which it copies
-        from the device. So the call waits for the current stream.
+        panels' dtype. To judge the accuracy, the host copies `VERDICT_BYTES` bytes of measurements of the
+        panels from the device, once per number tried. So the calling thread waits for the current stream.
 
         Args:
             a, b: device addresses of the panels as stored.
@@ -128,7 +128,8 @@ class Emulated:
         """Compute C = alpha op(A) @ op(B) + beta C for some rows of C, from residues that `prepare` computed.
 
         Args:
-            slot, offsets: address of the buffer with the residues, and its layout.
+            slot: device address of the buffer with the residues.
+            offsets: offsets of the parts of that buffer, in bytes.
             work: device address of a workspace of min(4096, rows[1] - rows[0]) * round_up(n, 16) *
                 (number + 4) bytes.
             rows: the first row to compute, and the row after the last one.
@@ -170,12 +171,12 @@ class Emulated:
         """Compute the residues of some rows of C. Only for devices of compute capability 9.0.
 
         Args:
-            left: device address of the residues of op(A), from the first row to multiply on.
+            left: device address of the residues of the first row of op(A) to multiply.
             right: device address of the residues of op(B).
             work: device address to which the residues of C are written.
-            shape: (m, n, ld). For each modulus, op(A) has m rows of residues, and op(B) has n columns of
-                residues. Each row or column occupies `ld` bytes.
-            rows: how many rows of C to compute.
+            shape: (m, n, ld). For each modulus, the residues of the panel of op(A) have m rows, and
+                those of the panel of op(B) have n columns. Each row or column occupies `ld` bytes.
+            rows: how many rows of C to compute; at most m.
             number: number of moduli.
         """
         m, n, ld = shape
@@ -207,7 +208,7 @@ def _pointer(address: int) -> ctypes.c_void_p:
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
-    """Convert what the kernel ozaki_split measured of a panel to `PanelFacts`.
+    """Return the `PanelFacts` of a panel, from the measurements that the kernel ozaki_split wrote.
 
     `words` is the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words. `depth` is k.
     """

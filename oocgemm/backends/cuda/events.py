@@ -38,10 +38,10 @@ class Clock:
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # Two sources give the host time of the new reference event. The host's clock only says that the
-            # event completed between `before` and `after`, which are far apart if the thread lost the GIL
-            # between them. The time from the old reference event is precise, but the device's clock drifts.
-            # So the second time is used, but at least `before` and at most `after`.
+            # The host time of the new reference event is computed from the old reference event. The result
+            # is precise, but may be too early or too late, because the device's clock drifts. The host's
+            # clock shows that the event completed between `before` and `after`. So a result outside that
+            # interval is replaced by the nearer of the two.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -65,7 +65,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Some launches on a stream, between the events `start` and `end`.
+    """Some launches on a stream. The event `start` is recorded before them, the event `end` after them.
 
     `issued` is the host time, in nanoseconds, at which the first launch call returned.
     """
@@ -76,7 +76,7 @@ class Work:
 
     @classmethod
     def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch]) -> Self:
-        """Make the launches on a stream, between two events."""
+        """Record an event on a stream, make the launches, and record a second event."""
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         return cls(start, cuda_calls.record_around(launches, start, end, stream), end)
 

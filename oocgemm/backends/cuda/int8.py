@@ -42,11 +42,13 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 
 def packed(kernels: "Kernels", call: Call) -> Call:
-    """Replace each operand whose layout cuBLAS would refuse by a copy, in the workspace, that it accepts.
+    """Copy into the workspace each operand whose layout cuBLAS would refuse.
+
+    The copy has a layout that cuBLAS accepts.
 
     Returns:
-        `call` with the addresses of the copies, and with k rounded up to a multiple of 16. The copies have
-        zeros in the added columns and rows. If k = 0, `call` is returned unchanged.
+        `call` with the addresses of the copies, and with k rounded up to a multiple of 16. The copies are
+        padded with zeros to this k. If k = 0, `call` is returned unchanged.
     """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
@@ -70,7 +72,7 @@ def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[C
         call: the product, as `packed` returned it.
         c_dtype: dtype of C, float64 or int32.
         product: a function that computes the product that a `Call` describes. It is called once per
-            `STRIP_ROWS` rows of C. It writes int32 sums to the workspace, which int8_add then adds to beta C.
+            `STRIP_ROWS` rows of C, and writes an int32 product to the workspace.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
@@ -102,8 +104,8 @@ def finish(
         scalars: alpha and beta.
         elements: the number of elements.
         source, result: device addresses.
-        too_large: address of an int32. It becomes 1 if result has an integer dtype and an element overflows
-            it, or is so large that float64 may have rounded it.
+        too_large: address of an int32, for a result of an integer dtype. The int32 becomes 1 if an element
+            is outside the range of that dtype, or is so large (2^53) that float64 may have rounded it.
     """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(
@@ -115,7 +117,7 @@ def finish(
 def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
     """Return a function that launches the kernel int8_finish for these dtypes of source and result.
 
-    The kernel applies alpha and beta and casts the sums.
+    The kernel computes result = alpha source + beta result, and casts it to the dtype of result.
     """
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
     maximum = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])

@@ -95,8 +95,10 @@ class Kernels:
         cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
 
     def finisher(self, dtypes: tuple[str, str]) -> Any:
-        """Return the kernel `finish`, which applies alpha and beta and casts, for these dtypes of source and
-        result."""
+        """Return the kernel `finish` for these dtypes of source and result.
+
+        The kernel applies alpha and beta to the source, and casts it to the dtype of the result.
+        """
         if dtypes not in self._functions:
             major, minor = self.device.capability
             macros = [
@@ -144,7 +146,7 @@ class Kernels:
         module = cupy.cuda.function.Module()
         module.load(compiled(_Nvrtc(), source, arch, macros))
         function = module.get_function(entry)
-        # A block gets more than 48 KiB of shared memory only if the function has opted in.
+        # CUDA grants a thread block more than 48 KiB of shared memory only if the kernel has requested it.
         static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         driver.funcSetAttribute(
             function.ptr,

@@ -136,7 +136,8 @@ class Stopwatch:
         for contender in contenders:
             self.seconds(*contender, call)  # warm-up: loads the code
             once = max(self.seconds(*contender, call), 1e-6)
-            # A sample is the mean time of several runs: as many as take about 1 ms, but 1 to 100.
+            # A sample is the mean time of several runs: 1 to 100, chosen so that they take about 1 ms
+            # together.
             times.append((max(1, min(100, int(1e-3 / once))), once))
         rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]

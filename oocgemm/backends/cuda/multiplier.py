@@ -45,22 +45,22 @@ class Multiplier:
         self._blas = 0
 
     def emulated(self, dtype: str) -> Emulated:
-        """Return an object that emulates products of a dtype by int8 products.
+        """Return an object that computes products of the dtype `dtype` from int8 products.
 
-        It uses the kernels and the cuBLAS handle of this `Multiplier`.
+        The object uses the kernels and the cuBLAS handle of this `Multiplier`.
         """
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
-        """Choose a kernel for C = alpha op(A) @ op(B) + beta C; return the launch, which is not made yet.
+        """Choose a kernel for C = alpha op(A) @ op(B) + beta C; return a deferred call that computes it.
 
         Raises:
             InputError: the user asked for one of our kernels by name, and it cannot compute the product.
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # cuBLAS may refuse k = 0, so our kernel "tiled" computes the result, which is beta C. There are
-            # no products whose precision could matter, so native precision is requested.
+            # cuBLAS may refuse k = 0, so our kernel "tiled" computes C = beta C. No elements are multiplied,
+            # so every precision gives the same result. "tiled" only offers native precision.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
@@ -90,7 +90,7 @@ class Multiplier:
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 
     def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
-        """Prepare the launch that computes the product `call` with `kernel`, or with cuBLAS if it is None."""
+        """Return a deferred call that computes the product `call` with `kernel` (None: with cuBLAS)."""
         if kernel is not None:
             self.used.add(kernel.label)
             return in_python(partial(self.kernels.multiply, kernel, call, params))
@@ -100,7 +100,7 @@ class Multiplier:
         return blas.gemm(self._blas, call)
 
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
-        """Compute the product `call` with `kernel`, or with cuBLAS if it is None."""
+        """Compute the product `call` with `kernel`, or with cuBLAS if `kernel` is None."""
         make(self.launch(kernel, params, call))
 
 

@@ -49,7 +49,8 @@ class HostSession:
         self._steps: Counter[int] = Counter()
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
-        # Multiply and Finish share the workspace: one thread runs both, so never at the same time.
+        # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
+        # both.
         self._work = self._arena[size : size + work]
 
     @contextmanager

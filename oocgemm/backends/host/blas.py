@@ -42,7 +42,8 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
     Args:
         trans_a, trans_b: op() of a and b.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        a, b: the operands as stored, in c's dtype. Each row is contiguous; rows may be parts of longer rows.
+        a, b: the operands as stored, in c's dtype. Each row is contiguous; a and b may be
+            views of wider arrays.
         c: m x n, C-contiguous; float32, float64, complex64 or complex128.
 
     Raises:
@@ -166,8 +167,10 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
 
 
 def _leading(x: Array) -> int:
-    """Return the leading dimension of an array, in elements. If the rows are parts of longer rows, it exceeds
-    their length."""
+    """Return the leading dimension of an array: the distance between its rows, in elements.
+
+    It exceeds the number of columns if the array is a view of some columns of a wider array.
+    """
     apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
     return max(1, int(x.shape[1]), apart)
 
@@ -198,7 +201,8 @@ def _cblas_gemm() -> Gemm | None:
         k = a.shape[0] if trans_a.swaps else a.shape[1]
         if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
             raise BackendError(
-                f"NumPy's BLAS takes extents below 2^31, too small for {m} x {n} x {k}: pass a smaller --tile"
+                f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: "
+                "pass a smaller --tile"
             )
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":

@@ -128,9 +128,9 @@ def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
 def measure_rows(x: Array, norms: Array) -> PanelFacts:
     """Return `PanelFacts` of a panel, from which `suffices` bounds the error of its emulated product.
 
-    The fields `exact` and `grain` have no meaning yet: they depend on the number of moduli, and `split` sets
-    them. This function also writes the base-2 logarithm of each row's 2-norm to `norms`. The logarithm of a
-    row of zeros is -inf.
+    The fields `exact` and `grain` of the result have no meaning yet. They describe the rounding to integers,
+    which depends on the number of moduli; `split` sets them. This function also writes the base-2 logarithm
+    of each row's 2-norm to `norms`. For a row of zeros it writes -inf.
     """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
@@ -162,8 +162,9 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
     """Scale the rows of a panel to integers, and write their residues and the scales' exponents to `planes`.
 
     Returns:
-        A copy of `facts`, what `measure_rows` returned for the panel, in which `exact` and `grain` are set.
-        These two fields depend on the number of moduli, so `measure_rows` could not set them.
+        A copy of `facts` with two more fields set: `exact` (no element was rounded) and `grain` (the
+        largest ratio of a row's rounding interval to the row's 2-norm). `facts` is what `measure_rows`
+        returned for the panel.
     """
     k = x.shape[1]
     live = np.isfinite(planes.norms)
@@ -174,9 +175,9 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # Find out whether an element was rounded. Rounding to integers makes `whole` differ from
-            # `scaled`. If scaling made a nonzero element underflow to 0, the two are equal, but `whole` has
-            # fewer nonzero elements than `x`.
+            # Find out whether any element was rounded. Either rounding to an integer has changed the scaled
+            # element, or the scaling has made a nonzero element underflow to 0. In the second case, fewer
+            # elements are nonzero than before.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
