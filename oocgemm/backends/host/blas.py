@@ -198,7 +198,8 @@ def _cblas_gemm() -> Gemm | None:
         k = a.shape[0] if trans_a.swaps else a.shape[1]
         if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
             raise BackendError(
-                f"NumPy's BLAS takes extents below 2^31, too small for {m} x {n} x {k}: pass a smaller --tile"
+                f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: pass a "
+                "smaller --tile"
             )
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":
