@@ -239,7 +239,7 @@ class Journal:
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
-        with suppress(OSError):  # the attribute exists only if an earlier run moved its journal there
+        with suppress(OSError):  # no such attribute, unless an earlier run moved its journal there
             os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
@@ -249,7 +249,7 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # `start` calls it too, but the earlier run may have been killed before that
+        self._sync_names()  # the earlier run may have been killed before `start` reached this call
 
     def commit(self, tile: Tile) -> None:
         """Record that a tile's new content is durable in files outside C (redo files), not yet in C."""

@@ -162,7 +162,7 @@ class Journaled(Target):
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
                 self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # files of tiles without a commit
+            shutil.rmtree(redo, ignore_errors=True)  # removes files of tiles without a commit
             redo.mkdir()
             sync_path(earlier.folder)
 
@@ -193,7 +193,7 @@ class Journaled(Target):
         if self._earlier.resumed or kept or not untouched:
             return
         with suppress(OSError):
-            # Raises if the folder was replaced. Its files then belong to another run, and must stay.
+            # Raises if the journal's folder was replaced. Its files then belong to another run, and must stay.
             self._journal.check_in_place()
             if not self._creates:
                 self.matrix.set_finished(True)

@@ -32,10 +32,10 @@ from oocgemm.stores import Matrix
 class Output:
     """What `prepare` found at C's destination.
 
-    `matrix` is C. It is None if the run must create C. C is then created with `chunks` and `compressor`; None
-    means the default. `earlier` is what an earlier run left at C. It is None if C can have no journal, as in
-    memory or a remote store. `identity` describes what the run computes: only a run of equal identity may
-    resume it.
+    `matrix` is C if it exists. If `matrix` is None, the run creates C with `chunks` and `compressor`, for
+    which None means the default. `earlier` is what an earlier run left at C. It is None if C can have no
+    journal, as in memory or a remote store. `identity` describes what the run computes: only a run of equal
+    identity may resume it.
     """
 
     matrix: Matrix | None

@@ -74,7 +74,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
 
     - Another run is writing to C.
     - An earlier run to C is unfinished, and `resume` is not set. With `overwrite`, the new run may replace
-      that run, but not if it reads the old C.
+      that run, unless beta != 0: the old C that it would read is partly overwritten.
     - `resume` is set, but C can have no journal.
     - `resume` is set, and C exists without a journal. This is no error with `overwrite` or beta != 0.
     """
@@ -147,7 +147,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # a .npy file has no mark: its journal tells
+        if described["store"] == "npy":  # it has no mark of unfinished runs, only a journal
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
