@@ -24,7 +24,7 @@ from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# Characters in a line of the Gantt chart: of the lane's name, of all parts but the bar, of the shortest bar.
+# Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
@@ -125,7 +125,7 @@ def _print_model(out: Console, name: str, calibrated: bool) -> None:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """Print the plans considered and the time of each lane, or of the longest lane if all do not fit."""
+    """Print each considered plan with the times of its lanes, or on a narrow terminal only the longest time."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # Without the lane read, the row of decode shows the bounds of reads. Likewise for write and encode.
+        # If no operation ran on read, the row of decode has the bounds of reads. Likewise for write and encode.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -381,7 +381,7 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal task
         task = what
 
-    def repeat() -> None:  # runs in a thread: prints even while the caller does not call `say`
+    def repeat() -> None:  # a thread, so that lines appear even if `say` is not called for minutes
         while not ended.wait(SELDOM):
             console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 

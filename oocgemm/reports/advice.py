@@ -46,8 +46,8 @@ MAX_FIT_ERROR = 0.25
 MAX_SIMULATED = 4000
 # Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
-# If the kernel waited for a lane during less than this share of T, the lane had no need to run at its maximum
-# rate. A measured rate below that of the model does not prove the model wrong, so the fit ignores it.
+# If the kernel waited for a lane during less than this share of T, the lane may have run below its maximum
+# rate. A measured rate below the model's then does not prove the model wrong, so the fit keeps the model's.
 NEGLIGIBLE_WAIT = 0.02
 
 
@@ -144,7 +144,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
         That is the predicted busy time over the measured one. `latency`, the seconds that do not depend on
         the rate, is first subtracted from both. A ratio below 1 is replaced by 1 if the kernel hardly waited
-        for the lane (`NEGLIGIBLE_WAIT`). It is kept for compute, and if lanes share CPU cores.
+        for the lane (`NEGLIGIBLE_WAIT`). It is never replaced for compute, nor if lanes share CPU cores.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
@@ -165,7 +165,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     read, write = scale("read"), scale("write", writes)
     # If reads took longer than predicted, the excess per byte read, `late`, is added to the seconds per byte
     # of both read rates: `read` (whole chunks) and `read_scattered` (parts of chunks). `covered` is the
-    # number of bytes read: a model that reads 1 byte per second predicts that many seconds.
+    # number of bytes read. It equals the seconds that a model with read rates of 1 byte per second predicts.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
