@@ -125,7 +125,7 @@ def _print_model(out: Console, name: str, calibrated: bool) -> None:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """Print each considered plan with the times of its lanes, or on a narrow terminal only the longest time."""
+    """Print each considered plan with the times of its lanes, or only the longest on a narrow terminal."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # If no operation ran on read, the row of decode has the bounds of reads. Likewise for write and encode.
+        # If no operation ran on read, the row of decode has the bounds of reads. Likewise for writes.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]

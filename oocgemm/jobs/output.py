@@ -193,7 +193,7 @@ class Journaled(Target):
         if self._earlier.resumed or kept or not untouched:
             return
         with suppress(OSError):
-            # Raises if the journal's folder was replaced. Its files then belong to another run, and must stay.
+            # Raises if the journal's folder was replaced. The files in it are then another run's.
             self._journal.check_in_place()
             if not self._creates:
                 self.matrix.set_finished(True)
