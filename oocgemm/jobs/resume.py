@@ -74,7 +74,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
 
     - Another run is writing to C.
     - An earlier run to C is unfinished, and `resume` is not set. With `overwrite`, the new run may replace
-      that run, unless beta != 0: the old C that it would read is partly overwritten.
+      that run, unless beta != 0: the old C that it would read may be partly overwritten.
     - `resume` is set, but C can have no journal.
     - `resume` is set, and C exists without a journal. This is no error with `overwrite` or beta != 0.
     """
