@@ -123,7 +123,7 @@ def test_more_copies_are_queued_where_one_is_too_short(
 def test_a_device_that_outruns_the_host_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than the 4 ms of a copy, so that the device is always idle.
     monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)
-    with bench(device) as held, pytest.raises(BackendError, match="than the device to copy 64 panels"):
+    with bench(device) as held, pytest.raises(BackendError, match=r"64 panel copies .* ended earlier"):
         held.seconds(held.download(1))
 
 

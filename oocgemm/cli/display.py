@@ -24,8 +24,8 @@ from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-LANE_WIDTH = 8  # characters for a lane's name in the Gantt chart
-# A line of the Gantt chart takes GANTT_MARGIN characters besides its bar. A bar has MIN_GANTT or more.
+# Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
+LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
@@ -125,7 +125,7 @@ def _print_model(out: Console, name: str, calibrated: bool) -> None:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """Print the plans considered, with each lane's time; on a narrow terminal, only the longest lane's."""
+    """Print each considered plan with the times of its lanes, or only the longest on a narrow terminal."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # In runs without the lanes read and write, decode and encode show the bounds of reads and writes.
+        # If no operation ran on read, the row of decode has the bounds of reads. Likewise for writes.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Tell whether a calibration would add the efficiency. No calibration covers tf32 and bf16."""
+    """Tell whether calibration would make the report show the efficiency. It cannot for tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
@@ -381,7 +381,7 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal task
         task = what
 
-    def repeat() -> None:  # needs its own thread, to print even if `say` is not called for minutes
+    def repeat() -> None:  # a thread, so that lines appear even if `say` is not called for minutes
         while not ended.wait(SELDOM):
             console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 

@@ -43,9 +43,9 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         os._exit(128 + number)
 
     def watch() -> None:
-        # Python calls `interrupt` only after the main thread has returned from a library call, which may take
-        # longer than `PATIENCE`. A signal writes its number to this pipe at once, so that this thread can
-        # end the process in time.
+        # Python calls `interrupt` only when the main thread returns from a library call. The call may take
+        # longer than `PATIENCE`. But a signal writes its number to the pipe at once, so that the thread that
+        # runs `watch` can end the process in time.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 

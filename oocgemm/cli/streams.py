@@ -40,7 +40,8 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            # Later output to this file descriptor is dropped. Later child processes inherit the descriptor.
+            # Make the file descriptor refer to /dev/null. This also drops the output of child processes that
+            # start later, since they inherit the descriptor.
             os.dup2(null, self.fileno())
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):

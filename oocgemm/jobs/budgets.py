@@ -1,4 +1,8 @@
-"""Choose the two memory budgets of a run: as given, or shares of the free memory, or parts of one bound."""
+"""Choose the device and the host budget of a run.
+
+Each is given by the caller or is a default share of the free memory. Instead, the caller can give one bound
+on all memory, of which both budgets are parts.
+"""
 
 from collections.abc import Callable
 

@@ -82,7 +82,10 @@ class Destination:
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def file_systems(self) -> set[str]:
-        """Return the file systems that a new C is written to: a set with one id, empty for C in memory."""
+        """Return the id of the file system that a new C is written to, as a set of one element.
+
+        The id is "elsewhere" for a URL. The set is empty if C is in memory.
+        """
         if not self.path:
             return set()
         return {"elsewhere" if self.kind is Kind.REMOTE else cache.file_system(self.path)}

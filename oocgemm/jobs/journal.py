@@ -30,7 +30,7 @@ copied. Moving is idempotent, so beta is applied to each tile exactly once.
 
 A later run finds one of these states:
 
-    no journal                     no run has begun; an empty folder is removed or used
+    no journal                     no run has begun; a folder without a journal is used again
     header, no C or part of it     C was being created: create it again
     some tiles done, C marked      continue with the other tiles
     all tiles done                 remove the mark, and complete
@@ -94,8 +94,10 @@ class Record:
 def read(folder: Path) -> Record | None:
     """Return the content of the journal for C; None if C has no journal.
 
-    The journal is in `folder`, or in an extended attribute of a complete .npy file. Raises `InputError` if it
-    is damaged, truncated or of another format, or if tiles were committed and it is missing.
+    The journal is in `folder`, or in an extended attribute of a complete .npy file.
+
+    Raises `InputError` if the journal is unreadable, damaged, truncated or of another format. Raises it also
+    if there is no journal, but the file `count` in `folder` shows that tiles were committed.
     """
     path = folder / JOURNAL
     try:
@@ -172,7 +174,10 @@ def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_count(folder: Path, listed: int) -> None:
-    """Raise `InputError` if the journal lists fewer commits than the file `count`. Then lines were lost."""
+    """Raise `InputError` if the journal has lost lines: `listed` is less than the number in the file `count`.
+
+    `listed` is the number of commits in the journal.
+    """
     try:
         committed = int((folder / COUNT).read_bytes() or b"0")
     except FileNotFoundError:
@@ -212,9 +217,9 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Number of parent folders to fsync, the nearest first. Two of them contain the directory entries of
-        # this folder and of C. The others contain the entries of parents that do not exist yet: `_lock`
-        # creates these parents together with this folder.
+        # Number of parent folders whose content `_sync_names` makes durable, the nearest first. The first two
+        # contain the directory entries of this folder and of C. Each parent that `_lock` is going to create
+        # adds one, since the directory entry of that parent is in the next one.
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
@@ -234,7 +239,7 @@ class Journal:
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
-        with suppress(OSError):  # an earlier run may have stored its journal in this attribute
+        with suppress(OSError):  # no such attribute, unless an earlier run moved its journal there
             os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
@@ -244,7 +249,7 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the earlier run may have been killed before this fsync
+        self._sync_names()  # the earlier run may have been killed before `start` reached this call
 
     def commit(self, tile: Tile) -> None:
         """Record that a tile's new content is durable in files outside C (redo files), not yet in C."""
@@ -301,7 +306,7 @@ class Journal:
     def _sync_names(self) -> None:
         """Make the directory entries of the journal and of the folders above it durable."""
         for folder in (self.folder, *self.folder.parents[: self._levels]):
-            with suppress(PermissionError):  # the user may not be allowed to open a parent folder
+            with suppress(PermissionError):  # skip a parent folder that the user may not open
                 sync_path(folder)
 
     def _add(self, entry: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ class Journaled(Target):
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
                 self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # the files left there belong to tiles without a commit
+            shutil.rmtree(redo, ignore_errors=True)  # removes files of tiles without a commit
             redo.mkdir()
             sync_path(earlier.folder)
 
@@ -188,10 +188,13 @@ class Journaled(Target):
             self._committer.stop()
             kept = self._committer.recorded
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
+        # Keep C and the journal if a later run can resume from finished tiles. Keep them also if the old C is
+        # partly overwritten: the journal then shows that C is unfinished.
         if self._earlier.resumed or kept or not untouched:
-            return  # keep C and the journal: a later run can resume, or the old C is partly overwritten
+            return
         with suppress(OSError):
-            self._journal.check_in_place()  # raises if C was replaced: the new files must not be removed
+            # Raises if the journal's folder was replaced. The files in it are then another run's.
+            self._journal.check_in_place()
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)

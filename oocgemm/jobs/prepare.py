@@ -32,9 +32,10 @@ from oocgemm.stores import Matrix
 class Output:
     """What `prepare` found at C's destination.
 
-    `matrix` is C; it is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal
-    at C; it is None if C can have none, as in memory or a remote store. `identity` describes what the run
-    computes: only a run of equal identity may resume it.
+    `matrix` is C if it exists. If `matrix` is None, the run creates C with `chunks` and `compressor`, for
+    which None means the default. `earlier` is what an earlier run left at C. It is None if C can have no
+    journal, as in memory or a remote store. `identity` describes what the run computes: only a run of equal
+    identity may resume it.
     """
 
     matrix: Matrix | None
@@ -164,7 +165,8 @@ def _existing(
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
     """Return the chunks and compressor that an unfinished run had chosen for C.
 
-    They are needed because that run left no usable C, and the new run must create C in the same way.
+    The new run creates C again with them, since no tile of the unfinished run can be kept. For a .npy file,
+    which has neither, both are None.
     """
     if c.kind is Kind.NPY:
         return None, None
@@ -200,7 +202,11 @@ def _plan(
     tile: TileShape | None,
     engine: Backend | None,
 ) -> Plan:
-    """Return the plan of the run to resume, else the plan in the request, else a new one within budgets."""
+    """Return the plan that the run follows.
+
+    A resumed run follows the plan of the earlier run. Any other run follows the plan in the request. If the
+    request has no plan, the product is planned within the budgets.
+    """
     existing, c = output.matrix, request.c
     layouts = Layouts(
         _layout(a, engine).oriented(problem.trans_a),
@@ -247,8 +253,8 @@ def _continued(
 ) -> Plan:
     """Return the plan that continues an interrupted run.
 
-    Raises `InputError` if another version of oocgemm began the run and divided A and B along k into other
-    blocks than this version does. Its tiles would differ from new ones in rounding.
+    Raises `InputError` if another version of oocgemm began the run, and that version divides A and B along k
+    into other blocks than this version. The tiles of the two versions would differ in rounding.
     """
     plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:

@@ -24,7 +24,7 @@ class Result:
     """The result of a run. ``np.asarray(result)`` is C as an ndarray.
 
     Attributes:
-        c: C as a `Matrix`. Every run sets it. It is None only if other code makes a `Result` without C.
+        c: C as a `Matrix`. Every run sets it; None is for a `Result` that is made without a run.
         plan: the plan that ran.
         log: the compressed record of the run, from which `timeline` and `report` are made on first access.
     """

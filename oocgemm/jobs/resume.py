@@ -40,7 +40,7 @@ class Earlier:
 
     @property
     def complete(self) -> bool:
-        """Whether the run to resume has computed all tiles, so that nothing is left to do."""
+        """Whether all of C is durable already, so that the resumed run has nothing left to do."""
         return self.resumed and self.record is not None and self.record.complete is not None
 
     @property
@@ -74,8 +74,9 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
 
     - Another run is writing to C.
     - An earlier run to C is unfinished, and `resume` is not set. With `overwrite`, the new run may replace
-      that run, but not if it reads the old C.
-    - `resume` is set, but C can have no journal, or C exists without one and must not be overwritten.
+      that run, unless beta != 0: the old C that it would read may be partly overwritten.
+    - `resume` is set, but C can have no journal.
+    - `resume` is set, and C exists without a journal. This is no error with `overwrite` or beta != 0.
     """
     folder = c.journal_folder
     if folder is None:
@@ -146,7 +147,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # only the journal of a .npy file tells whether it is unfinished
+        if described["store"] == "npy":  # it has no mark of unfinished runs, only a journal
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
@@ -233,7 +234,7 @@ def _share(record: Record) -> str:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences between two results of `identify`. `_changes` yields those of operand files."""
+    """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
             old, new = then[part].get(name), now[part][name]

@@ -4,7 +4,7 @@
    time that was measured. The measured time before the first operation and after the last one is added.
 2. The planner plans the product again with each candidate change: larger budgets within the machine's memory,
    another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel. It
-   uses the original machine model, because it will use that one again when the user makes the change.
+   chooses by the cost model before the fit, as it will do when the user runs the changed product.
 3. The fitted model predicts T of the original plan and of the changed plan. The predicted T after the change
    is the measured T, times the prediction for the changed plan over that for the original plan.
 
@@ -47,7 +47,7 @@ MAX_SIMULATED = 4000
 # Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
 # If the kernel waited for a lane during less than this share of T, the lane may have run below its maximum
-# rate. The fit then does not lower the lane's rate in the model.
+# rate. A measured rate below the model's then does not prove the model wrong, so the fit keeps the model's.
 NEGLIGIBLE_WAIT = 0.02
 
 
@@ -79,10 +79,10 @@ class _Change:
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the model that the plan was made with. `outside` and `closed_outside` are measured seconds.
-    `outside` is added to a simulated T, which lacks the time before the first and after the last operation.
-    `closed_outside` is added to a T from formulas. It is the time after the last operation, plus the time by
-    which the first Multiply started later than the formulas predict.
+    `original` is the model that the plan was made with. A predicted T lacks some measured seconds, which are
+    added to it. A simulation lacks `outside`, the time before the first operation and after the last one.
+    Formulas lack `closed_outside`: the time after the last operation, plus the delay of the first Multiply
+    beyond the start that the formulas predict.
     """
 
     plan: Plan
@@ -99,8 +99,8 @@ class Fitted:
         """
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
-        # `outside` includes the page faults of the memory that the run took. On the host backend, if `plan`
-        # takes more memory than the run, it has more page faults, and their time is added.
+        # `outside` includes the time of page faults, at the first writes to the memory of the run. On the
+        # host backend, `plan` may take `more` bytes than the run did. Their page faults take further time.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
@@ -127,8 +127,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         return None
     lanes = _modelled(plan)
     # The model predicts how long each lane takes alone. Lanes that share CPU cores slow each other down while
-    # they run at once, so their measured busy times are longer. All busy times are therefore scaled by one
-    # factor, so that they add up to the time in which at least one lane was busy.
+    # they run at once, so their measured busy times are longer. All measured busy times are therefore scaled
+    # by one factor, so that they add up to the time in which at least one lane was busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
@@ -143,8 +143,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         """Return the measured rate of a lane over its rate in the model.
 
         That is the predicted busy time over the measured one. `latency`, the seconds that do not depend on
-        the rate, is first subtracted from both. The ratio is at least 1 for a lane that the kernel hardly
-        waited for (`NEGLIGIBLE_WAIT`) and that shares no CPU cores: it may have run below its maximum rate.
+        the rate, is first subtracted from both. A ratio below 1 is replaced by 1 if the kernel hardly waited
+        for the lane (`NEGLIGIBLE_WAIT`). It is never replaced for compute, nor if lanes share CPU cores.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
@@ -164,8 +164,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
     # If reads took longer than predicted, the excess per byte read, `late`, is added to the seconds per byte
-    # of both read rates: `read` (whole chunks) and `read_scattered` (parts of chunks). `covered`, the number
-    # of bytes read, is computed as the predicted seconds of the reads at 1 byte per second.
+    # of both read rates: `read` (whole chunks) and `read_scattered` (parts of chunks). `covered` is the
+    # number of bytes read. It equals the seconds that a model with read rates of 1 byte per second predicts.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]

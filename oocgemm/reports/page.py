@@ -47,9 +47,9 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     - ``start``: nanoseconds since the start of the previous span.
     - ``lane``, ``kind``, ``operand``, ``tile``, ``size``: indices into the lists of distinct values, which
       are also returned. A size is a pair of bytes and flops.
-    - ``after``: the index of the span, minus the index of its predecessor. That is, of the operations that
-      the span waited for, the one that ended last. ``after`` is 0 if the span waited for no operation, or if
-      the recorded end of the predecessor is later than the start of the span.
+    - ``after``: the index of the span, minus the index of its predecessor: the operation that ended last of
+      those that the span waited for, or may have waited for on its stream. ``after`` is 0 if there is no
+      predecessor, or if the recorded end of the predecessor is later than the start of the span.
     """
     spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}

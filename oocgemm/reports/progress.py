@@ -113,12 +113,13 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
 def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
     """Return a text with the share of the last seconds in which each lane was busy, and what limited the run.
 
-    `multiplied` is set if all multiplications have ended. If it is not set, the text says what limited the
-    run up to the end of the last Multiply in `recent`. The time after that end is left out: a Multiply may
-    be running, but a Multiply is recorded only when it ends, so this time would count as a stall.
+    `recent` has the operations that were recorded last, the oldest first. `multiplied` is set if all
+    multiplications have ended. If it is not set, the text says what limited the run up to the end of the last
+    Multiply in `recent`. The time after that end is left out: a Multiply is recorded only when it ends, so
+    the time of one that is still running would count as a stall.
     """
-    # If `recent` is full, older operations were dropped. They may have run until its oldest operation ended.
-    # The time before that end is therefore left out.
+    # If `recent` is full, it lacks older operations. Their lanes would appear idle before the end of the
+    # oldest operation in `recent`, so the time before that end is left out.
     known = recent[0].end if len(recent) == MAX_RECENT else 0
     until = max(span.end for span in recent)
     since = max(0, until - WINDOW_NS, known)

@@ -1,10 +1,10 @@
-"""Draw the roofline of a machine: attainable flop/s over each link, against flops per byte.
+"""Draw the roofline of a machine: how many flop/s each link allows, against flops per byte.
 
 The method is that of Williams, Waterman and Patterson, *Roofline: an insightful visual performance model*
-(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements. If m = n,
-these are m flops per element. The accumulator has m^2 elements, so its size in bytes also gives the flops per
-byte. The horizontal axis is therefore labelled twice: with flops per byte below, and with the bytes of the
-accumulator of a square float64 tile above.
+(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements of A and B.
+In a square tile, m = n, this is m flops per element. The accumulator of a square tile has m^2 elements. The
+size of the accumulator therefore determines the flops per byte, and the horizontal axis has two scales: flops
+per byte below, and the size of the accumulator of a square float64 tile above.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

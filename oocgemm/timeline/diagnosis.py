@@ -20,8 +20,8 @@ MIN_OTHERS, MIN_BUSY = 0.1, 0.8
 # For runs of fewer seconds than this, the use of CPU cores is not reported. Linux counts processor time in
 # ticks of 10 ms, which is too coarse for them.
 MIN_CPU_WALL = 0.5
-# Causes of `Verdict.bound` that need no CPU cores if the device is a GPU. If one of them limits a run on a
-# GPU, programs that use the CPU have not slowed the run down.
+# If the device is a GPU, the work of these causes needs no CPU cores. If one of them limits a run on a GPU,
+# other programs that use the CPU have not slowed the run down.
 ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
 # The activity of each lane, as the subject of a sentence of the report. If the lane's arrays are in host
 # memory, the text in ACTIVITIES_IN_MEMORY is used instead.
@@ -61,7 +61,7 @@ class Diagnosis:
 
     @property
     def headline(self) -> str:
-        """Return the first words of `finding`: what limits the run, and the share of its time."""
+        """Return the first words of `finding`: what limits the run, and the share of T that this takes."""
         text = self.verdict.headline
         return text if text.startswith("h2d") else text[0].upper() + text[1:]
 
@@ -168,8 +168,8 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    # A limit that was not measured is an assumed rate of products in the operands' precision. It does not
-    # apply to tf32 and bf16 products, so their rate is not compared with it.
+    # If no rate was measured, `limit` is an assumption for products in the operands' own precision. The rate
+    # of a tf32 or bf16 product is not compared with this assumption.
     if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"

@@ -4,9 +4,9 @@ The format is JSON lines:
 
 - The first line, the header, describes the run and names the columns.
 - Each span is a line, called a row. Rows are in the order in which oocgemm noticed that operations had ended.
-- Many spans have the same values in the fields of `COMMON`, such as the lane. A line with these values is
-  written once, before the first row that uses it. Such lines are numbered from 0 in the order of the file. A
-  row contains the number of its line instead of the values.
+- Many spans have the same values in the fields of `COMMON`, such as the lane. These values are written once,
+  on a line of their own, before the first row that needs them. Such lines are numbered from 0 in the order of
+  the file. A row contains the number of such a line instead of the values.
 - A row stores the length of its span instead of the end. For each operation that the span waited for, it
   stores the span's id minus that operation's id. These numbers are short, so that a row takes about 60 bytes.
 - The last line, the footer, stores T and the facts known only at the end. A log without a footer belongs to a
@@ -70,7 +70,7 @@ class Recorder:
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
-        self.header = dict(header)  # a copy, because `finish` changes it
+        self.header = dict(header)  # a copy, because `finish` adds fields
         self.wall = 0
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}

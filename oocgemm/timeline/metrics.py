@@ -302,8 +302,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            # The span cannot have waited for operations that were issued after it, so skip them. They may
-            # seem to end before it starts: the device's clock is inexact, and operations may take no time.
+            # Skip operations issued after the span, which the span cannot have waited for. Such an
+            # operation may seem to end before the span starts: device clocks are inexact, or it took no time.
             while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:

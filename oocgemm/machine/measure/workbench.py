@@ -158,9 +158,9 @@ class Workbench:
                 return (last - first) / (QUEUED - 1) / 1e9
             ahead *= 2
         raise BackendError(
-            f"operations cannot be timed: the host takes longer to queue {QUEUED} of them than the device to "
-            f"copy {MAX_AHEAD} panels, so the device becomes idle; end other programs and run oocgemm "
-            "calibrate again"
+            f"operations cannot be timed: the host queues them too slowly. {MAX_AHEAD} panel copies should "
+            f"keep the device busy until {QUEUED} operations are queued, but the copies ended earlier; end "
+            "other programs and run oocgemm calibrate again"
         )
 
     def fill(self, operand: str, numbers: Array) -> None:

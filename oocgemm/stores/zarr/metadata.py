@@ -280,7 +280,7 @@ def _fill(stated: Any, dtype: np.dtype[Any]) -> Any:
         return dtype.type(_NONFINITE[stated])
     fill = dtype.type(stated)
     if type(stated) is not (float if dtype.kind == "f" else int) or fill.item() != stated:
-        raise ValueError(f"{stated!r} is not an element of dtype {dtype}")
+        raise ValueError(f"the fill value {stated!r} is not a value of dtype {dtype}")
     return fill
 
 
