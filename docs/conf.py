@@ -17,7 +17,7 @@ suppress_warnings = ["myst.header"]  # generated sections begin at a level of th
 
 nitpicky = True
 # Types of the standard library, of NumPy and of modules that the API page does not show.
-nitpick_ignore_regex = [("py:.*", r"(?!oocgemm\.(gemm|matmul|plan|verify|report|read_log)$).*")]
+nitpick_ignore_regex = [("py:.*", r"(?!oocgemm\.(gemm|matmul|plan|verify|report|read_log|release)$).*")]
 default_role = "code"  # docstrings write `name` for code
 highlight_language = "text"
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from oocgemm.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from oocgemm.backends import release
     from oocgemm.errors import (
         BackendError,
         BudgetError,
@@ -58,6 +59,7 @@ __all__ = [
     "matmul",
     "plan",
     "read_log",
+    "release",
     "report",
     "verify",
 ]
@@ -68,6 +70,7 @@ _HOMES = {
         *("BackendError", "BudgetError", "ExecutionError", "InputError"),
         *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
     ),
+    "backends": ("release",),
     "jobs.api": ("gemm", "matmul", "plan"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),

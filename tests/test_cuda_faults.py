@@ -154,9 +154,10 @@ def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: Device, plan: P
     Pinning in the submitting thread would delay all other submissions.
     """
     session, slot = opened(plan), panel()
+    before = device.count("hostRegister")
     session.pin([slot])
     session.submit(first(plan, Kind.UPLOAD), [slot], [])
-    assert device.count("hostRegister") == 1
+    assert device.count("hostRegister") == before + 1
     session.close()
     device.check()
 
@@ -165,6 +166,8 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: Device, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer is pinned in several calls, so that other threads can submit operations between them."""
+    backends.open_backend("cuda")
+    monkeypatch.setattr(module("HostMemory"), "MAX_KEPT", 0)
     session, slot = opened(plan), panel()
     monkeypatch.setattr(module("HostMemory"), "PART", 4096)
     session.submit(first(plan, Kind.UPLOAD), [slot], [])

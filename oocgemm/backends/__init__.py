@@ -12,6 +12,7 @@ from oocgemm.backends.registry import (
     load,
     missing_for_cuda,
     open_backend,
+    release,
     resolve,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "load",
     "missing_for_cuda",
     "open_backend",
+    "release",
     "resolve",
 ]

@@ -124,10 +124,12 @@ class Session(Protocol):
 
     `checksums` is None unless the plan asks the device to compute checksums. `asynchronous` contains the
     kinds of operations for which `submit` returns at once. Any thread may submit these, but only one thread
-    at a time. `pinner` is None if the device needs no pinned memory.
+    at a time. `pinner` is None if the device needs no pinned memory. `host_arena` is memory for all host
+    slots, resident and pinned; None if the engine shall allocate it.
     """
 
     pinner: Pinner | None
+    host_arena: Array | None
     asynchronous: Collection[Kind]
 
     @property

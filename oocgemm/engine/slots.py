@@ -23,18 +23,21 @@ class HostSlots:
     thread writes to the pages of the slots for C beforehand.
     """
 
-    def __init__(self, plan: Plan, pin: Callable[[Sequence[Array]], object]) -> None:
+    def __init__(
+        self, plan: Plan, pin: Callable[[Sequence[Array]], object], arena: Array | None = None
+    ) -> None:
         """Allocate the arena, one block of memory for all slots.
 
         Args:
             plan: determines the number and the sizes of the slots.
             pin: a function that pins the memory of arrays, the first of which begins at the start of a slot.
                 It is called only after the pages of that memory have been faulted in.
+            arena: memory for all slots, resident and pinned; None to allocate it.
         """
         self._plan = plan
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
-        self.arena = allocate(size)
+        self.arena = allocate(size) if arena is None else arena
         # A slot for C contains a strip of C, followed by the strip's checksums. `_c_bytes` counts the bytes
         # of both, `_c_data_bytes` those of the strip.
         self._c_bytes, self._c_data_bytes = (
@@ -42,7 +45,8 @@ class HostSlots:
             for count in (slot_bytes, payload_bytes)
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-prefault")
-        c = [] if plan.problem.reads_c else [slot for slot in self._offsets if slot.operand == "C"]
+        prefaulted = plan.problem.reads_c or arena is not None
+        c = [] if prefaulted else [slot for slot in self._offsets if slot.operand == "C"]
         self._waiting, self._prefaulted = c, dict[Slot, Future[None]]()
         self._starting = Lock()
 

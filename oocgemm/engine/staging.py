@@ -28,6 +28,7 @@ class Staging:
         operands: Mapping[str, Matrix],
         pin: Callable[[Sequence[Array]], object] = lambda columns: None,
         pinner: Pinner | None = None,
+        arena: Array | None = None,
     ) -> None:
         """Allocate the host slots and start the threads.
 
@@ -37,13 +38,14 @@ class Staging:
             pin: pins the memory of a slot. The thread that has faulted the pages in calls it.
             pinner: pins operands in the caller's memory, so that the device can copy them directly; None if
                 the device needs no pinned memory.
+            arena: memory for all slots, resident and pinned; None to allocate it.
 
         Raises:
             ExecutionError: the system refuses a thread.
         """
         self._plan = plan
         self._pin = pin
-        self._slots = HostSlots(plan, pin)
+        self._slots = HostSlots(plan, pin, arena)
         self._transfers = Transfers(plan, operands)
         self._read_before: set[Slot] = set()
         try:

@@ -156,7 +156,7 @@ def execute(
         await_unpinned: Callable[[], object] = nullcontext
         if session is not None:
             operands = {"A": job.a, "B": job.b, "C": target.matrix}
-            staging = Staging(job.plan, operands, session.pin, session.pinner)
+            staging = Staging(job.plan, operands, session.pin, session.pinner, session.host_arena)
             pinned.callback(staging.release)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)

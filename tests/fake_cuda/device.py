@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import oocgemm
 from tests.fake_cuda.memory import Block, Memory, MisuseError, StatusError
 
 NOT_READY, LAUNCH_FAILED = 600, 719
@@ -220,6 +221,7 @@ class Device:
 
     def check(self) -> None:
         """Raise the first misuse, or an error if memory is still allocated or pinned."""
+        oocgemm.release()
         if self.misuses:
             raise self.misuses[0]
         assert not self.memory.allocated, f"{self.memory.allocated} bytes of device memory are not freed"

@@ -12,18 +12,30 @@ from contextlib import contextmanager, suppress
 from time import sleep
 from typing import Any
 
+import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Pinner
+from oocgemm.backends.base import Array, Pinner, slot_offsets
 from oocgemm.errors import BackendError
+from oocgemm.planning import Plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
+from oocgemm.system.memory import allocate
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
 PART = 16 << 20
 # Interval, in seconds, at which a thread that pins an operand polls whether other threads wait for the lock.
 POLL_INTERVAL = 50e-6
+# Host slots of at most this many bytes in all stay allocated and pinned for the next run of the process. To
+# fault in and pin their pages takes 0.1 s per GiB, which is long for a run of some milliseconds.
+MAX_KEPT = 128 << 20
+# At least this many bytes are allocated, so that small runs of several sizes can use the same memory.
+MIN_KEPT = 4 << 20
+# Size of a page in bytes. Memory is faulted in by one write per page.
+PAGE = 4096
+# The memory that is kept between runs, by the number of the device that it is pinned for.
+_kept: dict[int, Array] = {}
 
 
 class HostMemory:
@@ -36,7 +48,31 @@ class HostMemory:
         self._driver = threading.Lock()
         # Ids of the threads that wait for `_driver`. A thread that pins operands is not included.
         self._waiting: set[int] = set()
+        self._arena: Array | None = None
         self.pinner = Pinner(self._pin_operand, self._unpin)
+
+    def take_arena(self, plan: Plan) -> Array | None:
+        """Return pinned, resident memory for all host slots of a plan; None if it exceeds `MAX_KEPT`.
+
+        It is the memory that the last run left, if that is large enough for the slots and within the plan's
+        host budget. `close` leaves it to the next run.
+
+        Raises:
+            BackendError: the system refuses to pin the memory.
+        """
+        (_, size), budget = slot_offsets(plan, "host", HOST_ALIGNMENT), plan.budgets.host
+        if size > MAX_KEPT:
+            return None
+        arena = _kept.pop(self._device.id, None)
+        if arena is not None and not size <= arena.nbytes <= budget:
+            self._unpin(arena.ctypes.data)
+            arena = None
+        if arena is None:
+            arena = allocate(min(max(MIN_KEPT, 1 << max(0, size - 1).bit_length()), max(size, budget)))
+            arena[::PAGE] = 0  # faults in the pages
+            self._register(arena.ctypes.data, arena.nbytes)
+        self._arena = arena
+        return arena[:size]
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
@@ -68,20 +104,25 @@ class HostMemory:
         Raises:
             BackendError: the system refuses to pin the memory.
         """
-        borders = self._slots.setdefault(address, [address])
         end = round_up(address + size, HOST_ALIGNMENT)
+        if self._arena is not None and 0 <= address - self._arena.ctypes.data < self._arena.nbytes:
+            return [address, end]  # the arena is one pinned range
+        borders = self._slots.setdefault(address, [address])
         while borders[-1] < end:
             part = min(PART, end - borders[-1])
-            try:
-                with self.submitting(), self._device:
-                    runtime.hostRegister(borders[-1], part, 0)
-            except runtime.CUDARuntimeError as error:
-                raise BackendError(
-                    f"the system refuses to pin {format_size(end - borders[-1])} of host memory ({error}): "
-                    "pass a smaller --host-memory, or raise ulimit -l"
-                ) from error
+            self._register(borders[-1], part)
             borders.append(borders[-1] + part)
         return borders
+
+    def _register(self, address: int, size: int) -> None:
+        try:
+            with self.submitting(), self._device:
+                runtime.hostRegister(address, size, 0)
+        except runtime.CUDARuntimeError as error:
+            raise BackendError(
+                f"the system refuses to pin {format_size(size)} of host memory ({error}): "
+                "pass a smaller --host-memory, or raise ulimit -l"
+            ) from error
 
     def _pin_operand(self, address: int, size: int) -> None:
         while self._waiting:
@@ -94,10 +135,24 @@ class HostMemory:
             runtime.hostUnregister(address)
 
     def close(self) -> None:
-        """Unpin the slots."""
+        """Unpin the slots, or keep their memory for the next run."""
+        if self._arena is not None:
+            arena, self._arena = self._arena, None
+            other = _kept.setdefault(self._device.id, arena)
+            if other is not arena:  # a concurrent run has returned its memory
+                with suppress(Exception):
+                    self._unpin(arena.ctypes.data)
         for borders in self._slots.values():
             for begin in borders[:-1]:
                 # After a failed launch every CUDA call raises. Go on with the other ranges in that case.
                 with suppress(Exception):
                     self._unpin(begin)
         self._slots = {}
+
+
+def release() -> None:
+    """Unpin and free the memory that is kept for the next run."""
+    while _kept:
+        device, arena = _kept.popitem()
+        with cupy.cuda.Device(device):
+            runtime.hostUnregister(arena.ctypes.data)

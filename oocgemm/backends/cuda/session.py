@@ -18,11 +18,20 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.base import Array, InPlace, Pinner, Stream, Token, device_offsets, step_scalars
+from oocgemm.backends.base import (
+    Array,
+    InPlace,
+    Pinner,
+    Stream,
+    Token,
+    device_offsets,
+    step_scalars,
+)
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
 from oocgemm.backends.cuda.copies import block_copies
+from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock, CudaToken, Work
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -71,6 +80,7 @@ class CudaSession:
         self._arena = 0
         self._host = HostMemory(self._device)
         self.pinner: Pinner | None = self._host.pinner
+        self.host_arena: Array | None = None
         # For each number of moduli, how many steps used it. 0 moduli mean that a step was not emulated.
         self._steps: Counter[int] = Counter()
         # For each slot of residues, the number of moduli of the residues that it contains.
@@ -85,7 +95,7 @@ class CudaSession:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
                 self._offsets, size = device_offsets(plan)
                 self._work = size
-                self._arena = _allocate(size + plan.footprint.device["work"])
+                self._arena = allocate(size + plan.footprint.device["work"])
                 if self._problem.exact:  # one overflow flag per slot for strips in C's dtype
                     self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
                     np.frombuffer(self._flags, np.int32)[:] = 0
@@ -100,6 +110,7 @@ class CudaSession:
                     )
                 if self._problem.finishes:
                     self._load_finisher()
+                self.host_arena = self._host.take_arena(plan)
                 self._clock = Clock(self._device)
                 self._begin_loading(plan, device, kernel)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
@@ -387,14 +398,3 @@ class CudaSession:
             int8.finish(kernels, dtypes, real, elements, source, result, flag)
         else:
             kernels.finish(dtypes, scalars, elements, source, result)
-
-
-def _allocate(size: int) -> int:
-    try:
-        return int(runtime.malloc(max(size, 1)))
-    except runtime.CUDARuntimeError as error:
-        free = runtime.memGetInfo()[0]
-        raise OutOfMemoryError(
-            f"the device refuses {format_size(size)}, {format_size(free)} are free: "
-            "pass a smaller --device-memory"
-        ) from error

@@ -39,6 +39,7 @@ class HostSession:
 
     checksums: Checksums | None = None
     pinner: Pinner | None = None
+    host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
     def __init__(self, plan: Plan) -> None:
