@@ -24,8 +24,8 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-# `_best_of` groups tile shapes of similar area into bins. It keeps the best shape of each of the BINS bins
-# with the largest areas.
+# `_best_of` groups tile shapes of similar area into bins. Of the shapes with memory for only two panels per
+# operand, it keeps the best one of each of the BINS bins with the largest areas.
 BINS = 3
 # All numbers of tiles per row or column up to this one are tried. Of larger numbers, only some are tried.
 DENSE_COUNTS = 32

@@ -221,8 +221,8 @@ def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> t
 def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Slots | None:
     """Return the minimum numbers of slots with which a tile shape runs well, or None if they do not fit.
 
-    Each operand gets two slots on the device. On the host, it gets as many of three slots as fit: a third
-    absorbs variations in the time of reads, and with only one, reads and uploads cannot overlap.
+    Each operand gets two slots on the device. On the host, it gets up to three: with only one, reads and
+    uploads cannot overlap, and a third absorbs variations in the time of reads.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     unit = setting.c_chunks(tile)[0]
