@@ -253,7 +253,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             write=1.6e9,
             cores=cores,
             multiprocessors=132,
-            # An H100's host took 0.3 to 0.5 us from the page cache. The default allows for slower storage.
+            # An H100's host took 0.3 to 0.5 us per part of a line from the page cache. The default allows for
+            # slower storage.
             segment=2e-6,
             # More than 8 I/O threads would only compete for memory bandwidth.
             io_threads=min(8, cores),

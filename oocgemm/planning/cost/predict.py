@@ -216,9 +216,9 @@ def _bursts(
 
     `tile_seconds` is the time to compute one tile.
 
-    - The first tile loads all its panels while it is computed. The wait is the time to load them, minus the
-      time to compute the tile. It is left out if `first_tile` is false: the caller then estimates tiles one
-      by one (`oocgemm.planning.cost.by_tile`), which includes this wait.
+    - The first tile loads all its panels while it is computed. It waits if loading takes longer than
+      computing. This wait is left out unless `first_tile`: `oocgemm.planning.cost.by_tile` may include it
+      already.
     - A later tile loads all its panels if none is cached. It waits if loading takes longer than computing
       this tile and the one before it.
     """
