@@ -197,7 +197,7 @@ class Schedule:
     def loads_within(self, max_work: float) -> Loads | None:
         """Count the bytes of panels that the run loads, or return None if that takes too long.
 
-        `max_work` is the maximum number of panels for which slots are chosen. Each takes about 10 us.
+        `max_work` limits the work, in placements of one panel in slots. Each takes about 10 us.
         """
         depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))

@@ -204,8 +204,8 @@ class Placing:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
         `depths` are the depths of the steps. `height(i)` is the number of rows in tile row i, and `width(j)`
-        the number of columns in tile column j. Returns None if more than `max_work` panels would have to be
-        placed.
+        the number of columns in tile column j. Returns None if this takes more work than `max_work`
+        placements of one panel in a slot.
 
         To save placements, results are reused for tiles with the same `Panels.state`, and for bands (groups
         of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.
