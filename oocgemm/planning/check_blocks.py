@@ -115,7 +115,7 @@ class PanelOffsets:
         """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
 
         `extent` is divided into blocks like the tile of C. `strip` is the number of rows per strip of C for a
-        panel of op(A), and `extent` for a panel of op(B).
+        panel of op(A), and the number of columns of the tile for a panel of op(B).
         """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
