@@ -53,8 +53,8 @@ class Residues:
     P is the product of the moduli. `exponent` is L: if every row of A' and every column of B' has a 2-norm of
     at most 2^L, then |A'B'| < P/2.
 
-    `weights[l]` is (P/p) ((P/p)^-1 mod p) for modulus number l, p, as a sum of three parts. `modulus` is P as
-    a sum of three parts. A number with the residues c_0, c_1, ... is reconstructed in three steps:
+    `weights[l]` is (P/p) ((P/p)^-1 mod p) as a sum of three parts, where p is modulus number l. `modulus` is
+    P as a sum of three parts. A number with the residues c_0, c_1, ... is reconstructed in three steps:
 
     1. S_j = sum over l of weights[l][j] c_l, for each part j.
     2. Q = rint(S_0 / P).

@@ -18,7 +18,7 @@ def step_groups(
     """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
     Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
-    rows. The panels of a group are all loaded before it runs.
+    rows. All panels of a group are loaded before it runs.
 
     `first` and `last` tell that the tile is the first or last of the product. The first tile does not start
     with steps that run strip by strip, because no earlier tile has strips to download. The last tile ends

@@ -21,8 +21,8 @@ from oocgemm.planning.tiling import Tile
 class Traversal:
     """An order in which to visit tiles: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
-    Within a band of rows, tiles are visited column by column. All panels of op(B) are loaded once per band.
-    Wide bands load them less often, but need memory to cache the panels of op(A) of all rows of the band.
+    Within a band of rows, tiles are visited column by column. Every band uses all panels of op(B). With wide
+    bands, they are loaded less often, but memory must cache the panels of op(A) of all rows of a band.
 
     With `turns`, every other band is visited in the opposite direction. Without, every band starts at the
     same side. The run may then end with a smaller tile, so that less of C remains to be written at the end.
