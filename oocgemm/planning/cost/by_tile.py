@@ -60,7 +60,8 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
 def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
     """Estimate the seconds of each tile, if all tiles together take `computing` and `loading` seconds.
 
-    With `prefetch`, a tile's panels are loaded while the tile before it is computed, otherwise after that.
+    With `prefetch`, a tile's panels are loaded while the tile before it is computed, otherwise only
+    afterwards.
     """
     each: list[float] = []
     before = done = loaded = 0.0

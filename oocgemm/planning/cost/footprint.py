@@ -148,7 +148,8 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """Return the bytes of temporary memory per element of a step's two panels.
 
-    It stores the residues of the panels for an emulated product, else a cast or an int8 copy of the panels.
+    For an emulated product, this memory stores residues of the panels. For other products, it stores a cast
+    or an int8 copy of the panels, or is not needed.
     """
     if problem.planes:
         return 2 * problem.planes

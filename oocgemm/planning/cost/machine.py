@@ -12,8 +12,8 @@ from oocgemm.planning.cost.fits import fit_line
 from oocgemm.planning.problem import COMPUTES, OPERANDS
 from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 
-# Numbers of panels that are read at the same time: of uncompressed panels, of those whose digests the host
-# computes after reading, and of compressed panels.
+# Numbers of panels that are read at the same time: uncompressed panels, uncompressed panels whose digests the
+# host computes after reading, and compressed panels.
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4

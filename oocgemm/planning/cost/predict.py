@@ -170,8 +170,8 @@ def _combine(
     without_output = occupied | {"write": 0.0, "encode": 0.0}
     computed = _overlapped(without_output, bubbles) + uneven
     busy = max(computed, _overlapped(occupied, bubbles))
-    # The tail ends when both of two times have passed: the time at which all of C could be written without
-    # bubbles, and the time at which the last tile is written after all bubbles.
+    # The tail ends at the later of two times: when all of C would have been written without any bubbles, and
+    # when the last tile has been written, which is computed after all bubbles.
     smooth = _overlapped(without_output, 0.0) + uneven
     drained = drain_end(parts, each, smooth, *drain_terms)
     return busy, max(drained, drain_end(parts[-1:], each[-1:], computed, *drain_terms), busy) - busy

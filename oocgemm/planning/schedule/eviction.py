@@ -6,8 +6,8 @@ All future uses are known. The policy is therefore Belady's: evict the panel who
 - *Streaming.* Panels of the steps that run now, and of the step before, are evicted last: a copy into their
   slots would have to wait for these steps. With two slots, this is double buffering.
 - *Spreading (on the host).* If a tile's panels do not all fit, Belady's policy would cache the panels that
-  are used first. All misses would follow one another, and multiplications would wait for storage. Instead, as
-  many misses are spread evenly over the tile's steps, so that loads overlap multiplications.
+  are used first. All misses would follow one another, and multiplications would wait for storage. Instead,
+  the misses are spread evenly over the tile's steps, so that loads overlap multiplications.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,8 @@ DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 819
 BYTE_DEPTHS = (16384, 32768)
 # Tile shapes are enumerated for this many depths (tile.k), the best ones. More would make planning slower.
 BEST_DEPTHS = 4
-# Depths (tile.k) are large enough when loading a step's panels takes this many times as long as issuing it.
+# `_deep_depths` tries no deeper steps once loading a step's panels takes this many times as long as issuing
+# it.
 MAX_LOAD_RATIO = 4
 
 

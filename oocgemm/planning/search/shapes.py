@@ -66,9 +66,9 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
     For each depth (tile.k), and for one and two accumulators, shapes are divided into bins by the area of a
-    tile. Of several bins with large areas, the shape that moves the fewest bytes is kept. The largest tiles
-    are not always the fastest: smaller ones shorten the start and the end of a run, when few copies overlap
-    multiplications.
+    tile. Each of the bins with the largest areas keeps the shape that moves the fewest bytes. The largest
+    tiles are not always the fastest: smaller ones shorten the start and the end of a run, when few copies
+    overlap multiplications.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):

@@ -26,8 +26,8 @@ STRIP_BYTES = 32 << 20
 STRIPS = 3
 STAGED_STRIPS = 10
 # If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
-# budget. This leaves memory to panels. Strips may be larger where smaller ones would divide a tile into more
-# than MAX_STRIPS.
+# budget. This leaves memory to panels. Strips are larger if a tile would otherwise have more than MAX_STRIPS
+# of them.
 HOST_SHARE = 400
 MAX_STRIPS = 32
 # If reads from storage are slower than uploads by at least this factor, candidates with one host slot per
@@ -101,8 +101,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Yield the two candidates with the shortest estimated times. Leave out a second candidate with
-        # alternating reads and uploads (`in_turn`) if reads and uploads overlap in the first.
+        # Yield the two candidates with the shortest estimated times. Leave out the second one if its reads
+        # and uploads alternate (`in_turn`), but those of the first one overlap.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -190,8 +190,8 @@ def _bands(
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # The minimum number of bands for which the panels of a band fit into `free` bytes: once with a tile
-    # column (or row) of panels of the other operand beside them, and once alone.
+    # The minimum numbers of bands for which the panels of a band fit into `free` bytes: with room for a tile
+    # column (or row) of panels of the other operand, and without.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
