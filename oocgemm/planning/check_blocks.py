@@ -3,12 +3,12 @@
 Blocks are about `SIDE` x `SIDE` elements. A tile is downloaded and checked in strips (blocks of its rows).
 Therefore no block crosses the border between two strips.
 
-If the device computes the checksums (`GemmProblem.checked`), they are stored in the same buffer (slot) as the
-data, behind the data. Therefore the waits that protect the slot also protect the checksums:
+If the device computes the checksums (`GemmProblem.checked`), they are stored in the same slot as the data,
+behind the data:
 
 - the checksums of a panel are behind the panel;
 - the checksums of a tile's strips are behind the tile;
-- the checksums of a finished strip are behind that strip;
+- the checksums of a strip in a slot of the finish kernel are behind that strip;
 - the checksums of a strip are downloaded with it, and are behind it in the host slot too.
 
 A strip has three sets of checksums, stored one after another: `found` are those of the computed strip, `made`
@@ -22,8 +22,8 @@ aligned to `PART` bytes:
 
 - `depth` is the panel's extent along k, `extent` its other extent, and `blocks` the number of blocks in it.
 - `down` and `across` are the numbers of blocks along the rows and along the columns of a strip.
-- A head is two words. The first is the digest of the panel or strip. In `made`, it is 1 instead if a panel
-  had a wrong digest. The second tells whether any flag is set.
+- A head is two words. The first is the digest of the panel or strip (in `made`: 1 if a panel had a wrong
+  digest). The second tells whether any flag is set.
 - A flag is one byte. It is 1 if the row or column contains Inf or NaN. `found` has no flags, and `old` has
   none of columns.
 - A norm takes 8 bytes. A sum takes 8 bytes, or 16 if it is complex.
@@ -36,11 +36,10 @@ from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# Maximum rows and columns of a block. With a smaller maximum, smaller errors are detected, but checksums take
-# more memory: about 1 / SIDE as many elements as the panels.
+# Maximum rows and columns of a block. Smaller blocks would detect smaller errors, but need more memory.
 SIDE = 128
-# Elements that a host thread casts to double precision at a time, before it sums operands of narrower dtypes.
-# More would take more memory.
+# Number of narrow elements that a host thread casts to double precision at a time. More would take more
+# memory.
 WIDENING_ELEMENTS = 1 << 18
 # Alignment, in bytes, of the parts that the checksums of a panel or strip consist of.
 PART = 16
@@ -54,9 +53,8 @@ DIGEST_ROWS = 64
 class Blocking:
     """Division of one extent of a tile into strips, and of each strip into `per` blocks of `size` elements.
 
-    The rows of a tile are divided into the strips that are downloaded one by one. All columns of a tile count
-    as a single strip. A block has one checksum. The last strip, and the last block of each strip, may be
-    shorter.
+    The rows of a tile are divided into the strips that are downloaded one by one. Its columns are one strip.
+    The last strip, and the last block of each strip, may be shorter.
     """
 
     extent: int
@@ -116,9 +114,8 @@ class PanelOffsets:
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
         """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
 
-        `extent` is divided into blocks like the tile of C. For a panel of op(A), `strip` is the number of
-        rows per strip of C. For a panel of op(B), it is the number of columns of the tile, since a strip has
-        all of them.
+        `extent` is divided into blocks like the tile of C. `strip` is the number of rows per strip of C for a
+        panel of op(A), and the number of columns of the tile for a panel of op(B).
         """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
@@ -158,13 +155,12 @@ class PartOffsets:
 class StripOffsets:
     """Byte offsets of the checksums of a strip of C on the device.
 
-    There are three sets of checksums. `found` is computed from the strip, and `made` is predicted from the
-    panels whose products were added to the strip. The two must agree within rounding error. `old` is
-    computed from the elements of C that were read; it is empty if beta = 0.
+    There are three sets of checksums. `found` is computed from the strip. `made` is predicted from the
+    panels, and must agree with `found` within rounding error. `old` is computed from the elements of C that
+    were read; it is empty if beta = 0.
 
-    A strip is divided into at most `down` x `across` blocks. Each set has one sum and one norm per block.
-    They are stored as a matrix of sums and a matrix of norms, with rows of `across` elements each. If a strip
-    has fewer blocks per row, the other elements stay unused.
+    Each set has a matrix of sums and a matrix of norms, one element per block of the strip. The matrices are
+    `down` x `across`, the maximum numbers of blocks. Smaller strips leave elements unused.
     """
 
     down: int
@@ -225,10 +221,9 @@ def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> t
 def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
     """Return the bytes of host memory that checking takes.
 
-    If the host computes the checksums, it stores the checksums of the panels in all slots, the checksums of
-    the tiles that are being computed, a random sign per row and column of C, and workspaces to cast narrow
-    elements to double precision. If the device computes the checksums, the host stores the weights for
-    digests, and four copies of a strip's checksums to compare them.
+    If the host computes the checksums, it stores those of all panels in slots and of the tiles that are being
+    computed, a random sign per row and column of C, and workspaces for casts to double precision. If the
+    device computes them, the host stores the weights of digests, and four times the checksums of a strip.
     """
     if not problem.checked:
         return 0
@@ -251,8 +246,8 @@ def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_thr
 def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
     """Return (number of row weights, number of word weights) that digests need.
 
-    A digest weights each row, and each 4-byte word of a row. The numbers are therefore the maximum numbers of
-    rows, and of words per row, of a stored panel or strip.
+    A digest weights each row, and each 4-byte word of a row. The numbers suffice for the largest panel or
+    strip.
     """
     longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)

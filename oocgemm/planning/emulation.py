@@ -3,15 +3,14 @@
 The method is Ozaki scheme II (Ozaki, Uchino and Imamura, 2025):
 
 1. Each row a of a panel of op(A) is scaled and rounded to integers a' = rint(a 2^s), with an exponent s per
-   row. Each column b of a panel of op(B) gives b' in the same way. The exponents keep every element of A'B'
-   between -P/2 and P/2, where P is the product of the first N moduli.
-2. The residues of a' and b' fit into a byte. Their products are summed in int32 and reduced: these are the
-   residues of A'B'.
+   row. The columns of a panel of op(B) are rounded likewise. The exponents keep every element of A'B' between
+   -P/2 and P/2, where P is the product of the first N moduli.
+2. The residues of A' and B' modulo each modulus fit into a byte. They are multiplied in int8 and summed in
+   int32, which gives the residues of A'B'.
 3. The Chinese remainder theorem reconstructs A'B' exactly.
 
-The only error left comes from rounding to a' and b'. `suffices` bounds this error from a few facts about each
-panel and compares it with the bound of a native product: k u (|A||B|) in each element, where u is the unit
-roundoff and k the depth. A step that is not shown to meet this bound is multiplied natively.
+The only error left comes from step 1. `suffices` bounds it from a few facts about each panel. A step whose
+error could exceed that of a native product is multiplied natively.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,25 +23,24 @@ from oocgemm.planning.problem import DTYPES
 
 # Moduli that are pairwise coprime and fit into a byte, largest first. A product uses the first N of them.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)
-# Numbers of moduli to try, fewest first. With fewer, even well-scaled panels exceed the native error. With
-# more, the emulation is slower than a native product, or elements scaled to integers do not fit into int64.
+# Numbers of moduli to try, fewest first. Fewer would exceed the error of a native product even on well-scaled
+# panels. More would take longer than a native product, or overflow int64.
 MODULI_COUNTS = {d.name: (d.planes - 2, d.planes - 1, d.planes) for d in DTYPES.values() if d.planes}
 # Unit roundoff of each dtype.
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}
 # Maximum depth of an emulated step. In deeper steps, int32 sums of int8 products could overflow.
 MAX_DEPTH = 1 << 17
-# Minimum depth of an emulated step. In shallower steps, rounding the result takes a large part of the error
-# that a native product may have.
+# Minimum depth of an emulated step. In shallower steps, rounding the result alone comes close to the error of
+# a native product.
 MIN_DEPTH = 16
 # `PanelFacts.above` counts the elements of a row that are at least these multiples of the row's root mean
 # square.
 LEVELS = (0.25, 0.5, 1.0, 1.5)
-# Safety margin in `Residues.exponent`, the base-2 logarithm of the largest 2-norm to which rows are scaled.
-# It covers the rounding of the norm, and of the row's elements to integers.
+# Margin in the base-2 logarithm of the largest 2-norm to which rows are scaled (`Residues.exponent`). It
+# covers rounding errors of the norm and of the scaled elements.
 _MARGIN = 2.0**-10
-# Maximum rounding error after the exact product, in units of u (the unit roundoff) times (|A||B|): two units
-# for the reconstruction, one for alpha, one for the addition to C (or the cast to float32), and one for
-# second-order terms and for rounding errors of the facts in `PanelFacts`.
+# Maximum rounding error after the exact product, in units of u (the unit roundoff) times (|A||B|): two for
+# the reconstruction, one for alpha, one for the addition to C, and one for second-order terms.
 _ROUNDINGS = 5
 _LARGEST_RESIDUE = 128
 _MANTISSA = 53
@@ -55,15 +53,14 @@ class Residues:
     P is the product of the moduli. `exponent` is L: if every row of A' and every column of B' has a 2-norm of
     at most 2^L, then |A'B'| < P/2.
 
-    `weights` has the number (P/p) ((P/p)^-1 mod p) for each modulus p, as a sum of three parts. `modulus` has
+    `weights[l]` is (P/p) ((P/p)^-1 mod p) as a sum of three parts, where p is modulus number l. `modulus` is
     P as a sum of three parts. A number with the residues c_0, c_1, ... is reconstructed in three steps:
 
     1. S_j = sum over l of weights[l][j] c_l, for each part j.
     2. Q = rint(S_0 / P).
     3. The number is the sum over j of S_j - Q modulus[j].
 
-    Parts with equal j are multiples of one power of 2. They have so few bits that S_j and Q modulus[j] are
-    exact in float64.
+    The parts have so few bits that S_j and Q modulus[j] are exact in float64.
     """
 
     moduli: tuple[int, ...]
@@ -82,8 +79,8 @@ def residues(number: int) -> Residues:
     """Compute the constants for products with the first `number` moduli."""
     moduli = MODULI[:number]
     whole = prod(moduli)
-    # Maximum bits of each of the three parts into which every constant is split. A sum of `number` products,
-    # each of such a part and a residue, has at most 53 bits, so that it is exact in float64.
+    # Maximum bits of the parts into which constants are split. A sum of `number` products of a part and a
+    # residue then has at most 53 bits, so that it is exact in float64.
     room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))
     units = [1 << max(0, whole.bit_length() - rank * room) for rank in (1, 2, 3)]
     weights = (whole // p * pow(whole // p, -1, p) for p in moduli)
@@ -108,12 +105,15 @@ def _parts(value: int, units: Sequence[int]) -> tuple[float, float, float]:
 class PanelFacts:
     """Facts about a panel that was scaled to integers, from which `suffices` bounds the error of its product.
 
-    "Rows" are the nonzero rows of a panel of op(A), or the nonzero columns of a panel of op(B). `finite`
-    means that no element is Inf or NaN. `exact` means that scaling to integers rounded no element. `grain` is
-    the maximum of 2^-s / |row|_2, where 2^s is the scale of the row. `max_ratio` and `min_ratio` are the
-    extremes of |row|_1 / |row|_2. `above` has one number per level in `LEVELS`: each row has at least this
-    number of elements whose magnitude is at least the level times the row's root mean square. A panel of
-    zeros is exact, and its other facts are 0.
+    "Rows" are the nonzero rows of a panel of op(A), or the nonzero columns of a panel of op(B). Row i was
+    scaled by 2^s_i. A panel of zeros is exact, and its other facts are 0.
+
+    - `finite`: no element is Inf or NaN.
+    - `exact`: scaling to integers rounded no element.
+    - `grain`: the maximum of 2^-s_i / |row|_2.
+    - `max_ratio`, `min_ratio`: the extremes of |row|_1 / |row|_2.
+    - `above`: per level in `LEVELS`, a minimum over all rows: how many elements of a row are at least the
+      level times the row's root mean square in magnitude.
     """
 
     finite: bool
@@ -174,10 +174,9 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     whose magnitude is at least the level times the root mean square of x (or y). By the rearrangement
     inequality, the minimum pairs the largest elements of x with the smallest of y.
     """
-    # Sort the elements of |x| in ascending order, and those of |y| in descending order. Divide each by the
-    # root mean square of its vector. A pair (position, level) in `up` tells that all elements of x from this
-    # position on are at least `level`. A pair in `down` tells that all elements of y before this position are
-    # at least `level`.
+    # Divide |x| and |y| by their root mean squares, and sort x in ascending and y in descending order. For a
+    # pair (position, level) in `up`, all elements of x from this position on are at least `level`. For a pair
+    # in `down`, all elements of y before this position are.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})
@@ -243,8 +242,7 @@ HOST_WORK = 6 << 20
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Return the device bytes of workspace to multiply an m x n tile.
 
-    The workspace has room for at most `STRIP_ROWS` rows of C: their residues (elements modulo each modulus),
-    and their int32 sums for one modulus.
+    For at most `STRIP_ROWS` rows of C, it has room for their residues, and for the int32 sums of one modulus.
     """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 

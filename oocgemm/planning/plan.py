@@ -197,8 +197,7 @@ class Plan:
         """Operands, "A" or "B", whose host arrays the run pins, so that a GPU copies from them directly.
 
         Panels of an operand that is not pinned are first copied to pinned slots (staged). The choice
-        minimizes the sum of two times: the time to pin and unpin arrays, and the time by which staging delays
-        the multiplications.
+        minimizes the time to pin and unpin arrays, plus the time by which staging delays the multiplications.
         """
         problem, machine, k = self.problem, self.machine, self.problem.depth
         if not machine.pin:
@@ -224,7 +223,7 @@ class Plan:
         block = length(rows), length(cols)
         if not layout.pinned:
             return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
-        # The checksums of C are checked in host slots, which a direct copy would bypass.
+        # C is checked by checksums in host slots. A direct copy would bypass them.
         if operation.operand == "C" and self.problem.checked:
             return False
         return layout.is_direct(panel, block)
@@ -326,8 +325,7 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     }
     worst = max(parts, key=lambda part: parts[part])
     why = f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
-    # The planner may reject the candidate with the shortest predicted time for another one, if the two times
-    # differ by less than the error of the model.
+    # The chosen candidate may have a longer predicted time than another one, within the error of the model.
     return f"within the model's error, {why}" if other.total < best.total else why
 
 

@@ -68,11 +68,10 @@ COMPUTES = {
 class GemmProblem:
     """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
 
-    The dtypes of A, B, the accumulator and C are independent, so that the accumulator and C may be wider than
-    A and B. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round float32 operands before the product,
-    and "emulated" computes the product from exact int8 products (`oocgemm.planning.emulation`). `checked`
-    says whether the "host" or the "device" computes checksums of each tile of C; "" means that no tile is
-    checked.
+    The accumulator and C may be wider than A and B. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round
+    float32 operands before the product, and "emulated" computes it from exact int8 products
+    (`oocgemm.planning.emulation`). `checked` says whether the "host" or the "device" computes checksums; ""
+    means that C is not checked.
     """
 
     m: int
@@ -126,9 +125,8 @@ class GemmProblem:
     def finishes(self) -> bool:
         """Whether a Finish operation applies alpha and beta and casts the accumulator to C's dtype.
 
-        Otherwise the multiplication itself applies alpha and beta. Sums of int8 products need a
-        Finish unless alpha = 1 and beta = 0: they stay exact only if alpha and beta are applied to the
-        complete sum.
+        Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
+        = 1 and beta = 0, because partial sums must stay exact.
         """
         return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
 

@@ -15,16 +15,16 @@ from oocgemm.planning.setting import Budgets, Layouts
 from oocgemm.planning.tiling import Layout, Tile, TileShape
 
 T = TypeVar("T")
-# Maximum relative difference between the recorded predicted time and the one that this version predicts. A
-# plan with a larger difference is rejected, because another cost model made it.
+# Maximum relative difference between the recorded predicted time and the time that this version predicts. A
+# larger difference means that another cost model made the plan.
 TOLERANCE = 0.05
 
 
 def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
     """Rebuild the plan that `Plan.to_dict` wrote, without the candidates that the planner rejected.
 
-    The data of a resumed run contain only the number of tiles that an earlier run completed. `computed` are
-    the tiles that the resumed run computed. The earlier run must have completed all other tiles.
+    `computed` are the tiles that this run computed. If it resumed an earlier run, the earlier run must have
+    completed all other tiles.
 
     Returns None if the data are incomplete or inconsistent, or if this version predicts a time that differs
     from the recorded one by more than `TOLERANCE`.
@@ -54,8 +54,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 return None
             done = {(i, j) for i in range(down) for j in range(across)} - computed
             plan = replace(plan, done=frozenset(done))
-        # Valid fields may still contradict one another. The predicted time is checked last, because it takes
-        # long to compute.
+        # Fields that are valid by themselves may still contradict one another.
         consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         predicted = data["predicted_seconds"]["total"]
         return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None

@@ -69,8 +69,8 @@ class Setting:
 def _dividing_extent(target: int, nominal: int, extent: int) -> int:
     """Choose a chunk extent that divides the tile extent `nominal`.
 
-    It is near `target`, and at most sqrt(2) times `target`. If one tile spans the whole `extent` of C, the
-    chunk extent need not divide the tile extent.
+    It is near `target`, and at most sqrt(2) times `target`. It need not divide a tile that spans the whole
+    `extent` of C.
     """
     if nominal >= extent:
         return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))

@@ -75,9 +75,9 @@ class TileShape:
 class TileGrid:
     """The tiles of C and the steps along k of an m x n x k product.
 
-    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, with the numbers `steps`,
-    `steps` + 1 and so on. The first two are tile.k / 2^ramp deep. Each later one is as deep as all thin steps
-    before it together. Thin panels arrive sooner, so that the first multiplication starts sooner.
+    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, so that the first panels arrive
+    sooner. Thin steps have the numbers `steps`, `steps` + 1 and so on. The first two are tile.k / 2^ramp
+    deep, and each later one is twice as deep as the one before it.
     """
 
     m: int
@@ -146,8 +146,7 @@ class Layout:
     - `in_memory`: the array is in host memory, not in a file.
     - `zero_copy_width`: minimum contiguous elements per row of a panel for a direct copy to the device,
       without a staging buffer; 0 means that no panel may be copied directly.
-    - `pinned`: the caller has pinned the array. Half of `zero_copy_width` then suffices, and less for thin
-      panels (`is_direct`).
+    - `pinned`: the caller has pinned the array. Half of `zero_copy_width` then suffices.
     """
 
     read_chunk: Shape = (1, 1)
@@ -207,8 +206,8 @@ class Layout:
         if self.line:
             segments = float(extent < self.line)
         else:
-            # The mean number of lines that a row of a panel contains only in part. Each line is as long as a
-            # chunk is along this axis. Panels start at multiples of their own extent.
+            # The mean number of lines that a row of a panel contains only in part. A line is as long as a
+            # chunk.
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
@@ -216,7 +215,7 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        A chunked array, for which `line` is 0, needs none if panels consist of whole lines of its chunks.
+        A chunked array needs none if panels consist of whole lines of its chunks.
         """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
@@ -227,9 +226,8 @@ class Layout:
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
 
-        If `thin` is given, tell instead whether the device also copies the thin panels at the start of the
-        run directly. `thin` is their shape. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE`
-        elements.
+        If `thin` is given, it is the shape of the thin panels at the start of the run, and the result is
+        about them. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE` elements.
         """
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
@@ -246,8 +244,8 @@ class Layout:
 # `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
 # in their chunks.
 SAMPLED_PANELS = 64
-# Rows of thin panels may be shorter than `Layout.zero_copy_width` by this factor and still be copied directly
-# to the device. Such copies are slower, but only the first few panels of a run are thin.
+# Rows of the few thin panels at the start of a run may be shorter than `Layout.zero_copy_width` by this
+# factor, and are still copied directly to the device.
 THIN_PANEL_EASE = 8
 
 

@@ -1,8 +1,7 @@
 """Estimate the time of each tile of C if there are few tiles.
 
-With few tiles, averages mislead. The first tile loads the most panels of A and B. The last tile may have few
-elements but load nearly as many bytes as a larger one. No multiplication hides the time in which the last
-tile drains (is downloaded and written).
+With few tiles, averages mislead. The first tile loads the most panels of A and B. The last tile may be
+smaller than the others, and no multiplication overlaps its download.
 """
 
 from collections.abc import Sequence
@@ -32,12 +31,11 @@ class Share(NamedTuple):
 def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Loads) -> list[Share]:
     """Estimate the fractions of C's elements and of the loaded bytes that belong to each tile.
 
-    Tiles are in the order of the traversal. If there are more than `MAX_TILES` of them, the list has only the
-    fractions of the last one.
+    Tiles are in the order of the traversal. If there are more than `MAX_TILES`, the list has one entry only,
+    that of the last tile.
 
-    The first tile visited in a row of tiles loads all panels of op(A) of that row. The first tile visited in
-    a column loads all panels of op(B) of that column. `loads` has the bytes of the whole run. Those that
-    remain are divided among the other tiles in proportion to their extents.
+    The first tile visited in a row of tiles loads all panels of op(A) of that row, and likewise for columns
+    and op(B). The other bytes in `loads` are divided among the other tiles in proportion to their extents.
     """
     down, across = grid.shape
     if down * across > MAX_TILES:
@@ -62,8 +60,8 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
 def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
     """Estimate the seconds of each tile, if all tiles together take `computing` and `loading` seconds.
 
-    `prefetch` tells that there are enough slots to load a tile's panels while the tile before it is computed.
-    Otherwise, each tile's panels are loaded only after the tile before it has been computed.
+    With `prefetch`, a tile's panels are loaded while the tile before it is computed, otherwise only
+    afterwards.
     """
     each: list[float] = []
     before = done = loaded = 0.0
@@ -85,11 +83,10 @@ def drain_end(
     """Estimate the time at which the last element of C has been written.
 
     - `parts`: for each tile, its fraction of the elements of C (`Share.computed`).
-    - `each`: the seconds of each tile, from the end of the multiplications of the tile before it to the end
-      of its own.
+    - `each`: the seconds of each tile (`tile_seconds`).
     - `end`: the time at which the multiplications of the last tile end.
     - `drain_seconds`: seconds to download and write all of C.
-    - `last_step`: the fraction of a tile's seconds for which it drains while its last steps still run.
+    - `last_step`: the fraction of a tile's steps that overlap its own drain.
     - `strips`: number of strips in which a tile drains.
     """
     done, drained = end - sum(each), 0.0
@@ -104,9 +101,9 @@ def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: f
     """Divide the bytes that are loaded of one operand among tiles.
 
     Tile number t uses the panels of tile row (or column) `lines[t]`, which has `extents[t]` rows (or columns)
-    of the matrix. The first tile visited in each tile row (or column) loads all panels of it. These tiles
-    together load `once` bytes, the size of the operand. The bytes that remain of `loaded` are divided among
-    the other tiles in proportion to `extents`.
+    of the matrix. The first tile visited in each tile row (or column) loads all its panels: together these
+    tiles load `once` bytes, the size of the operand. The rest of the `loaded` bytes is divided among the
+    other tiles in proportion to `extents`.
     """
     first = [line not in lines[:at] for at, line in enumerate(lines)]
     new = sum(extent for extent, is_first in zip(extents, first, strict=True) if is_first)

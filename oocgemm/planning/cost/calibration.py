@@ -17,9 +17,8 @@ VERSION = 3
 class StoreRates:
     """Measured bytes per second of one file system.
 
-    `read` is the rate of whole uncompressed chunks from the page cache. `read_scattered` is the rate if half
-    of the columns of each chunk are read from the page cache. `read_cold` is the rate of whole chunks from
-    the disk. `write` includes the flush to the disk.
+    `read` and `read_scattered` are rates from the page cache: of whole uncompressed chunks, and of half of
+    the columns of each chunk. `read_cold` is the rate from the disk. `write` includes the flush to the disk.
     """
 
     read: float
@@ -34,8 +33,7 @@ class Calibration:
 
     `rates` has values for fields of `MachineModel`, by name; fields without a value keep their defaults.
     `stores` has the rates of file systems by id, in the order in which they were measured. `samples` has the
-    measurements to which the rates were fitted. They serve only to check the rates of copies between host and
-    device when a calibration is loaded from a file.
+    measurements to which the rates were fitted.
     """
 
     machine: str
@@ -88,7 +86,7 @@ class Calibration:
     def from_dict(cls, data: Any) -> "Calibration":
         """Rebuild a calibration from the output of `to_dict` or of ``oocgemm calibrate --json``.
 
-        The latter has underscores instead of spaces in keys. Raises `ValueError` for other data.
+        Keys may have underscores instead of spaces, as in that JSON. Raises `ValueError` for other data.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("the content is not a calibration")

@@ -54,7 +54,7 @@ def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) 
         check_link(f"{link} of {format_size(size)}", rate, limit)
     latency, per_byte = fit_line([(size, size / rate) for size, rate in rates.items()])
     check_fit(link, "B", rates, lambda size: size / (latency + per_byte * size), format_size)
-    # If all copies took the same time, they were too short for a fit, and the slope is 0.
+    # If all copies took the same time, they were too short for a fit. Return the largest measured rate.
     fitted = 1 / per_byte if per_byte else max(rates.values())
     check_link(f"the rate fitted to {link}", fitted, limit)
     return latency, fitted

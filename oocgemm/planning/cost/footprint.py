@@ -15,14 +15,12 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileShape, round_up
 
-# Alignment, in bytes, of slots (buffers): on the device as cuBLAS needs it, on the host as direct I/O needs
-# it.
+# Alignment, in bytes, of slots (buffers): cuBLAS needs the first, direct I/O the second.
 DEVICE_ALIGNMENT = 512
 HOST_ALIGNMENT = 4096
-# The host backend applies alpha and beta to C piece by piece. FINISH_PIECE is the maximum number of elements
-# of a piece, so that a piece fits into a CPU cache. Each piece needs FINISH_ARRAYS temporary arrays of its
-# length. They are in the workspace that also serves for casts of panels. If the workspace is small, pieces
-# are smaller. It has room for pieces of at least MIN_FINISH_PIECE elements.
+# The host backend applies alpha and beta to C in pieces that fit into a CPU cache. A piece has between
+# MIN_FINISH_PIECE and FINISH_PIECE elements, as the workspace permits, and needs FINISH_ARRAYS temporary
+# arrays of its length.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
 
 
@@ -91,9 +89,8 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
     """Return the bytes of temporary host memory in which threads read and write chunks.
 
-    `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If the tile
-    shape is given, the memory also suffices for reads and writes of parts of lines (runs of contiguous
-    elements) in tiles and panels of that shape.
+    `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
+    is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
@@ -151,8 +148,8 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """Return the bytes of temporary memory per element of a step's two panels.
 
-    An emulated product stores the residues of the panels of two steps. Other products need memory for a cast
-    of the panels, for an int8 copy of them, or none.
+    For an emulated product, this memory stores residues of the panels. For other products, it stores a cast
+    or an int8 copy of the panels, or is not needed.
     """
     if problem.planes:
         return 2 * problem.planes
@@ -169,9 +166,8 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     - otherwise: max(m k + k n + m n, 2 m n k / sqrt(M) - 2 M)
 
     The source is Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication*
-    (2019). M counts elements of the narrowest dtype of the product, so that the bound holds for mixed dtypes
-    too. If only a `part` of C is computed, m n is its number of elements, and m and n are its numbers of rows
-    and columns.
+    (2019). With mixed dtypes, M counts elements of the narrowest one. If only a `part` of C is computed, m
+    and n are its numbers of rows and columns, and m n is its number of elements.
     """
     part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
     sizes = problem.itemsizes

@@ -128,7 +128,7 @@ def lane_seconds(
 def count_copies(
     problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
 ) -> float:
-    """Estimate the number of operations that load panels of A and B, and that load, finish or store C.
+    """Estimate the number of operations that load panels of A and B, or load, finish or store strips of C.
 
     `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips
     (blocks of rows) in which C is moved.

@@ -30,7 +30,7 @@ def _times_loaded(
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
-    # The hit rate depends on the number of panels of the same operand that are used in turn:
+    # The hit rate depends on how many panels of the operand are used before the same ones are used again:
     # - A, from one tile column to the next: the panels of all tile rows of the band, band * steps.
     # - B, from one tile row to the next within a band: the panels of one tile column, `steps`.
     # - B, from one band to the next: the panels of all tile columns, across * steps.
@@ -42,7 +42,7 @@ def _times_loaded(
 def _hit_rate(slots: int, panels: int) -> float:
     """Return the fraction of uses that find their panel in a cache with `slots` slots.
 
-    The same `panels` panels are used again and again, alternately forwards and backwards. When the direction
-    changes, the slots contain the panels that are used next. The other panels are loaded again.
+    The same `panels` panels are used again and again, alternately forwards and backwards. At each turn, the
+    cached panels are the ones that are used next. The other panels are loaded again.
     """
     return min(1.0, slots / panels)

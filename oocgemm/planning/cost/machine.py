@@ -12,17 +12,12 @@ from oocgemm.planning.cost.fits import fit_line
 from oocgemm.planning.problem import COMPUTES, OPERANDS
 from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 
-# Numbers of panels that are read at the same time.
-# STORE_WORKERS: panels without compression. With two, the I/O threads stay busy between the end of one panel
-# and the start of the next.
-# DIGESTING_WORKERS: panels without compression whose digests are computed, because the device computes
-# checksums. A third panel is read while the digest of another is computed.
-# CODEC_WORKERS: compressed panels. A panel has few chunks, which take long to decode. Four panels keep all
-# threads busy.
+# Numbers of panels that are read at the same time: uncompressed panels, uncompressed panels whose digests the
+# host computes after reading, and compressed panels.
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
-# Bytes per second that stand for no time at all: the rate of reads that are skipped, because the device
+# Bytes per second, so many that they take no time: the rate of reads that are skipped, because the device
 # copies directly from the caller's array.
 INSTANT = 1e15
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
@@ -35,21 +30,18 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
 # Rate of copies of separate rows of 8 to 16 KiB to the device, relative to the rate of contiguous copies.
 # Both were measured during multiplications.
 NARROW_ROWS = 0.6
-# The host copies pageable arrays into pinned slots more slowly during uploads. This factor reduces
-# `MachineModel.memory` to that rate: 23 to 33 GB/s were measured where the model has 33 GB/s.
+# During uploads, the host copies pageable arrays into pinned slots at this fraction of `MachineModel.memory`.
 COPIES_DURING_UPLOADS = 0.75
 # Seconds per byte that the host takes to compute the digest of a panel after it has read the panel.
 DIGEST_SECONDS_PER_BYTE = 2.5e-12
-# Ratio of the time to multiply a tile strip by strip (in blocks of rows) to the time to multiply it at once:
-# in float32, 50-52 Tflop/s fall to 47-51.
+# Time to multiply a tile strip by strip (in blocks of rows), relative to the time to multiply it at once.
 STRIP_OVERHEAD = 1.03
-# Rows and columns of the block of C that one multiprocessor computes at a time, in cuBLAS's kernels for large
-# products. SMALL_BLOCK stands for all other dtypes: their blocks are small, or cuBLAS chooses among many
-# kernels.
+# Rows and columns of C that a thread block of cuBLAS's kernels computes, for large products. SMALL_BLOCK
+# stands for all other dtypes.
 BLOCKS = {"float32": (256, 128), "float64": (64, 128)}
 SMALL_BLOCK = 64, 64
-# Maximum factor by which a partly filled last wave of blocks slows a product down. If blocks of the size in
-# `BLOCKS` gave a larger factor, cuBLAS would choose smaller blocks.
+# Maximum factor by which a partly filled last wave of thread blocks slows a product down. To avoid a larger
+# factor, cuBLAS chooses smaller blocks than those in `BLOCKS`.
 MAX_WAVE_QUANTIZATION = 1.1
 # Strips have a multiple of this many rows, so that cuBLAS computes them in whole blocks.
 STRIP_BLOCK = 128
@@ -78,8 +70,7 @@ class KernelRate:
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)
         """
-        # Noise could move the fitted peak far above every measured rate. The peak is therefore limited to 4
-        # times the largest of them.
+        # The peak is limited to 4 times the largest measured rate, which noise could otherwise exceed by far.
         min_intercept = 0.25 / max(rates.values())
         inverse, slope = fit_line([(1 / k, 1 / rate) for k, rate in rates.items()], min_intercept)
         return cls(float(f"{1 / inverse:.6g}"), float(f"{slope / inverse:.6g}"))
@@ -130,10 +121,9 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6
-    # Additional seconds to read a part of a line (a run of contiguous elements) instead of a whole line. Each
-    # part takes a share of a system call. If the part is not in the page cache, it also takes a share of a
-    # request to the disk. Measured on parts of 2 to 8 KiB that start 320 KB apart, on two Zen 5 cores with a
-    # virtual disk: 2 to 3 us from the page cache, and 4 us plus 0.8 us per KiB from the disk.
+    # Additional seconds to read a part of a line (a run of contiguous elements) instead of a whole line,
+    # since each part takes a share of a system call. Measured on parts of 2 to 8 KiB, on two Zen 5 cores with
+    # a virtual disk: 2 to 3 us from the page cache, and 4 us plus 0.8 us per KiB from the disk.
     segment: float = 4e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
@@ -159,8 +149,8 @@ class MachineModel:
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
         """Return the seconds of `flops` operations, done in products of m x k by k x n blocks.
 
-        `rate` is the name of the kernel rate (`GemmProblem.rate`). The loss by partly filled waves of thread
-        blocks is not included. The caller multiplies the seconds by `wave_quantization`.
+        `rate` is the name of the kernel rate (`GemmProblem.rate`). The result assumes full waves: the caller
+        multiplies it by `wave_quantization`.
         """
         if flops == 0:
             return 0.0
@@ -176,9 +166,8 @@ class MachineModel:
     def wave_quantization(self, rate: str, m: int, n: int) -> float:
         """Return the factor by which a partly filled last wave of thread blocks slows an m x n tile down.
 
-        A wave is one block on each multiprocessor. A partial wave takes as long as a full one. In float32, a
-        tile of 9832 x 9832 has 39 x 77 blocks. On 132 multiprocessors, these are 22.75 waves, which take as
-        long as 23.
+        A wave is one block on each multiprocessor. A partial wave takes as long as a full one: 22.75 waves
+        take as long as 23.
         """
         if self.shares_cores:
             return 1.0
@@ -189,8 +178,8 @@ class MachineModel:
     def strip_rows(self, wanted: int, width: int) -> int:
         """Choose the number of rows of a strip, the part of a tile of C that is downloaded at once.
 
-        It is between `wanted` and 1.25 `wanted`. Among these numbers, it is the one whose thread blocks best
-        fill the GPU's last wave (one block on each multiprocessor).
+        Of the numbers between `wanted` and 1.25 `wanted`, choose the one whose thread blocks best fill the
+        last wave (one block on each multiprocessor of the GPU).
         """
         across, fewest = max(1, ceil_div(width, STRIP_BLOCK)), ceil_div(wanted, STRIP_BLOCK)
         counts = range(fewest, fewest + fewest // 4 + 1)
@@ -219,17 +208,16 @@ class MachineModel:
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
-        # Between two rows of a panel, the file has a gap: bytes that are not needed. Either the gap is read
-        # too, or it is skipped, and the next row takes another request. The model counts the shorter of the
-        # two times. The time to read a gap follows from `read_scattered`, since the reads that were measured
-        # for that rate have gaps as long as the rows.
+        # Between two rows of a panel, the file has bytes that are not needed. Either these bytes are read
+        # too, or the next row takes another request. The model counts the shorter of these times.
         gaps = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
         return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
 
     def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
-        """Return the time per byte to read panels of shape `panel`, divided by that to read whole lines.
+        """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
 
-        A line is a run of contiguous elements of the stored array. The ratio is at least 1.
+        A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
+        that the result is at least 1.
         """
         if layout.in_memory or layout.decode_bytes:
             return 1.0
@@ -265,8 +253,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             write=1.6e9,
             cores=cores,
             multiprocessors=132,
-            # Several threads on an H100's host took 0.3 to 0.5 us per part of a line from the page cache. The
-            # default allows for slower storage.
+            # An H100's host took 0.3 to 0.5 us per part of a line from the page cache. The default allows for
+            # slower storage.
             segment=2e-6,
             # More than 8 I/O threads would only compete for memory bandwidth.
             io_threads=min(8, cores),

@@ -17,10 +17,8 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 
-# Concurrent lanes with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p) seconds, with p = OVERLAP_NORM.
-# Two equally long lanes take 6% longer than one. A lane that is busy for four fifths of the longest time adds
-# 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic among plans that
-# would be equally fast with perfect overlap.
+# Concurrent lanes that are busy for t_1, t_2, ... seconds take (sum of t_i^p)^(1/p) seconds, with p =
+# OVERLAP_NORM. This agrees with measurements on a GPU: two equally long lanes take 6% longer than one.
 OVERLAP_NORM = 12
 # Fraction of the time of a Write during which a CPU core is busy. The core waits for the disk in the rest.
 WRITE_CPU_SHARE = 0.25
@@ -64,8 +62,8 @@ def read_amplification(setting: Setting, tile: TileShape) -> dict[str, float]:
 def min_seconds(setting: Setting, tile: TileShape) -> float:
     """Return a lower bound on the predicted time of all candidates with the tile shape `tile`.
 
-    The bound assumes that both budgets are used only to cache panels, and that each tile uses all panels that
-    are cached when it starts.
+    The bound assumes that both budgets are used only to cache panels, and that every tile uses all cached
+    panels.
     """
     problem, layouts, machine, budgets = setting.problem, setting.layouts, setting.machine, setting.budgets
     grid, (m, n, k) = TileGrid.of(problem, tile), extents(problem, tile)
@@ -99,11 +97,11 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     tile_bytes = m * n * problem.itemsizes["C"]
     accumulators = slots.c * m * n * problem.itemsizes["acc"] if slots.unified else 0
     start_up = accumulators * machine.arena_seconds_per_byte + first
-    # A tile drains (is downloaded and written) while steps run strip by strip (some rows at a time): its last
-    # steps and, with one accumulator, also the first steps of the next tile. These steps hide the drain.
+    # Steps that run strip by strip (some rows of a tile at a time) overlap the download and the write of a
+    # tile: its last steps and, with one accumulator, the first steps of the next tile.
     strips = ceil_div(m, slots.strip)
     write_rate = strip_rate(setting, (slots.strip, n))
-    # If the host slots have room for a whole tile, the device need not wait for writes to storage.
+    # If the host slots have room for a whole tile, it is downloaded without waits for storage.
     roomy = not slots.unified and slots.host_c >= strips
     drain = tile_bytes / (
         machine.d2h if roomy else write_rate if slots.unified else min(machine.d2h, write_rate)
@@ -126,8 +124,8 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     if len(parts) > 1 and not machine.shares_cores:
         bubbles += _first_tile_faults(streams, machine, parts[0], grid.steps, lanes["compute"])
     elif not machine.shares_cores:
-        # The tiles are not estimated one by one: there is a single tile, or there are more than `MAX_TILES`.
-        # Then assume that every page fault delays multiplications.
+        # `shares` has not estimated the tiles one by one. Assume that every page fault delays
+        # multiplications.
         start_up += sum(s.faulted for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         exposed = max(drain - 2 * turn_steps * step, drain / strips)
@@ -153,30 +151,27 @@ def _combine(
     parts: Sequence[Share],
     drain_terms: tuple[float, float, int],
 ) -> tuple[float, float]:
-    """Combine the busy times of concurrent lanes to the time of the run.
+    """Compute the time of the run from the busy times of its lanes.
 
-    Returns the seconds from the first multiplication to the end of the last one, and the seconds after that
-    in which the rest of C is written. `drain_terms` are the arguments `drain_seconds`, `last_step` and
-    `strips` of `drain_end`.
+    Returns two numbers of seconds: from the start of the first multiplication to the end of the last one, and
+    from then until all of C is written. `drain_terms` are the last three arguments of `drain_end`.
     """
     if machine.shares_cores:
-        # The cores that multiply also copy. A Write keeps a core busy only for the fraction WRITE_CPU_SHARE
-        # of its time: in the rest, it waits for the disk. The time to load the first panels is subtracted,
-        # because it counts as start-up.
+        # The cores that multiply also copy, so that the times add up. Most of the time of a Write is spent
+        # waiting for the disk, and keeps no core busy. The time `first` counts as start-up instead.
         busy = sum(lanes.values()) - (1 - WRITE_CPU_SHARE) * lanes["write"] + bubbles - first
         tail = drain_end(parts, tile_seconds(parts, busy, 0.0, prefetch=False), busy, *drain_terms) - busy
         return busy, tail
     occupied = _occupied(lanes, first, in_turn=1 in (slots.host_a, slots.host_b))
     loading = max(occupied[lane] for lane in LOADING)
     each = tile_seconds(parts, occupied["compute"], loading, prefetch=max(slots.a, slots.b) >= steps)
-    # A tile may have to wait for its panels although loading takes less time than computing on average.
+    # Some tiles wait for their panels even if, summed over all tiles, loading takes less time than computing.
     uneven = max(0.0, sum(each) - max(occupied["compute"], loading))
     without_output = occupied | {"write": 0.0, "encode": 0.0}
     computed = _overlapped(without_output, bubbles) + uneven
     busy = max(computed, _overlapped(occupied, bubbles))
-    # The tail ends at the later of two times. The first is when all of C has been written. It is estimated
-    # without bubbles, because earlier tiles are written during bubbles. The second is when the last tile has
-    # been written. It includes bubbles, because they delay the last multiplication.
+    # The tail ends at the later of two times: when all of C would have been written without any bubbles, and
+    # when the last tile has been written, which is computed after all bubbles.
     smooth = _overlapped(without_output, 0.0) + uneven
     drained = drain_end(parts, each, smooth, *drain_terms)
     return busy, max(drained, drain_end(parts[-1:], each[-1:], computed, *drain_terms), busy) - busy
@@ -185,12 +180,12 @@ def _combine(
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
     """Return the seconds for which each lane is busy after the start-up.
 
-    `first` is the time to load the first panels, in seconds. It belongs to the start-up. Therefore it is
-    subtracted from the times of "read", "decode" and "h2d", the lanes that load panels.
+    `first` is the time to load the first panels, in seconds. It is part of the start-up, and is subtracted
+    from the times of the lanes that load panels.
 
-    `in_turn` means that reads and uploads cannot overlap, because an operand has a single host slot. The time
-    of "h2d" is then added to that of "read". For emulated products, panels are split into int8 matrices in
-    lane "prepare". Its time is added to that of "compute", since both use the GPU.
+    `in_turn` tells that reads and uploads cannot overlap, because an operand has a single host slot. The time
+    of "h2d" is then added to that of "read". The time of "prepare" is added to that of "compute", since both
+    lanes use the GPU.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}
@@ -200,9 +195,9 @@ def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dic
 def _overlapped(lanes: Mapping[str, float], bubbles: float) -> float:
     """Return the seconds that concurrent lanes take together.
 
-    The busiest lane determines the time. Another lane that is busy for nearly as long makes the time longer,
-    because of jitter and shared memory bandwidth. `bubbles` is the time of waits between multiplications. It
-    adds nothing if another lane is busy for longer than multiplications and bubbles together.
+    They take as long as the busiest lane, and a little longer if another lane is busy for nearly as long
+    (`OVERLAP_NORM`). `bubbles`, the seconds of waits between multiplications, count as busy time of
+    "compute".
     """
     longest = max(lanes.values()) or 1.0
     busy = longest * sum((x / longest) ** OVERLAP_NORM for x in lanes.values()) ** (1 / OVERLAP_NORM)
@@ -221,11 +216,11 @@ def _bursts(
 
     `tile_seconds` is the time to compute one tile.
 
-    - The first tile loads all its panels while it is computed. The wait is the time to load them, minus the
-      time to compute the tile. It is left out if `first_tile` is false: the caller then estimates tiles one
-      by one (`oocgemm.planning.cost.by_tile`), which includes this wait.
-    - A later tile loads all its panels if none of them is cached. Its loads may start while the tile before
-      it is computed. The wait is the time to load the panels, minus the time to compute both tiles.
+    - The first tile loads all its panels while it is computed. It waits if loading takes longer than
+      computing. This wait is left out unless `first_tile`: `oocgemm.planning.cost.by_tile` may include it
+      already.
+    - A later tile loads all its panels if none is cached. It waits if loading takes longer than computing
+      this tile and the one before it.
     """
     if machine.shares_cores:
         return 0.0
@@ -247,13 +242,12 @@ def _first_tile_faults(
 ) -> float:
     """Return the seconds for which page faults delay the multiplications of the first tile.
 
-    The first panels of the run are read into host slots whose pages are not mapped yet. Later steps may have
-    time to spare, but it does not make up for a delay in the first steps.
+    The first panels of the run are read into host slots whose pages are not mapped yet.
     """
     loading = beginning.loaded * sum(s.read / s.rate for s in streams)
     spare = max(0.0, beginning.computed * compute - loading)
-    # Per operand: the fraction of the first tile's steps that read into host slots not used before, and the
-    # seconds of the page faults in these steps.
+    # Per operand: the fraction of the first tile's steps that read into new host slots, and the seconds that
+    # page faults take in these steps.
     faults = [
         (min(1.0, s.host_slots / steps), min(s.host_slots * s.panel, s.tile) * machine.arena_seconds_per_byte)
         for s in streams

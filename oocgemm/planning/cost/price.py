@@ -8,9 +8,8 @@ from oocgemm.planning.tiling import Layout, Shape
 def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> float:
     """Return the bytes per second at which an operand of shape `shape` is read in panels of shape `panel`.
 
-    The rate is the bytes of a panel, divided by the seconds to read it. These seconds include the time to
-    read the other bytes of the same chunks. If the device computes checksums, the seconds also include the
-    time in which the host computes the digest of the panel.
+    Only bytes of the panel count, but the time to read the other bytes of its chunks is included. So is the
+    time in which the host computes the panel's digest, if the device computes checksums.
     """
     rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
     return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate
@@ -23,6 +22,5 @@ def strip_rate(setting: Setting, strip: Shape) -> float:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
-    # The checksums of C are checked in host slots. Therefore a C with checksums is never downloaded directly
-    # into its array.
+    # A C with checksums is never downloaded directly into its array, because it is checked in host slots.
     return INSTANT if layout.is_direct(strip) and not setting.problem.checked else machine.memory

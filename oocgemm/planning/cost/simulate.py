@@ -15,8 +15,8 @@ from oocgemm.planning.schedule.slots import Slot
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape, length
 
-# Operations that a host thread runs or waits for. After a wait, the thread must be woken, which takes extra
-# time. All other operations wait on the device.
+# Operations that a host thread runs or waits for. Waking the thread takes extra time. Other operations wake
+# no thread: the device itself starts them when the operations before them have ended.
 _WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
@@ -56,8 +56,8 @@ def duration(operation: Operation, setting: Setting) -> float:
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
             m, n, k = length(operation.m), length(operation.n), length(operation.k)
-            # `MachineModel.strip_rows` chooses strips that fill the GPU's waves of thread blocks. Therefore
-            # no partly filled wave slows a strip down, and its overhead is small.
+            # A strip takes only the small STRIP_OVERHEAD, because `MachineModel.strip_rows` has chosen its
+            # number of rows so that it fills the GPU's waves.
             factor = 1.0
             if k and not machine.unified:
                 rows, m = m, operation.reads[0].stop // k

@@ -3,13 +3,11 @@
 All future uses are known. The policy is therefore Belady's: evict the panel whose next use is furthest away
 (Belady, 1966, *A study of replacement algorithms for a virtual-storage computer*). There are two deviations:
 
-- *Streaming.* A panel of the steps that run now is never evicted. A panel of the step before is evicted only
-  if there is no other choice: the copy into its slot would wait for that step, and nothing would overlap.
-  With two slots, the panels alternate between the slots (double buffering).
-- *Spreading (on the host).* If a tile's panels do not all fit, the tile loads the same number of panels
-  whichever ones are cached. Belady caches the panels that are used first. All misses would then follow one
-  another, and multiplications would wait for storage. Instead, the misses are spread evenly over the next
-  tile's steps, so that loads overlap multiplications.
+- *Streaming.* Panels of the steps that run now, and of the step before, are evicted last: a copy into their
+  slots would have to wait for these steps. With two slots, this is double buffering.
+- *Spreading (on the host).* If a tile's panels do not all fit, Belady's policy would cache the panels that
+  are used first. All misses would follow one another, and multiplications would wait for storage. Instead,
+  the misses are spread evenly over the tile's steps, so that loads overlap multiplications.
 """
 
 from collections.abc import Sequence
@@ -19,8 +17,8 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# Number of steps at the start of a tile whose panels are evicted in Belady's order. Misses are spread over
-# the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
+# Misses are spread over all steps of a tile except this many at its start, whose panels are evicted in
+# Belady's order. With fewer, more panels would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
@@ -34,8 +32,7 @@ class SlotCache:
     """Simulate a cache of `count` slots for the panels of one operand, on the device or on the host.
 
     Panels are acquired in program order. If `spread` is 1, the panel whose next use is furthest away is
-    evicted (Belady's policy). Otherwise `spread` is the number of steps per tile, and misses are spread
-    evenly over the steps of a tile.
+    evicted. To spread misses over the steps of a tile, pass the number of steps per tile as `spread`.
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
@@ -77,8 +74,8 @@ class SlotCache:
     def postpone(self, key: Panel, next_use: int) -> None:
         """Update the next use of panel `key` if it is cached.
 
-        The host's cache is not asked for a panel that the device's cache contains. It learns by this call
-        that the panel has been used.
+        A panel that is cached on the device is not acquired on the host. This call tells the host's cache of
+        the use.
         """
         slot = self._where.get(key)
         if slot is not None:
@@ -98,7 +95,7 @@ class SlotCache:
 
         A panel that is not used again is listed as None.
         """
-        # Two steps of the group may have used the same slot. Its panel is listed once.
+        # A slot that two steps have used is listed once.
         slots = list(dict.fromkeys(reversed(self._latest)))[::-1]
         return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
 
@@ -117,8 +114,8 @@ class SlotCache:
     def _rank(self, slot: int, next_use: int) -> None:
         """Set the next use of the panel in a slot, and push the slot onto the heap."""
         self._next_use[slot] = self._ranked(next_use)
-        # A heap entry becomes stale when its slot is used again. Stale entries are removed by evictions, and
-        # here if there are many. Without evictions, the heap would grow without bound.
+        # A heap entry becomes stale when its slot is used again. Evictions remove stale entries. Without
+        # evictions, the heap would grow without bound, and is therefore rebuilt.
         if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
             self._rebuild_heap()
         else:
@@ -135,8 +132,7 @@ class SlotCache:
         """Return the rank of a next use, a step number. The cached panel with the largest rank is evicted.
 
         The first `UNSPREAD_STEPS` steps of a tile have their own numbers as ranks. The numbers of the other
-        steps are permuted within the tile. Steps with large ranks are thus spread over the tile, and so are
-        the steps whose panels were evicted and must be loaded again.
+        steps are permuted within the tile, so that evictions are spread over the tile.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -152,8 +148,8 @@ class SlotCache:
             slot = self._furthest(avoided)
             if slot is not None:
                 return slot
-        # Every slot has a panel of the current group of steps. Reuse the first of these slots. The copy of
-        # the new panel waits until the old panel has been used.
+        # All slots have panels of the current group of steps. The copy into the reused slot waits until its
+        # old panel has been used.
         return self._current[0]
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
@@ -180,9 +176,8 @@ class SlotCache:
 def _even_stride(steps: int) -> int:
     """Choose a stride s such that the multiples 0, s, 2 s, ... modulo `steps` are spread evenly.
 
-    The first i multiples are spread evenly for every i. By the three-gap theorem (Sos, 1958), the gaps
-    between them have at most three different lengths. With a stride near 0.618 `steps` (the golden section),
-    these lengths are similar. The stride is also coprime to `steps`, so that the first `steps` multiples
-    differ.
+    A stride near 0.618 `steps` (the golden section) spreads the first i multiples evenly for every i: the
+    gaps between them have at most three lengths (Sos, 1958), which are similar. The stride is coprime to
+    `steps`, so that the first `steps` multiples differ.
     """
     return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)

@@ -23,25 +23,24 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after another in program order. Waiting for one of these operations
-# includes waiting for all earlier operations of its stream. Reads and Writes may run in any order.
+# Streams whose operations run one after another in program order, so that an operation ends only after all
+# earlier ones of its stream. Reads and Writes may run in any order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access of an operation to elements [start, stop) of a slot: start, stop, the operation's token, its
-# stream, and whether it writes the elements.
+# An access to elements [start, stop) of a slot: start, stop, the token and stream of the operation, and
+# whether it writes.
 _Access = tuple[int, int, T, str, bool]
 
 
 class HazardTracker(Generic[T]):
     """Derive waits from operations that are admitted in program order.
 
-    The caller passes an object of type T, the `token`, with each operation and gets the tokens of the
-    operations to wait for. Tokens are indices in tests, completion events in the executor, and end times in
-    the simulation.
+    With each operation, the caller passes a token of any type T, for example a completion event. It gets back
+    the tokens of the operations to wait for.
 
-    For each slot, the tracker stores only the accesses that a later operation may still have to wait for. Its
-    memory is therefore proportional to the number of slots.
+    The tracker drops accesses that no later operation needs to wait for. Its memory is therefore proportional
+    to the number of slots.
     """
 
     def __init__(self) -> None:
@@ -95,14 +94,13 @@ def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     """Check that every operation finds its inputs in its buffers (slots), and that C is written exactly once.
 
-    The check goes through the operations in program order and records which block each slot contains. An
-    Upload must find its block in its host slot. A Multiply must find the panels of its tile and step in
-    device slots. A Write must find a strip (some rows of a tile) to which every step has been added. No two
-    Writes may write to the same chunk of C; `chunks` is the shape of the chunks.
+    The operations are checked in program order. An Upload must find its block in its host slot. A Multiply
+    must find the panels of its tile and step in device slots. A Write must find a strip (some rows of a tile)
+    to which every step has been added. No two Writes may write to the same chunk of C; `chunks` is the shape
+    of the chunks.
 
-    A real run executes operations in another order. The waits of `HazardTracker` make every such order
-    equivalent to program order. Therefore a schedule that passes is correct. Raises `ScheduleError`
-    otherwise.
+    A real run executes operations in another order, but the waits of `HazardTracker` make it equivalent to
+    program order. Raises `ScheduleError` if the check fails.
     """
     contents: dict[Slot, object] = {}
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)

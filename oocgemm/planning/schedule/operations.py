@@ -15,13 +15,11 @@ A schedule is the *sequential* program of the run, in the order in which one wou
             [Finish]  Download -> host slot  Write         accumulator wider than C
 
 The last steps of a tile run strip by strip: one strip (a block of rows of the tile) is downloaded and written
-while the next strip is multiplied. If there is memory for only one tile of C (one accumulator), the first
-steps of the next tile also run strip by strip, into strips that have been downloaded. The last tile may run
-more steps strip by strip, because no next tile overlaps its download.
+while the next strip is multiplied. With only one accumulator, the first steps of the next tile also run strip
+by strip, into strips that have been downloaded.
 
 In a run, operations of different streams overlap. They wait for one another only if they access the same part
-of a buffer (`oocgemm.planning.schedule.hazards`). The executor, the simulator and the checker all use the
-operations of this module.
+of a buffer (`oocgemm.planning.schedule.hazards`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,9 +82,8 @@ class Operation(NamedTuple):
     - `kind`, `operand`: what the operation does, and with which operand.
     - `tile`, `step`: the tile of C and the step along k that it belongs to.
     - `reads`, `writes`: the regions of slots (buffers) that it reads and writes.
-    - `m`, `n`, `k`: ranges of indices of the product. A panel of op(A) has m and k, a panel of op(B)
-      has k and n, a tile of C or a strip of it has m and n. A Prepare and a Multiply have all three. The m of
-      a Multiply may be one strip of the rows of the tile.
+    - `m`, `n`, `k`: ranges of indices of the product. A copy of a panel of op(A) has m and k, one of op(B)
+      has k and n, and one of C has m and n. A Prepare and a Multiply have all three.
     - `bytes`: bytes that it copies. `flops`: real floating-point operations.
     - `first`: it is the first Multiply of its tile, which applies beta.
     - `coded`: it is a Read that decodes or a Write that encodes.
@@ -121,8 +118,8 @@ class Operation(NamedTuple):
     def stream(self) -> str:
         """The name of the queue that the operation is issued to.
 
-        It is the name of the operation's lane. Only loads of C have separate queues, "read-c" and so on, so
-        that they need not wait for loads of A and B.
+        It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
+        that they do not queue behind loads of A and B.
         """
         lane = self.lane.value
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
@@ -143,11 +140,10 @@ class Operation(NamedTuple):
 class Schedule:
     """The operations of a run that computes `tiles` in the given order.
 
-    A schedule can be iterated repeatedly. Operations are created during iteration. If `tiles` is a `Walk`,
-    memory is proportional to the number of slots, not to the number of tiles or steps.
+    A schedule can be iterated repeatedly, and creates its operations during iteration.
 
     `coded` are the operands ("A", "B", "C") whose chunks are decoded or encoded. `last` is the tile that a
-    run over all of C computes last. It may be missing in `tiles` if the run computes only a part of C.
+    run over all of C would compute last, even if this run does not compute it.
     """
 
     problem: GemmProblem
@@ -201,8 +197,7 @@ class Schedule:
     def loads_within(self, max_work: float) -> Loads | None:
         """Count the bytes of panels that the run loads, or return None if that takes too long.
 
-        `max_work` is the maximum number of placements. A placement chooses the slots of one panel and takes
-        about 10 us.
+        `max_work` limits the work, in placements of one panel in slots. Each takes about 10 us.
         """
         depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
@@ -339,8 +334,8 @@ class Schedule:
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
         """Return (range of columns, size in bytes, region of a host slot) of a strip of C.
 
-        The strip consists of the given `rows` of a tile. Strips use the host slots in turn: `number`, the
-        number of the strip in the run, selects the slot.
+        The strip consists of the given `rows` of a tile. `number` is its number in the run. Strips use the
+        host slots in turn.
         """
         n = self.grid.cols(tile[1])
         elements = length(rows) * length(n)
@@ -352,13 +347,12 @@ class Schedule:
 
         The tuple is empty unless the device computes checksums.
 
-        The checksums of a tile's strips need a region besides that of the elements. Two tiles of different
-        widths use the same accumulator one after the other. The checksums of strip s are at the same address
-        for both tiles, but the elements of strip s are at different offsets. If only regions of elements were
-        declared, the strip of the second tile would not wait for that of the first one.
+        These checksums, which are stored behind the tile, need a region of their own. The regions of elements
+        do not suffice: in two tiles of different widths that use the same accumulator, strip s has its
+        elements at different offsets, but its checksums at the same address.
 
-        The checksums of panels and of finished strips need no region. All operations on them also access the
-        first element of the same slot, so that waits for the elements suffice.
+        The checksums behind a panel, or behind a strip in another slot, need no region of their own. Every
+        operation on them also accesses the elements of that panel or strip.
         """
         if self.problem.checked != "device":
             return ()

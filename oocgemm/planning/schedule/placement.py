@@ -18,11 +18,11 @@ def step_groups(
     """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
     Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
-    rows. The panels of a group are all loaded before it runs.
+    rows. All panels of a group are loaded before it runs.
 
-    `first` tells that the tile is the first one of the product. Its first steps then do not run strip by
-    strip, because no earlier tile has strips to download. `last` tells that the tile is the last one. It ends
-    with `Slots.last_steps` steps that run strip by strip. Other tiles end with `Slots.turn_steps` of them.
+    `first` and `last` tell that the tile is the first or last of the product. The first tile does not start
+    with steps that run strip by strip, because no earlier tile has strips to download. The last tile ends
+    with `Slots.last_steps` of these steps, other tiles with `Slots.turn_steps`.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -47,13 +47,11 @@ class Placed(NamedTuple):
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# `Placing.loads` drops all memoised results when their number, multiplied by the number of slots of the
-# operand, exceeds this maximum. This bounds the memory: a result has two or three copies of the caches'
-# contents, and a copy takes about 100 bytes per slot.
+# `Placing.loads` drops all memoised results when they describe more slots than this. A result takes 200 to
+# 300 bytes per slot of the operand.
 MAX_MEMOISED_PANELS = 300_000
-# `Placing.loads` limits its own time by a maximum number of placements of panels in slots. A comparison of
-# the contents of two caches with s slots takes about as long as s / SLOTS_PER_PLACEMENT placements, and
-# counts as that many.
+# `Placing.loads` measures its own work in placements of panels in slots. To compare the contents of two
+# caches takes as long as one placement per SLOTS_PER_PLACEMENT slots, and counts as that many placements.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -67,10 +65,9 @@ class Loads:
     b_read: float
 
 
-# Per tier, two lists of an operand's cached panels: the panels that are used again, soonest first
-# (`SlotCache.live`), and the panels of the steps just before, which are evicted last (`SlotCache.latest`).
-# Each panel is stored as (tile row or column, step). Its tile row (or column) is relative to that of a tile.
-# Thus the contents of a cache before two tiles can be equal, although the panels differ.
+# Per tier, two lists of an operand's cached panels: `SlotCache.live` and `SlotCache.latest`. The tile rows
+# (or columns) of the panels are relative to that of a tile. Thus the contents of the caches before two tiles
+# can be equal, although the panels differ.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
@@ -148,14 +145,12 @@ class Panels:
     def state(self, position: int) -> object:
         """Return a key for the tile at `position` and the caches before it.
 
-        Tiles with equal keys load the same number of panels. The tile's own panels are next used by the
-        *later tile*: the next one in the same tile row (or column). The key consists of:
+        Tiles with equal keys load the same number of panels. The *later tile* is the next one in the same
+        tile row (or column), which uses the same panels. The key consists of:
 
-        - the cached panels, soonest next use first. Their tile rows (or columns) are relative to that of the
-          tile. The step numbers of the next uses are left out, because eviction depends only on their order.
+        - the cached panels, soonest next use first, with tile rows (or columns) relative to that of the tile.
         - the directions along k of the tile and of the later tile, and whether there is a later tile.
-        - per cache, how many of its panels are used before the later tile. This number tells where the
-          tile's own panels belong in the order of next uses.
+        - per cache, how many of its panels are used before the later tile.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
@@ -173,9 +168,7 @@ class Placing:
     """Assign slots to the panels of both operands, tile by tile, on the device and on the host.
 
     The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates.
-    Both affect rounding: sums depend on their order, and a kernel may round the product of a strip
-    differently from the same rows of the product of the whole tile. Because they depend only on coordinates,
-    an interrupted and resumed run computes the same bits as an uninterrupted run.
+    Both affect rounding. A resumed run therefore computes the same bits as an uninterrupted run.
     """
 
     def __init__(
@@ -211,12 +204,11 @@ class Placing:
         """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
         `depths` are the depths of the steps. `height(i)` is the number of rows in tile row i, and `width(j)`
-        the number of columns in tile column j. Counting places panels in slots one by one. Returns None if it
-        would take more than `max_work` placements.
+        the number of columns in tile column j. Returns None if this takes more work than `max_work`
+        placements of one panel in a slot.
 
-        To save placements, two results are reused. All tiles with the same `Panels.state` load the same
-        number of panels. All bands (groups of tile rows or columns) with equal keys (`Walk.bands`) load the
-        same number of panels if the caches have the same contents when the bands start.
+        To save placements, results are reused for tiles with the same `Panels.state`, and for bands (groups
+        of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.
         """
         self._work, self._max_work = 0, max_work
         try:
@@ -277,8 +269,8 @@ class Placing:
 
         Return the sum of the depths of the panels that are uploaded, and of those that are read.
         """
-        # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
-        # steps, comparing the contents of caches takes longer than placing the tile's panels.
+        # Memoise the result only if that saves time. With large caches and few steps, comparing the contents
+        # of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)
         state: object = None
         if memoised:

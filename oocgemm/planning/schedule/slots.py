@@ -22,8 +22,8 @@ class Slot:
       tile;
     - D: on the device, a strip to which alpha and beta have been applied;
     - P: on the device, the residues of a step's panels, for emulated products;
-    - S: on the device, the checksums of a tile's strips. They have no separate memory: they are behind the
-      tile, in the C slot with the same index.
+    - S: on the device, the checksums of a tile's strips. They have no memory of their own: they are stored
+      behind the tile, in the C slot with the same index.
     """
 
     tier: Tier
@@ -50,8 +50,7 @@ class Region(NamedTuple):
     """Elements [start, stop) of a slot (a buffer), or strips [start, stop) of a slot for checksums.
 
     Two operations that access overlapping regions may have to wait for one another. Regions count elements
-    rather than rows, because tiles of different widths use the same slot: their rows start at different
-    offsets.
+    instead of rows, because tiles of different widths use the same slot.
     """
 
     slot: Slot
@@ -61,18 +60,17 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Numbers of slots (buffers) of each kind, and how tiles of C drain, that is, are downloaded and written.
+    """Numbers of slots (buffers) of each kind, and how tiles of C drain (are downloaded and written).
 
     - `a`, `b`, `c`: device slots for panels of op(A), panels of op(B) and accumulators (tiles of C).
     - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C.
     - `finish`: device slots for finished strips (D). `planes`: device slots for residues (P).
-    - `unified`: device and host share one memory. Panels are read directly into device slots, and tiles are
-      written directly from them. There are no host slots.
+    - `unified`: device and host share one memory, so that there are no host slots.
     - `strip`: a tile drains in strips of this many rows.
     - `drain`: the last `drain` steps of the last tile run strip by strip, so that its first strips drain
       while later ones are multiplied.
-    - `turn`: with one accumulator, `turn` steps run strip by strip at the end of each tile that has a next
-      tile, and again at the start of the next tile. 0 means half of `drain`, rounded up.
+    - `turn`: with one accumulator, `turn` steps run strip by strip at the end of every tile but the last, and
+      as many at the start of every tile but the first. 0 means half of `drain`, rounded up.
     """
 
     a: int = 2
@@ -92,7 +90,8 @@ class Slots:
     def last_steps(self) -> int:
         """Number of steps of the last tile that run strip by strip (some rows of the tile at a time).
 
-        It is `drain`, but at most the number of device slots for panels of op(A), and of op(B).
+        This is the number that `drain` requests. It is limited by `a` and by `b`, since the device must store
+        the panels of all these steps at the same time.
         """
         return min(self.drain, self.a, self.b)
 
@@ -101,10 +100,10 @@ class Slots:
         """Number of steps that run strip by strip at the end of a tile, and at the start of the next one.
 
         A strip is some rows of a tile. While one strip is multiplied, the strip before it is downloaded and
-        written. With one accumulator (room for one tile of C), the last steps of a tile overlap one half of
-        its output, and the first steps of the next tile overlap the other half. With two accumulators, the
-        number is 0, because the next tile is computed in the other accumulator meanwhile. The number for the
-        end of the last tile is `last_steps` instead.
+        written. The last tile ends with `last_steps` such steps instead.
+
+        With two accumulators, the number is 0: the next tile is computed in the other accumulator, so that
+        the whole download overlaps it.
         """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 

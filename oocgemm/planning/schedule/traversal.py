@@ -21,13 +21,11 @@ from oocgemm.planning.tiling import Tile
 class Traversal:
     """An order in which to visit tiles: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
-    Within a band of rows, tiles are visited column by column. With bands of one row, memory caches the panels
-    of op(A) of one row, and every row loads all panels of op(B). With wider bands, memory must cache the
-    panels of op(A) of several rows, but all panels of op(B) are loaded only once per band.
+    Within a band of rows, tiles are visited column by column. Every band uses all panels of op(B). With wide
+    bands, they are loaded less often, but memory must cache the panels of op(A) of all rows of a band.
 
-    With `turns`, every other band is visited in the opposite direction. Without it, every band starts at the
-    same side. With bands of one row, the last tile visited is then the one in the last row and column. That
-    tile may be smaller than the others, so that less of C remains to be written at the end.
+    With `turns`, every other band is visited in the opposite direction. Without, every band starts at the
+    same side. The run may then end with a smaller tile, so that less of C remains to be written at the end.
     """
 
     axis: int = 0
@@ -45,8 +43,8 @@ class Traversal:
     def along_rows(self) -> "Traversal":
         """The same traversal in bands of rows (axis 0).
 
-        If this traversal has axis 1, the result visits the tiles of the transposed grid: tile (j, i) wherever
-        this one visits (i, j). A function for axis 0 then also serves for axis 1, with A and B exchanged.
+        If this traversal has axis 1, the result is for the transposed grid: it visits tile (j, i) wherever
+        this one visits (i, j).
         """
         return Traversal(0, self.band, self.turns)
 
@@ -104,7 +102,7 @@ class Walk(Sequence[Tile]):
         """Yield (start position, stop position, key) of each band of tile rows or columns.
 
         The walk must visit the whole grid. Bands with equal keys visit the same sequence of tiles, relative
-        to their first row (or column). The last band has a key of its own, since its tiles may be smaller.
+        to their first row (or column). No other band has the key of the last one.
         """
         for top in range(0, self._down, self.traversal.band) if self._across else ():
             height = self._height(top)
@@ -127,9 +125,8 @@ class Walk(Sequence[Tile]):
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
         """Find the next position after `position` in the tile row or column `line`; None if there is none.
 
-        `position` and the result are positions in a walk over the whole grid, even if this walk skips some
-        tiles. `crosses` tells that `line` runs across the bands, with tiles in every band. Otherwise, all
-        tiles of `line` are in one band.
+        Positions are those in a walk over the whole grid. `crosses` tells that `line` has tiles in every
+        band. Otherwise, all its tiles are in one band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:

@@ -10,12 +10,10 @@ from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, round_up
 
-# Minimum size of a large chunk, in bytes. If chunks are large, threads spend most of their time copying data,
-# and more threads help (`io_threads`). If chunks are smaller, threads spend most of their time opening and
-# closing files, and more threads do not help.
+# Minimum size of a large chunk, in bytes. For large chunks, more threads are used (`io_threads`). For smaller
+# ones, more threads do not help: most of the time is taken by opening and closing files.
 LARGE_CHUNK = 8 << 20
-# If less device memory than this is left for slots, in bytes, all depths (tile.k) are tried, and so is the
-# smallest tile (`min_tile`).
+# With less device memory for slots than this, in bytes, all depths (tile.k) and the smallest tile are tried.
 SCARCE_MEMORY = 1 << 20
 
 
@@ -27,14 +25,14 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield candidates that fit the budgets. If `tile` is given, all of them have that tile shape.
 
-    Tile shapes come in ascending order of a lower bound on the predicted seconds of their candidates. The
-    enumeration ends before the first shape whose bound exceeds `limit()`. `limit` is called again for each
-    shape, so that the caller can lower its result after it has found better candidates.
+    Tile shapes come in ascending order of a lower bound on their predicted seconds. The enumeration ends at
+    the first shape whose bound exceeds `limit()`. `limit` is called for each shape, so that its result may
+    fall as the caller finds better candidates.
     """
     problem, machine = setting.problem, setting.machine
     none = True
-    # If memory is scarce, panels of the best depths (tile.k) may leave room for tiny tiles only, or for no
-    # tile. Therefore all depths are tried.
+    # If memory is scarce, all depths (tile.k) are tried: panels of the best ones may leave no room for a
+    # tile.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
@@ -68,8 +66,8 @@ def io_threads(setting: Setting) -> int:
     """Choose the number of reader threads, which is also the number of writer threads.
 
     - The number is `MachineModel.io_threads` for plain copies.
-    - It is 1.5 times as large, but at most one per core, if a GPU multiplies and reads need more work of the
-      CPU: A or B has large chunks (`LARGE_CHUNK`), both are in host memory, or reads compute digests.
+    - It is 1.5 times as large, but at most one per core, if a GPU multiplies and the CPU does more than plain
+      reads: A or B has large chunks (`LARGE_CHUNK`), both are in host memory, or reads compute digests.
     - It is at least `MachineModel.codec_threads` if chunks are decoded or encoded.
     - It is reduced until the temporary memory of all threads takes at most half of the host budget.
     """

@@ -12,11 +12,10 @@ from oocgemm.planning.tiling import ceil_div, round_up
 # Depths (tile.k) to try for all dtypes, and further ones for int8.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS = (16384, 32768)
-# Number of depths (tile.k), the best ones, for which tile shapes are enumerated. With more depths, planning
-# would take longer.
+# Tile shapes are enumerated for this many depths (tile.k), the best ones. More would make planning slower.
 BEST_DEPTHS = 4
-# The depths (tile.k) of `_deep_depths` end at the first one at which loading a step's panels takes this many
-# times as long as issuing the step.
+# `_deep_depths` tries no deeper steps once loading a step's panels takes this many times as long as issuing
+# it.
 MAX_LOAD_RATIO = 4
 
 
@@ -42,9 +41,9 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
     """List the depths (tile.k) to try, best first.
 
     They are `DEPTHS`, small multiples of the chunks' extents along k, and the maximum depth. Multiples and
-    divisors of these extents come first, then other depths, and last the depths whose panels do not fit into
-    `memory` bytes. Within each of these three groups, depths are in ascending order of the estimated time of
-    the product. The estimate is for a square tile that, with its panels, fills `memory` bytes.
+    divisors of these extents come first, since they read whole chunks. Depths whose panels do not fit into
+    `memory` bytes come last. Otherwise the order is that of the estimated time of the product, with a square
+    tile that fills `memory` bytes.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)
@@ -57,9 +56,9 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
-        # A square tile of `side` rows, two panels of each operand and their workspace fill the memory:
-        # side^2 + 4 * panels * side = memory, in elements of the accumulator. A panel and its workspace take
-        # `panels` elements per row (or column) of the tile.
+        # A square tile of `side` rows and four panels fill the memory: side^2 + 4 * panels * side = memory,
+        # in elements of the accumulator. Here, `panels` is the size of a panel and its workspace per row of
+        # the tile.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
         side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:
@@ -91,11 +90,10 @@ def _deep_depths(setting: Setting) -> list[int]:
 
     If m and n are small, the host takes longer to issue a step than to load its panels. Deeper panels mean
     fewer steps to issue. The list ends at the first depth at which loading a step's panels takes
-    `MAX_LOAD_RATIO` times as long as issuing the step. Still deeper panels would only fault in more memory
-    and overlap less.
+    `MAX_LOAD_RATIO` times as long as issuing the step.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
-    # Bytes of a panel of A and of a panel of B, per unit of their depth.
+    # Bytes that a step loads per unit of its depth: one column of A and one row of B.
     per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]
     # Operations per step: a multiplication, two reads and, with a GPU, two uploads.
     issuing = machine.issue * (3 if machine.unified else 5)

@@ -1,8 +1,8 @@
 """Choose how to run a product: enumerate candidates, predict their times, simulate the best few, choose.
 
-The predictions have errors of more than one percent. Among candidates whose predictions differ by at most one
-percent, the planner chooses the one that would be fastest if no operations overlapped. That candidate moves
-fewer bytes in fewer operations, and depends less on overlap.
+Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
+the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
+fewer bytes in fewer operations.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,8 +37,8 @@ COUNT_SECONDS, SIMULATE_SECONDS = 20e-6, 15e-6
 FINALISTS = 4
 # Maximum number of further candidates, besides the best one, from which `_with_shorter_tail` derives shapes.
 SEEDS = 3
-# Estimated seconds that the planner takes to predict the times of all candidates of a derived tile shape. It
-# spends at most EFFORT times the predicted time of the run on derived shapes, but always tries MIN_DERIVED.
+# Estimated seconds that the planner takes to predict the candidates of one tile shape, and the minimum number
+# of shapes that `_with_shorter_tail` tries. It tries more as long as they take no longer than EFFORT permits.
 SHAPE_SECONDS, MIN_DERIVED = 0.4e-3, 12
 # A tile shape is skipped if a lower bound on its time exceeds the best predicted time by this factor.
 PRUNE_FACTOR = 1.1
@@ -80,9 +80,8 @@ def _faster(plan: Plan) -> Faster | None:
     """Find larger budgets that make a slow product at least `MIN_FASTER` times as fast, or return None.
 
     The device budget, the host budget and both are doubled, then quadrupled. The first budgets that suffice
-    are returned. No budgets are tried if the product takes less than `MIN_SLOW` seconds. None are tried
-    either if it takes less than `MIN_FASTER` times as long as to read the operands once and to multiply them,
-    since no plan is much faster than that.
+    are returned. None are tried if the product takes less than `MIN_SLOW` seconds, or if no plan could be
+    that much faster: it must still read the operands once and multiply them.
     """
     setting = plan.setting
     problem, budgets, machine = setting.problem, setting.budgets, setting.machine
@@ -111,13 +110,12 @@ def resumed_plan(
 ) -> Plan:
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
-    `candidate` is the tile shape, slots and traversal that the interrupted run used. If they do not fit the
-    present budgets, the plan caches fewer panels and, if necessary, uses one I/O thread. Neither changes how
-    elements are summed, so that the result is bit-identical. Raises `BudgetError` if the plan does not fit
-    even then.
+    `candidate` is how the interrupted run computed the product. If it does not fit the present budgets, the
+    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same.
+    Raises `BudgetError` if the plan does not fit even then.
     """
     slots = candidate.slots
-    # The last steps of a tile run strip by strip. Each strip needs the panels of all these steps.
+    # The last steps of a tile run strip by strip, so that the panels of all these steps are needed together.
     together = max(2, slots.last_steps)
     fewer = replace(
         slots,
@@ -169,10 +167,9 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
 def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int) -> list[Scored]:
     """Add candidates with a smaller last tile, and return all candidates, best first.
 
-    No multiplication hides the time to download and write the last tile (the tail), so that a smaller last
-    tile may save time. The new shapes are derived from the best candidate, and from `SEEDS` candidates that
-    would be best without their tails. These have different numbers of tiles down and across. Shapes that are
-    derived from better candidates come first, and short runs try only the first few.
+    No multiplication overlaps the download and the write of the last tile (the tail), so that a smaller last
+    tile may save time. The new tile shapes are derived from those of the best candidate, and of up to `SEEDS`
+    others that would be best without their tails. Short runs try only the first few.
     """
     found, known = list(scored), {s.candidate for s in scored}
     most = max(MIN_DERIVED, int(EFFORT * scored[0].prediction.total / SHAPE_SECONDS))
@@ -237,10 +234,9 @@ def _last_elements(problem: GemmProblem, candidate: Candidate) -> int:
 def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
     """Choose how many steps of the last tile run strip by strip (`Slots.drain`).
 
-    The more steps run strip by strip, the earlier the first strip can be written. But each of these steps
-    needs device slots for its panels, so that fewer slots cache panels for reuse. More such steps only help
-    if multiplications are the bottleneck and the last tile takes long to write. Otherwise the candidate is
-    returned unchanged.
+    With more such steps, the first strip is written earlier, but fewer device slots are left to cache panels.
+    More steps only help if multiplications are the bottleneck and the last tile takes long to write.
+    Otherwise the candidate is returned unchanged.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     candidate, slots, p = s.candidate, s.candidate.slots, s.prediction
@@ -263,9 +259,8 @@ def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
 def _ramped(setting: Setting, s: Scored) -> Scored:
     """Add thin first steps (`TileGrid.ramp`) if multiplications are the bottleneck and overlap copies.
 
-    Otherwise return the candidate unchanged. Thin steps let the first multiplication start sooner, which
-    gains nothing if copies are the bottleneck. They would even add copies: the data of the thin panels are
-    loaded again, as whole panels, for other tiles.
+    Otherwise return the candidate unchanged: an earlier start of the multiplications gains nothing if copies
+    are the bottleneck.
     """
     if setting.machine.shares_cores or s.prediction.bottleneck != "compute":
         return s
@@ -292,9 +287,9 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
     """Choose the best of the first `FINALISTS` candidates.
 
     The bytes that each candidate loads are counted instead of estimated. If copies and multiplications
-    overlap, its schedule is also simulated. Both together take at most the fraction `EFFORT` of the predicted
-    time of the run. Candidates for which there is no time left are ignored. If there is no time even to count
-    the loads of the first one, the choice is made among all of `scored`, by their estimates.
+    overlap, the schedules are also simulated. All this takes at most the fraction `EFFORT` of the predicted
+    time of the run: candidates for which no time is left are ignored. If there is no time to compare two
+    candidates, the choice is made among all of `scored`, by their estimates.
     """
     problem, machine = setting.problem, setting.machine
     effort = min(MAX_EFFORT, EFFORT * scored[0].prediction.total)
@@ -303,8 +298,8 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
         grid = TileGrid.of(problem, s.candidate.tile)
         cost = COUNT_SECONDS * grid.shape[0] * grid.shape[1] * grid.steps
         effort -= cost
-        # A schedule may have millions of tiles. Estimate the seconds to count its loads before it is made.
-        # Count the first candidate only if there is time for a second one, to compare it with.
+        # Counting the loads of millions of tiles takes long. The first candidate is counted only if there is
+        # time for a second one, to compare it with.
         if effort < 0 or (not exact and effort < cost):
             break
         schedule = schedule_of(setting, s.candidate)

@@ -1,7 +1,7 @@
 """Choose thin first steps for the first tile.
 
-Panels of thin steps have a small extent along k, so that they arrive sooner. Multiplications start sooner,
-but may wait longer for the panels of the first step of depth tile.k, which follows the thin steps.
+Panels of thin steps have a small extent along k, so that they arrive sooner and multiplications start sooner.
+But the first step of depth tile.k, which follows, may wait longer for its panels.
 """
 
 from itertools import islice
@@ -13,8 +13,8 @@ from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape
 
-# The depth of the first step is halved at most MAX_HALVINGS times, and never below MIN_THIN_DEPTH: the launch
-# of a kernel would take longer than a still thinner step gains.
+# The depth of the first step is halved at most MAX_HALVINGS times, and never below MIN_THIN_DEPTH. Each thin
+# step takes one more launch of a kernel.
 MAX_HALVINGS = 2
 MIN_THIN_DEPTH = 256
 
@@ -23,9 +23,7 @@ def best_ramp(setting: Setting, tile: TileShape) -> int:
     """Choose how often to halve the depth of the first step (`TileGrid.ramp`); 0 if thin steps save no time.
 
     The choice minimizes the time for which multiplications wait in the first steps. Thin steps gain nothing
-    if panels take about as long to load as to multiply: the wait only moves to the first step after the thin
-    ones. Thin steps lose time if the device copies rows directly from the caller's array, since short rows
-    are copied slowly.
+    if panels take about as long to load as to multiply: the wait only moves to a later step.
     """
     layouts = setting.layouts
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
@@ -40,9 +38,8 @@ def best_ramp(setting: Setting, tile: TileShape) -> int:
 def _max_halvings(depth: int, k: int, unit: int) -> int:
     """Return how many times the depth k of the first step may be halved; 0 if there is only one step.
 
-    `unit` is a common multiple of the chunks' extents along k. The thinnest step must have a depth that is a
-    multiple of `unit`, so that whole chunks are read, and at least `MIN_THIN_DEPTH`. The depth is halved at
-    most `MAX_HALVINGS` times.
+    `unit` is a common multiple of the chunks' extents along k. The thinnest step has a multiple of it as
+    depth, so that whole chunks are read. `MIN_THIN_DEPTH` and `MAX_HALVINGS` are also respected.
     """
     halvings = 0
     while (
@@ -59,8 +56,7 @@ def _waited(setting: Setting, tile: TileShape, ramp: int) -> float:
     """Return the seconds for which multiplications wait for panels in the first steps of the first tile.
 
     `ramp` is the number of times that the depth of the first step is halved. Waits are counted in the thin
-    steps, which together have depth tile.k, and in the step after them, which may wait longer because of
-    them. Later waits hardly depend on `ramp`, and are not counted.
+    steps and in the step after them. Later waits hardly depend on `ramp`.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     (m, n, k), depth, grid = extents(problem, tile), problem.depth, TileGrid.of(problem, tile, ramp)

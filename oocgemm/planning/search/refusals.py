@@ -65,7 +65,7 @@ def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
 def too_small(budgets: Budgets, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:
     """Create the error for budgets below `footprint`. The message names budgets that suffice.
 
-    `what` names the plan that does not fit. `otherwise` names other remedies, if any.
+    `what` names the plan that does not fit. `otherwise` names remedies other than larger budgets, if any.
     """
     short = [
         (tier, budget, total)

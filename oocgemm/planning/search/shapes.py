@@ -1,14 +1,13 @@
 """Enumerate the tile shapes worth scoring.
 
 The larger tile.m and tile.n, the fewer bytes are loaded. Therefore tiles of C take nearly all of the device
-memory, and the panels of A and B have only the depth tile.k that the kernel and the copies need. With c tiles
-(accumulators), two panels of each operand, and room for M elements:
-``c tile.m tile.n + 2 tile.k (tile.m + tile.n) <= M``.
+memory, and panels are no deeper (tile.k) than the kernel and the copies need. With c accumulators, two panels
+of each operand, and room for M elements: ``c tile.m tile.n + 2 tile.k (tile.m + tile.n) <= M``.
 
-The extents follow from the *counts* of tiles down and across, so that tiles have equal sizes. For each depth
-and each count down, the smallest count across that fits is tried, and the next larger one. Each of these is
-tried in three ways: with two panels per operand in memory, with all panels of a row of tiles, and with all
-panels of a column of tiles.
+C is divided evenly: the numbers of tiles down and across are chosen first, and the extents follow from them.
+For each number down, the smallest number across that fits in memory is tried, and the next larger one. Each
+pair is tried in three ways: with two panels per operand in memory, with all panels of a row of tiles, and
+with all panels of a column of tiles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,13 +24,12 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-# `_best_of` divides tile shapes into bins by the bit length of their area. Of the shapes that leave memory
-# for only two panels per operand, it keeps the best one of each of the BINS bins with the largest areas.
+# `_best_of` groups tile shapes of similar area into bins. Of the shapes with memory for only two panels per
+# operand, it keeps the best one of each of the BINS bins with the largest areas.
 BINS = 3
-# Every number of tiles along an extent is tried up to this number. Of larger numbers, only some are tried.
+# All numbers of tiles per row or column up to this one are tried. Of larger numbers, only some are tried.
 DENSE_COUNTS = 32
-# Maximum number of tile rows for which `_reading_shapes` tries shapes. A larger maximum would take longer to
-# enumerate.
+# `_reading_shapes` divides C into at most this many rows of tiles. With more, planning would take longer.
 MAX_READING_COUNT = 48
 # `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
 LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
@@ -40,17 +38,15 @@ MORE_TILES = 3
 # Shapes that shorten the tail (`with_more_tiles`, `with_smaller_last`) have at most this many tiles along an
 # extent.
 FEW_TILES = 8
-# A tile of this extent, along m or n, is tried too. It leaves nearly all memory to cache panels of a tile row
-# (or column).
+# A tile.m and a tile.n of this size are tried too. Such thin tiles leave nearly all memory to cached panels.
 THIN_EXTENT = 16
 
 
 def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """List the units of which tile extents are multiples, for m and for n.
 
-    Some units are multiples of the chunks of C, since no chunk of C may be in two tiles. If C does not exist
-    yet, they are numbers that suit kernels and new chunks of C. The other units are also multiples of the
-    chunks of A or B, so that whole chunks are read.
+    No chunk of C may be in two tiles. Therefore the units are multiples of the chunks of C, unless C does not
+    exist yet. Some units are also multiples of the chunks of A or B, so that whole chunks are read.
     """
     problem, layouts = setting.problem, setting.layouts
     units = []
@@ -69,11 +65,10 @@ def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[TileShape, int]]:
     """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
-    For each depth (tile.k), and for one and two accumulators (tiles of C in memory), shapes are divided into
-    bins by the area of a tile. From each bin with one of the largest areas, the shape that moves the fewest
-    bytes is kept. Several bins are needed because the fastest tiles are not always the largest ones. Larger
-    tiles move fewer bytes. But at the start and the end of a run, few copies overlap multiplications, and
-    smaller tiles shorten this time.
+    For each depth (tile.k), and for one and two accumulators, shapes are divided into bins by the area of a
+    tile. Each of the bins with the largest areas keeps the shape that moves the fewest bytes. The largest
+    tiles are not always the fastest: smaller ones shorten the start and the end of a run, when few copies
+    overlap multiplications.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):
@@ -87,8 +82,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # The minimum tile.m to try, besides `thin_m`. With fewer rows, even a tile of all n columns and all its
-    # panels of A would leave more than 15/16 of the memory unused. A tile with more rows loads fewer bytes.
+    # The minimum tile.m to try, besides `thin_m`. With fewer rows, a tile would leave more than 15/16 of the
+    # memory unused. A larger tile loads fewer bytes.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -98,8 +93,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     for tile_k in depths:
         # Even the last panel along k, which may be thinner, takes a full slot.
         padded_k = round_up(k, tile_k)
-        # Shapes are compared by the bytes that they move. The time to issue the steps of one tile is added to
-        # them as the bytes that the slowest link could move in this time.
+        # Shapes are compared by the bytes that they move. The time to issue the steps of a tile is converted
+        # to bytes at the rate of the slowest link, and added.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
@@ -137,8 +132,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                             bins[area] = moved, tile_n, tile_m
             for tile_m, tile_n, sparse in _best_of(bins, m):
                 yield TileShape(tile_m, tile_n, tile_k), c
-                # Only some of the small values of tile.m were tried, so that a tile with the same tile.n and
-                # a larger tile.m may fit. Also yield the shape with the largest tile.m that fits.
+                # Only some of the small values of tile.m were tried. Also yield the largest tile.m that fits
+                # with this tile.n.
                 if sparse:
                     max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
                         tile_n * c * acc + tile_k * (2 * a + work)
@@ -151,8 +146,7 @@ def _best_of(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (tile.m, tile.n, sparse) for the best shapes in `bins`.
 
-    `sparse` tells that a larger tile.m may fit with the same tile.n. This is so if the shape has more than
-    `DENSE_COUNTS` tile rows, since only some of the numbers above `DENSE_COUNTS` were tried.
+    `sparse` tells that a larger tile.m may fit with the same tile.n, because not every tile.m was tried.
 
     `bins` maps (kept, bit length of the tile's area) to the best shape, as (bytes moved, tile.n, tile.m).
     `kept` says which panels are in memory: 0 means two per operand, 1 all panels of A of a tile row, and 2
@@ -161,8 +155,7 @@ def _best_of(
     for kept in range(3):
         areas = sorted((x for x in bins if x[0] == kept), reverse=True)
         best_areas = areas[: BINS if kept == 0 else 1]
-        # A small tile leaves memory to cache panels. It may therefore be the shape that moves the fewest
-        # bytes.
+        # A small tile may move the fewest bytes, because it leaves memory to cache panels.
         if areas:
             best_areas.append(min(areas, key=lambda x: bins[x][0]))
         for area in dict.fromkeys(best_areas):
@@ -173,8 +166,8 @@ def _best_of(
 def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free: int) -> float:
     """Estimate the bytes loaded, weighted by their cost, if `free` bytes of memory cache panels for reuse.
 
-    `a` and `b` describe the operands: how many times the operand is loaded without a cache, its bytes, the
-    bytes of the panels of a tile row (or column) that can be cached, and the cost per byte.
+    `a` and `b` are tuples: how many times the operand is loaded if nothing is cached, its bytes, the cached
+    bytes of one tile row of A (or tile column of B), and the cost per byte.
     """
     (across, a_bytes, row, cost_a), (down, b_bytes, column, cost_b) = a, b
     saved = max(
@@ -188,8 +181,8 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
 def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
     """Yield shapes of longer or wider tiles than `tile`, so that the last tile of C is smaller.
 
-    The number of tiles stays the same. No multiplication hides the time to download and write the last tile.
-    A smaller last tile takes less time.
+    The number of tiles stays the same. No multiplication overlaps the download and the write of the last
+    tile, so that a smaller one saves time.
     """
     problem = setting.problem
     (*_, unit_m), (*_, unit_n) = _alignments(setting)
@@ -219,8 +212,8 @@ def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
     """Return a tile extent above `nominal` that shortens the last tile to about `share` of its extent.
 
-    The number of tiles stays the same. `nominal` is returned if there is no such extent, or if there are
-    more than `FEW_TILES` tiles along the axis.
+    The number of tiles stays the same. Returns `nominal` if no extent fulfils this, or if there are more than
+    `FEW_TILES` tiles along the axis.
     """
     count = ceil_div(extent, nominal)
     if not 1 < count <= FEW_TILES:
@@ -256,12 +249,12 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
             down = ceil_div(m, tile_m)
             left = memory - tile_m * tile_k * work
             column = tile_m * acc + tile_k * work + _column_work(setting, tile_m)
-            # Upper bounds on tile.n. The device stores two panels of B, and one of three sets of panels of A:
-            # two panels, as many as fill half of the memory, or all panels of a tile row.
+            # Upper bounds on tile.n with two panels of B on the device. For panels of A, there is memory for
+            # two panels, half of all memory, or memory for all panels of a tile row.
             panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)
             limits = {min(n, (left - x) // (column + 2 * tile_k * b)) for x in panels_a}
-            # One more upper bound on tile.n. Here the device stores all panels of B of a tile column, and two
-            # panels of A.
+            # The upper bound on tile.n with two panels of A and all panels of B of a tile column on the
+            # device.
             limits.add(min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b)))
             for max_n in limits:
                 if max_n < 1:
@@ -293,8 +286,8 @@ def _read(
 ) -> float:
     """Estimate the bytes read, weighted by their cost, if tiles are visited row by row or in bands of rows.
 
-    Either the device caches panels of one operand and the host panels of the other, or the host caches panels
-    of both. The result is the smallest of the estimates for these choices, and for several widths of bands.
+    There are several ways to divide the cached panels of A and B between device and host, and several widths
+    of bands. The result is the smallest of the estimates.
 
     Arguments:
         row, column: bytes of the panels of A of a tile row, and of B of a tile column
@@ -310,8 +303,8 @@ def _read(
         best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            # With at least `fewest` bands, the host can cache all panels of A of a band. One band fewer is
-            # tried too. B is then read once less, but some panels of A are read again.
+            # `fewest` bands suffice to cache all panels of A of a band on the host. One band fewer is tried
+            # too: B is then read once less, but some panels of A are read again.
             for bands in {fewest, max(1, fewest - 1)}:
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
@@ -333,8 +326,8 @@ def _counts(extent: int) -> Iterator[int]:
 def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int]:
     """List extents of at most `longest` for the tiles along an axis of `extent` elements.
 
-    They divide the axis into as few tiles as possible, or into one tile more. Each is a multiple of one of
-    `units`, or `extent` itself. If no such extent is short enough, list the longest multiples that are.
+    They divide the axis into as few tiles as possible, or into one more. Each is a multiple of one of
+    `units`, or `extent` itself. If all of these are too long, list the longest multiple of each unit instead.
     """
     fewest = ceil_div(extent, longest)
     found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= longest}
@@ -346,9 +339,8 @@ def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
     """List tile extents for given numbers of tiles: `extent` / count, rounded up to a multiple of a unit.
 
-    All pairs of a count in `counts` and a unit in `units` are used. Extents of at least `LARGE_EXTENT` are
-    rounded up to a multiple of `LARGE_UNIT` if that is a multiple of the unit. A GPU multiplies such tiles
-    faster.
+    All pairs of a count in `counts` and a unit in `units` are used. Large extents are rounded up to a
+    multiple of `LARGE_UNIT` if the unit permits it, because a GPU multiplies such tiles faster.
     """
     found = set()
     for count in counts:

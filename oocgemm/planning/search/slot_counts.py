@@ -18,27 +18,24 @@ from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
-# Target size of a strip in bytes. A strip is the block of rows in which a tile of C is downloaded and
-# written. Strips must be large enough for the full rate of the link, and small enough that writing starts
-# early.
+# Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
+# written later. Smaller ones do not reach the full rate of the link.
 STRIP_BYTES = 32 << 20
 # Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
-# with a GPU. More strips would only take more operations to issue: with a GPU, each strip takes several. On
-# the host backend, few strips suffice, because the first step of the next tile hides most of the writing.
+# with a GPU. More strips would only take more operations to issue.
 STRIPS = 3
 STAGED_STRIPS = 10
 # If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
-# budget, so that most memory is left to cache panels. Strips are larger if a tile would otherwise have more
-# than MAX_STRIPS of them.
+# budget. This leaves memory to panels. Strips are larger if a tile would otherwise have more than MAX_STRIPS
+# of them.
 HOST_SHARE = 400
 MAX_STRIPS = 32
-# If reads from storage are slower than uploads by at least this factor, candidates with a single host slot
-# are tried. Reads and uploads then alternate instead of overlapping, but more memory is left to cache panels.
+# If reads from storage are slower than uploads by at least this factor, candidates with one host slot per
+# operand are tried too. Their reads and uploads alternate, but more panels can be cached.
 SLOW_STORE_FACTOR = 10
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
-# Pairs (rule for the device, rule for the host) to try. A rule says which panels get the free memory first.
-# `_filled` explains the rules.
+# Pairs (rule for the device, rule for the host) to try. `_filled` explains the rules.
 PRIORITIES = (
     ("soonest", "soonest"),
     ("soonest", "passing"),
@@ -52,8 +49,8 @@ PRIORITIES = (
 def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
     """Yield candidates that have the tile shape `tile`, `c` accumulators and `io_threads` I/O threads.
 
-    They differ in their traversals and in their numbers of slots for panels of A and of B. All have at least
-    the minimum numbers. The rules that `_filled` explains give the rest of the budgets to further slots.
+    They differ in their traversals and in their numbers of slots for panels. Slots beyond the minimum numbers
+    are added by the rules that `_filled` explains.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     base = _min_slots(setting, tile, c, io_threads)
@@ -84,8 +81,7 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
             if not caches:
                 continue
             known: set[tuple[bool, int, int, int, int]] = set()
-            # A panel that is cached on one tier need not be cached on the other. Therefore the device and the
-            # host may follow different rules.
+            # The device and the host may follow different rules, since they need not cache the same panels.
             priorities = PRIORITIES if band > 1 else PRIORITIES[:4]
             for (fewest, spare), (on_device, on_host) in product(bases, priorities):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
@@ -105,8 +101,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Yield the two candidates with the shortest estimated times. Leave out the second if reads and
-        # uploads alternate in it, because it has a single host slot per operand, but overlap in the first.
+        # Yield the two candidates with the shortest estimated times. Leave out the second one if its reads
+        # and uploads alternate (`in_turn`), but those of the first one overlap.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -120,9 +116,8 @@ def _with_tile_on_host(
 ) -> Slots:
     """Add host slots for a whole tile of C, if they fit and help.
 
-    With them, the GPU can start the next tile before the tile has been written to storage. They help under
-    two conditions: writes to storage are slower than downloads, and a tile is written in less time than the
-    GPU takes to compute the next one.
+    With these slots, the GPU need not wait until a tile has been written to storage. They help if writing a
+    tile takes longer than downloading it, but not longer than computing the next tile.
     """
     problem, machine = setting.problem, setting.machine
     if machine.write >= machine.d2h:
@@ -153,22 +148,20 @@ def _filled(
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. `first` is a rule that says which panels get memory first.
-    The rules are stated for a traversal in bands of tile rows. In bands of tile columns, A and B change
-    roles:
+    `a` and `b` are the minimum numbers of slots. `first` says which panels get memory first. Here are its
+    values for a traversal in bands of tile rows (for bands of tile columns, exchange A and B):
 
     - "soonest": first the panels that are used again soonest, then the others.
-    - "passing": first all panels of B, which every band uses, then the panels of A.
+    - "passing": first all panels of B, then the panels of A.
     - "band": first the panels of A of all tile rows of a band, then panels of B.
-    - "alone": only the panels that are used again soonest. Memory for others may cost more time, by page
-      faults at its first use, than it saves.
+    - "alone": only the panels that are used again soonest. This saves page faults.
     """
     if traversal.axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
         return a, b
     band = min(traversal.band, down)
-    # Within a band of several tile rows, the next tile reuses the panels of B. The panels of A are reused
-    # only in the next tile column.
+    # In a band of several tile rows, the next tile uses the same panels of B. The panels of A are not used
+    # again until the next tile column.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
         wanted.insert(1 if first == "band" else 0, ("b", steps))
@@ -191,16 +184,14 @@ def _bands(
 ) -> list[int]:
     """List the numbers of tile rows (or columns) per band to try.
 
-    They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`, the
-    device may cache panels that do not fit into the host's memory. Larger bands are then tried too, although
-    the host cannot cache all their panels.
+    They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`,
+    larger bands are tried too: panels that do not fit on the host may be cached on the device.
     """
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # Two numbers of bands into which the rows are divided. With the larger one, `free` bytes have room for
-    # all panels of a band, and for one tile column (or row) of panels of the other operand. With the smaller
-    # one, they have room for the panels of a band only, and the device must cache those of the other operand.
+    # The minimum numbers of bands for which the panels of a band fit into `free` bytes: with room for a tile
+    # column (or row) of panels of the other operand, and without.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -212,9 +203,9 @@ def _bands(
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
     """Return the bytes of the budgets that are left on the device and on the host.
 
-    If the host computes checksums, each device slot for a panel also takes host memory, for the checksums of
-    its panel. The device bytes are therefore limited to the slots whose checksums fit on the host. The bytes
-    of these checksums are subtracted from the host bytes.
+    If the host computes checksums, it stores those of every panel on the device. Then only as many device
+    bytes are returned as the host has memory for their checksums. That memory is not part of the returned
+    host bytes.
     """
     problem, budgets = setting.problem, setting.budgets
     used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
@@ -230,15 +221,14 @@ def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> t
 def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Slots | None:
     """Return the minimum numbers of slots with which a tile shape runs well, or None if they do not fit.
 
-    Each operand gets two slots on the device and, as memory permits, three, two or one on the host. A third
-    host slot absorbs variations in the time of reads. With a single host slot, reads and uploads cannot
-    overlap.
+    Each operand gets two slots on the device. On the host, it gets up to three: with only one, reads and
+    uploads cannot overlap, and a third absorbs variations in the time of reads.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     unit = setting.c_chunks(tile)[0]
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
-    # Strips (blocks of rows) should be large, since each is several operations. Try smaller ones if memory is
-    # scarce.
+    # Strips (blocks of rows) should be large, since each takes several operations. Smaller ones are tried if
+    # memory is scarce.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
@@ -273,15 +263,15 @@ def _draining(
 ) -> Slots:
     """Choose how many of a tile's last steps run strip by strip (`Slots.drain`), and add buffers for them.
 
-    The multiplications of these steps hide the time to download a tile or, if device and host share one
-    memory, to write it. Choose the fewest steps that take longer than that, but at most `MAX_DRAIN`. Choose
-    fewer if the panels of the steps do not fit into `free` bytes of the device.
+    These steps hide the download of the tile, or its writing if device and host share one memory. Choose the
+    fewest steps that take longer than that, within two limits: `MAX_DRAIN`, and the number whose panels fit
+    into `free` bytes of the device.
     """
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    # Emulated products keep the default `Slots.drain`. Steps that run strip by strip need the residues of all
-    # their panels at the same time, but there are slots for the residues of two steps only.
+    # Emulated products keep the default, one step: several steps would need the residues of all their panels
+    # at the same time, and only two steps have slots for residues.
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
