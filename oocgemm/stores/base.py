@@ -21,9 +21,8 @@ _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Each call to zarr takes a fraction of a millisecond, which is too long for one small chunk. A chunk of at
-# least this many bytes has a call of its own. Smaller chunks share a call, which reads or writes about this
-# many bytes.
+# Chunks of fewer bytes share a call to zarr or a slice of a lazy array, which then reads or writes about this
+# many bytes. One call per chunk would be slow, since a call takes a fraction of a millisecond.
 BATCH_BYTES = 1 << 20
 
 

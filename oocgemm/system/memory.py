@@ -17,9 +17,9 @@ from oocgemm.planning.units import format_size
 
 # /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
 ROOT = Path("/")
-# The two cgroup versions, named by the type of their file system. Each has the names of the files with the
-# limits, the name of the file with the usage, and the names of the lines of memory.stat that count page
-# cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as available.
+# For each cgroup version: the files with the limits, the file with the usage, and the lines of memory.stat
+# that count page cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as
+# available.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (

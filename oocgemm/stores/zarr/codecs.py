@@ -73,8 +73,8 @@ class Encoding:
 
         `size` is the size of the chunk before compression, in bytes.
         """
-        # Every chunk takes a buffer for the content of its file. A compressed one also takes a buffer for the
-        # elements in stored order, and one for the compressor's output. Each buffer has about `size` bytes.
+        # Every chunk needs a buffer for the content of its file. A compressed chunk needs two more: for the
+        # elements in stored order, and for the output of the compressor.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
