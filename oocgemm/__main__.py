@@ -13,8 +13,7 @@ from typing import NoReturn
 from oocgemm.cli import main as cli
 from oocgemm.cli.streams import use_safe_streams
 
-# The subcommands whose speed depends on the BLAS of the host. Only these restart the process with faster
-# kernels.
+# The subcommands that use the host's BLAS. Only these restart the process with faster kernels.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 

@@ -111,10 +111,9 @@ class ArrayMatrix:
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut `block`, a block of the matrix, and `other`, an array of the same shape, into the same parts.
+        """Cut a block of the matrix, and an array of its shape, into the same parts. Yield pairs of views.
 
-        Yield each part as (view of `block`, view of `other`). If the matrix is a memory map, a part spans
-        about `BAND_BYTES` of the file. Otherwise the only part is the whole block.
+        In a memory map, a part spans about `BAND_BYTES` of the file. Otherwise the whole block is one part.
         """
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
@@ -143,8 +142,7 @@ class ArrayMatrix:
     def _check_length(self) -> None:
         """Raise `EOFError` if the array is a memory map of a file that was truncated since it was mapped.
 
-        A file that is truncated after this check, during a copy, cannot be caught: the system then kills the
-        process (SIGBUS).
+        If the file is truncated later, during a copy, the system kills the process (SIGBUS).
         """
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")

@@ -161,9 +161,8 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
 def found_locally(path: str) -> bool:
     """Return whether a local path leads to a file, to a symbolic link, or to a folder with content.
 
-    A symbolic link to nothing counts too. Two kinds of folder do not count: an empty one, and one that
-    contains only the journal of a run that was killed before it created C. The path `x/../y` is taken as `y`,
-    even if `x` does not exist.
+    A symbolic link to nothing counts too. A folder that is empty, or contains only the journal of a run that
+    was killed before it created C, does not count. The path `x/../y` is taken as `y`, even if `x` is missing.
     """
     try:
         if set(os.listdir(path)) <= {SIDECAR}:

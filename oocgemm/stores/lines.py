@@ -129,7 +129,7 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill `out` from short lines of a file, one row per line. Read the gaps between needed elements too.
+    """Fill `out` from short lines of a file, one row per line, by large reads that include unneeded elements.
 
     `line` is the number of elements in a line. `start` is the byte of the file at which the first needed
     element begins.

@@ -53,7 +53,7 @@ def allocate(size: int) -> npt.NDArray[Any]:
 def available_memory() -> int:
     """Return the bytes of host memory that this process can allocate now without swapping.
 
-    The limits of its memory cgroup, and of the cgroups above that, are respected.
+    The limits of its memory cgroup and of all parent cgroups are respected.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):

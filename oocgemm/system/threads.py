@@ -14,9 +14,8 @@ from oocgemm.errors import ExecutionError
 
 T = TypeVar("T")
 
-# During a run, a thread releases the GIL after at most this many seconds if another thread waits for the GIL.
-# With Python's default of 5 ms, the thread that submits GPU work could wait so long that the GPU becomes
-# idle.
+# During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
+# default of 5 ms, the GPU could become idle while the thread that submits its work waits.
 SWITCH_INTERVAL = 0.2e-3
 
 

@@ -91,8 +91,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        # With file names such as "c/0/1", each row of chunks has its own folder: record all these folders
-        # too.
+        # With file names such as "c/0/1", each row of chunks has its own folder. Record all these too.
         if folders[0] != self._folders((1, 0))[0]:
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})

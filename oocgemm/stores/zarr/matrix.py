@@ -39,8 +39,8 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
     """Return the maximum size, before compression, of the chunks that one call to zarr reads or writes.
 
-    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call. Their total size is
-    then below `BATCH_BYTES` plus one chunk.
+    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call, with a total size of
+    less than `BATCH_BYTES` plus one chunk.
     """
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
@@ -249,8 +249,8 @@ class ZarrMatrix:
     def missing_bytes(self) -> int:
         """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
 
-        If the chunks are compressed, each missing one is assumed to take the average size of those that are
-        stored. For uncompressed chunks the result is exact.
+        Each missing chunk is assumed to take the average size of the stored chunks. For uncompressed chunks
+        this is exact.
         """
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
