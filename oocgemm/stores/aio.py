@@ -2,8 +2,8 @@
 
 Reads through the page cache are still synchronous: io_submit returns when they are done. They are faster than
 separate calls because Python releases the GIL once for all of them. With eight threads on 16 cores, pieces of
-8 KiB were read from the page cache at 18 GB/s instead of 0.9 GB/s. If the system does not support io_submit,
-this module calls preadv for each read.
+8 KiB were read from the page cache at 18 GB/s, and at 0.9 GB/s with one preadv per piece. If the system does
+not support io_submit, this module calls preadv for each read.
 """
 
 import ctypes

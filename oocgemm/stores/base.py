@@ -21,8 +21,8 @@ _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Chunks of fewer bytes share a call to zarr or a slice of a lazy array, which then reads or writes about this
-# many bytes. One call per chunk would be slow, since a call takes a fraction of a millisecond.
+# Smaller chunks are read or written together: one call to zarr, or one slice of a lazy array, has about this
+# many bytes. A call takes a fraction of a millisecond, which is too long for one small chunk.
 BATCH_BYTES = 1 << 20
 
 

@@ -203,9 +203,9 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
-    The chunks of a dask array may differ. The planner assumes a regular grid of chunks instead, whose extent
-    on each axis is that of the largest dask chunk. A chunk of this grid can overlap several dask chunks,
-    which dask computes whole. The second result is an upper bound on the shape that these form together.
+    The chunks of a dask array may differ. The planner assumes equal chunks instead: on each axis, they are as
+    long as the longest dask chunk. To read one of them, dask computes all dask chunks that it overlaps. The
+    second result is an upper bound on the shape of all these together.
 
     For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
     """

@@ -4,9 +4,9 @@ The part of a line that belongs to a block is called a segment. Segments are rea
 map would be slow, because each page fault also loads much unneeded data around the segment (readahead).
 
 - Segments of short lines are read together with the gaps between them, and then copied.
-- Segments of long lines are read straight into the destination, many per system call. Those that are not in
-  the page cache are requested from the disk before the first of them is read. On a virtual disk, a segment of
-  2 to 8 KiB then took 7 to 20 us. Without these requests it took 85 to 140 us.
+- Segments of long lines are read straight into the destination, many per system call. Segments outside the
+  page cache are all requested from the disk first. On a virtual disk, reading a segment of 2 to 8 KiB then
+  took 7 to 20 us. Without these requests it took 85 to 140 us.
 - If the file is too large to stay in the page cache, segments are read past it by direct I/O.
 """
 
@@ -29,8 +29,8 @@ MAX_LINE = 8 << 10
 # The size of each thread's scratch memory, in bytes. Elements that cannot be read straight into their
 # destination pass through it. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
-# A block of more than SCRATCH_BYTES is cut into pieces. If the block has enough rows, a piece has at least
-# this many, except at the end of the block.
+# A block of more than SCRATCH_BYTES is cut into pieces of at least this many rows. The last pieces may have
+# fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
 # Before segments of `size` bytes are read from the disk, they are requested with posix_fadvise. Each request
 # is extended to multiples of a window, because nearby bytes are often read next. The window is the largest

@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 T = TypeVar("T")
 
 # During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
-# default of 5 ms, the GPU could become idle while the thread that submits its work waits.
+# default of 5 ms, the GPU could become idle while the thread that submits GPU work waits.
 SWITCH_INTERVAL = 0.2e-3
 
 
@@ -77,10 +77,10 @@ class Cancel:
 def shielded(work: Callable[[Cancel], T]) -> T:
     """Run `work` in a new thread, so that no signal interrupts it, and return its result.
 
-    Python runs signal handlers in the main thread, between any two bytecodes. If a handler raised an
-    exception (KeyboardInterrupt) there, it could leave `work` with a thread started and never joined. So the
-    main thread only waits. If an exception interrupts the wait, this function requests `work` to stop, waits
-    until it has ended, and then raises the exception.
+    Python runs signal handlers in the main thread, between any two bytecodes. If `work` ran there, an
+    exception from a handler (KeyboardInterrupt) could prevent it from joining a thread that it has started.
+    So the main thread only waits. If an exception interrupts the wait, this function requests `work` to stop,
+    waits until it has ended, and then raises the exception.
     """
     cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
