@@ -1,10 +1,9 @@
 """Run the command line, ``oocgemm`` or ``python -m oocgemm``, with the fastest BLAS kernels of the processor.
 
-NumPy's BLAS chooses its kernels once, when this package imports NumPy. On some processors it does not choose
-the fastest ones. The command then executes itself again, with an environment variable that selects them. That
-costs 0.2 s, on these processors only. The library never does this: it must not change the environment of the
-program that imports it.
-Commands that do not multiply import neither NumPy nor its BLAS here.
+NumPy's BLAS chooses its kernels once, when NumPy is imported. On some processors it does not choose the
+fastest ones. The command then executes itself again, with an environment variable that selects them, which
+costs 0.2 s. The library never does this, because it must not change the environment of the program that
+imports it.
 """
 
 import os
@@ -14,8 +13,7 @@ from typing import NoReturn
 from oocgemm.cli import main as cli
 from oocgemm.cli.streams import use_safe_streams
 
-# The subcommands whose speed depends on the BLAS of the host. Only these restart the process with faster
-# kernels.
+# The subcommands that use the host's BLAS. Only these restart the process with faster kernels.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 
@@ -38,8 +36,7 @@ def _on_host() -> bool:
 def _choose_kernels() -> None:
     """Replace this process by the same command with faster BLAS kernels.
 
-    Return only if the BLAS already uses its fastest kernels, or if the system cannot replace the process. The
-    caller then continues with the present kernels.
+    Return only if the kernels need no change, or if the system cannot replace the process.
     """
     from oocgemm.backends.host.blas import CHOICE, better_family
 

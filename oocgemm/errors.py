@@ -21,7 +21,8 @@ class BudgetError(OocGemmError, MemoryError):
 
     The message names budgets that suffice.
 
-    - `least`: the minimum, in bytes, for the budget that the message names first; None if unknown.
+    - `least`: the smallest sufficient value, in bytes, of the budget that the message names first; None if
+      unknown.
     - `needed`: the bytes of device memory and of host memory that the smallest plan needs; None if unknown.
     """
 
@@ -49,7 +50,7 @@ class ExecutionError(OocGemmError):
 
 
 class ScheduleError(OocGemmError):
-    """Raised for a schedule that breaks a rule on which correct results depend: a defect of the planner."""
+    """Raised for a schedule that could compute wrong results. It is a defect of the planner."""
 
 
 def missing_bfloat16() -> InputError:

@@ -14,25 +14,22 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
-# Before a block of a memory-mapped file is copied, one call requests all pages from its first to its last
-# element, if that range of the file has at least MIN_PREFETCH bytes. A smaller range is left to page faults.
-# If the range has more than MAX_PREFETCH_RATIO times the bytes of the block, there is no such call either,
-# because the block needs only few of the pages.
+# Before a block of a memory map is copied, one call requests all pages between its first and last element. No
+# call is made if this range has fewer than MIN_PREFETCH bytes, or more than MAX_PREFETCH_RATIO times the
+# bytes of the block: a sparse block needs only few of the pages.
 MIN_PREFETCH = 1 << 20
 MAX_PREFETCH_RATIO = 16
-# A block of a memory map is copied in parts that span about this many bytes of the file. After each part, its
-# pages are removed from the resident set of the process. Otherwise the resident set would grow beyond the
-# size of the block, since each page fault also maps neighbouring pages that the block does not need.
+# A block of a memory map is copied in parts that span about this many bytes of the file. The pages of each
+# copied part are removed from the resident set of the process, which therefore stays small.
 BAND_BYTES = 4 << 20
-# An array of the caller is page-locked, so that the GPU can copy directly from it, only if it has at least
-# MIN_PINNED bytes. The memory from its first to its last element must also have at most MAX_PINNED_RATIO
-# times the size of the array. Page-locking takes time for all this memory, so it does not pay for a sparse
-# view.
+# An array of the caller is pinned, so that the GPU can copy directly from it, only if it has at least
+# MIN_PINNED bytes. The memory from its first to its last element must have at most MAX_PINNED_RATIO times its
+# size, because all this memory is pinned, and pinning takes time.
 MIN_PINNED = 256 << 20
 MAX_PINNED_RATIO = 2
-# The GPU copies a block directly from a page-locked array if the rows of the block have at least this many
-# bytes. Shorter rows are gathered in a pinned buffer first. On an H200, while a kernel ran, the speed of
-# copying strided rows was 31-36 GB/s for rows of 16 KiB, 48-53 GB/s for 32 KiB, and 54 GB/s for 96 KiB.
+# The GPU copies a block directly from a pinned array if the rows of the block have at least this many bytes.
+# Shorter rows are gathered in a pinned buffer first. On an H200, while a kernel ran, direct copies reached
+# 31-36 GB/s with rows of 16 KiB, 48-53 GB/s with 32 KiB, and 54 GB/s with 96 KiB.
 MIN_ROW_BYTES = 32 << 10
 # The CUDA driver copies two-dimensional blocks only if their rows begin less than this many bytes apart.
 MAX_STRIDE = 1 << 31
@@ -114,10 +111,9 @@ class ArrayMatrix:
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut `block`, a block of the matrix, and `other`, an array of the same shape, into the same parts.
+        """Cut a block of the matrix, and an array of its shape, into the same parts. Yield pairs of views.
 
-        Yield each part as (view of `block`, view of `other`). If the matrix is a memory map, a part spans
-        about `BAND_BYTES` of the file. Otherwise the only part is the whole block.
+        In a memory map, a part spans about `BAND_BYTES` of the file. Otherwise the whole block is one part.
         """
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
@@ -146,8 +142,7 @@ class ArrayMatrix:
     def _check_length(self) -> None:
         """Raise `EOFError` if the array is a memory map of a file that was truncated since it was mapped.
 
-        A file that is truncated after this check, during a copy, cannot be caught: the system then kills the
-        process (SIGBUS).
+        If the file is truncated later, during a copy, the system kills the process (SIGBUS).
         """
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")
@@ -165,8 +160,8 @@ class ArrayMatrix:
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
     """Replace an array in column-major order, such as X.T, by its row-major transpose, and adapt `op`.
 
-    op(matrix) is the same before and after, and rows are contiguous after. A matrix that is not an array in
-    memory, is not in column-major order, or is conjugated by `op` is returned unchanged, with its op.
+    op(matrix) stays the same. Any other matrix is returned unchanged with its op, and so is every matrix if
+    `op` is the conjugate transpose.
     """
     if isinstance(matrix, ArrayMatrix) and matrix.layout.in_memory and op is not Op.C:
         flags = matrix.array.flags
@@ -193,9 +188,9 @@ def span(matrix: Matrix) -> tuple[int, int]:
 def _min_row_elements(array: Array) -> int:
     """Return `Layout.zero_copy_width` of an array.
 
-    This is the minimum row length, in elements, of the blocks that the GPU copies directly. 0 means that the
-    GPU copies no block of this array directly, because the array is too small, too sparse in memory, not
-    contiguous along rows, or not in native byte order.
+    This is the minimum row length, in elements, of blocks that the GPU copies directly. 0 means that it
+    copies no block of this array directly: the array is too small, too sparse in memory, not contiguous along
+    rows, or not in native byte order.
     """
     rows, cols = map(int, array.shape)
     (stride, step), size = array.strides, int(array.itemsize)
@@ -213,9 +208,8 @@ def _min_row_elements(array: Array) -> int:
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:
     """Ask the system, in one call, to load all pages of a memory map that a block spans.
 
-    For pages that are not in the page cache, this takes a fraction of the processor time of page faults. Do
-    nothing if the block spans fewer than `MIN_PREFETCH` bytes, or more than `MAX_PREFETCH_RATIO` times its
-    own size. A block that spans more needs only few of the pages.
+    This takes a fraction of the processor time of page faults. Do nothing for small or sparse blocks: see
+    `MIN_PREFETCH` and `MAX_PREFETCH_RATIO`.
     """
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:

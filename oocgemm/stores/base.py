@@ -21,9 +21,8 @@ _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Each call to zarr takes a fraction of a millisecond, which is too long for one small chunk. A chunk of at
-# least this many bytes has a call of its own. Smaller chunks share a call, which reads or writes about this
-# many bytes.
+# Smaller chunks are read or written together: one call to zarr, or one slice of a lazy array, has about this
+# many bytes. A call takes a fraction of a millisecond, which is too long for one small chunk.
 BATCH_BYTES = 1 << 20
 
 
@@ -48,8 +47,8 @@ class Matrix(Protocol):
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write `data` to the block at these rows and columns.
 
-        Several threads may call this method at once, if no two of their blocks touch the same chunk.
-        Chunks have the shape `layout.write_chunk`.
+        Several threads may call this method at once, if no two of them write to the same chunk. Chunks have
+        the shape `layout.write_chunk`.
         """
 
     def sync(self) -> None:
@@ -81,9 +80,9 @@ class Matrix(Protocol):
 class Store(ABC):
     """The code that opens and creates the matrices of one format, such as .npy files or zarr arrays.
 
-    An operand may be any Python object: a path or URL (a string), an array, or another package's object.
-    The results that a run creates have a path or URL, except for ndarrays. A subclass that overrides only the
-    abstract methods is read-only. See `oocgemm.stores.registry` for how a package adds a store.
+    An operand may be any Python object: a path or URL (a string), an array, or another package's object. A
+    subclass that overrides only the abstract methods is read-only. `oocgemm.stores.registry` explains how a
+    package adds a store.
     """
 
     kind = "another store"  # the name of the format in messages
@@ -97,8 +96,7 @@ class Store(ABC):
         """Open an operand, or with `writable` an existing result. `name` is its name in messages.
 
         If an interrupted run created the result, `journal` is the folder that was passed to `create`. Raises
-        `DtypeError` for an unsupported dtype. Raises `InputError`, which says what is wrong and what to do,
-        for any other problem.
+        `DtypeError` for an unsupported dtype, and `InputError` for any other problem.
         """
 
     def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
@@ -215,8 +213,7 @@ def pieces(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block along chunk borders into parts of whole chunks, of at least `min_elements` elements.
 
-    At the edges of the block, a part may have fewer elements: the block may begin or end inside a chunk, or
-    too few chunks may be left.
+    Parts at the edges of the block may be smaller, and may contain only parts of chunks.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]
@@ -232,7 +229,7 @@ def pieces(
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
-    """Cut a range into parts of `chunks_each` chunks of `chunk` elements.
+    """Cut a range of one axis into parts of `chunks_each` chunks. Each chunk has `chunk` elements.
 
     The first and the last part may be smaller.
     """

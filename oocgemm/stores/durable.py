@@ -1,29 +1,30 @@
 """Make written blocks of C durable, so that an interrupted run can be resumed. Fingerprint files.
 
-A run may be killed, or its machine may lose power. A resumed run must then complete C to the same bits as an
-uninterrupted one. The journal (`oocgemm.jobs.journal`) records which tiles of C are done, and a resumed run
-does not compute those again. This is correct because a tile is recorded only when all its bytes are durable.
+A resumed run must complete C to the same bits as an uninterrupted run, even after a power failure. The
+journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed run does not compute these
+again. A tile is therefore recorded only when all its bytes are durable.
 
 *beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
-records the tile. A crash before the record leaves a tile that may be partly written and is not recorded. The
-resumed run overwrites that tile. A chunk file is replaced as a whole (`files.publish` writes a temporary file
-and renames it), so no reader sees half a chunk. `sync_block` flushes the contents of files and also their
-directory entries. So if a tile is recorded, every file of it has both its content and its name.
+records the tile. After a crash before the record, the resumed run writes the whole tile again. Chunk files
+are renamed into place, so no reader sees half a chunk.
 
 *beta != 0: the run also reads C.* If it overwrote a tile in place, a resumed run could not compute that tile
-again. `redirect_writes` therefore makes all writes go to redo files in another folder, and reads still come
-from C. The run flushes a tile's redo files with `sync_block`, and then records the tile: this commits the
-tile. Only then does `apply_redo` move the content of the redo files to C. If a crash comes before the commit,
-C is unchanged, and the redo files are discarded. If it comes later, some blocks of the tile may be in C and
-the rest in redo files. `apply_redo` deletes a redo file only when C contains its content durably, so it can
-be repeated until no redo file is left. A resumed run calls it for every committed tile before it reads C.
+again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three
+steps:
 
-*New results.* A new .npy file is written in the journal's folder, with the name `DATA`. It is renamed to its
-final path when it is complete and durable, so a .npy file at that path is always complete. A new zarr array
-has an attribute that marks it as incomplete. `set_finished` removes this attribute at the end.
+1. `sync_block` flushes the tile's redo files.
+2. The journal records the tile. This commits the tile.
+3. `apply_redo` moves the content of the redo files to C.
 
-A crash can leave temporary files of interrupted writes. They have random names, so they never collide with a
-later write. `delete_partial_files` removes them.
+A crash before the commit leaves C unchanged, and the redo files are discarded. After a later crash, the new
+content of each block is durable in C or in a redo file. The resumed run repeats `apply_redo` for every
+committed tile before it reads C.
+
+*New results.* A new .npy file is written in the journal's folder, and renamed to its final path when it is
+complete and durable. A new zarr array has an attribute that marks it as incomplete. `set_finished` renames
+the file or removes the attribute.
+
+A crash can leave temporary files of interrupted writes. `delete_partial_files` removes them.
 
 Other programs may change C or an operand between a run and its resumption. Files are therefore fingerprinted
 by size and modification time, and the resumed run compares these fingerprints with those in the journal.
@@ -130,9 +131,9 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     """Return two digests of the status of files.
 
     "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
-    program can write to a file and restore its modification time, but it cannot set the ctime. The ctime
-    also changes when the content does not: on chmod, chown, a rename, or a hard link. So if only "changes"
-    is different, the content may have changed, and the user must decide.
+    program can write to a file and restore its modification time, but it cannot set the ctime. Yet the ctime
+    also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
+    whether the content is the same.
     """
     content, changes = hashlib.sha256(), hashlib.sha256()
     for path in paths:
@@ -160,9 +161,8 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
 def found_locally(path: str) -> bool:
     """Return whether a local path leads to a file, to a symbolic link, or to a folder with content.
 
-    A symbolic link to nothing counts too. Two kinds of folder do not count: an empty one, and one that
-    contains only the journal of a run that was killed before it created C. The path `x/../y` is taken as `y`,
-    even if `x` does not exist.
+    A symbolic link to nothing counts too. A folder that is empty, or contains only the journal of a run that
+    was killed before it created C, does not count. The path `x/../y` is taken as `y`, even if `x` is missing.
     """
     try:
         if set(os.listdir(path)) <= {SIDECAR}:

@@ -1,13 +1,11 @@
 """Read local files into given memory, map them, and create new files atomically.
 
-*Data that is in the page cache* is mapped into memory and copied from the mapping. This was the fastest way
-for twelve reader threads on 16 cores, while a GPU also copied from host memory. They copied 44 GB/s from
-mappings if one madvise call per 32 MiB faulted all pages in, and 38 GB/s if page faults loaded a few pages at
-a time. With preadv they read 35 GB/s. On a single core, the faster way depends on the processor: a Xeon
-copied 7.9 GB/s from a mapping and read 4.2 GB/s with preadv, and an EPYC copied 3.9 GB/s and read 4.6 GB/s.
+Large reads choose the fastest way. Data that is in the page cache is mapped into memory and copied from
+there. Other data can be read past the page cache by direct I/O, because filling the page cache can take more
+processor time than the disk needs to deliver the data.
 
-*Data that is not in the page cache* can be read past it, by direct I/O. This is faster, since filling the
-page cache can take more processor time than the disk needs to deliver the data.
+With twelve reader threads on 16 cores, while a GPU also copied from host memory, mappings gave 44 GB/s and
+preadv 35 GB/s. On a single core, the faster of the two ways depends on the processor.
 """
 
 import contextlib
@@ -31,9 +29,8 @@ from oocgemm.system.memory import memory_limit
 SECTOR = 512
 # Buffers and files that this package creates are aligned to whole pages, which are whole sectors too.
 PAGE = 4096
-# Reads of at least this many bytes first check whether the data is in the page cache, and then choose between
-# a mapping, direct I/O and preadv. Smaller reads use preadv, because the system calls of the check would not
-# pay.
+# Reads of at least this many bytes first check whether the page cache contains the data, to choose the
+# fastest way to read it. Smaller reads use preadv, because the check would take too long.
 MIN_DIRECT = 1 << 20
 # Linux accepts at most this many buffers per call of preadv or pwritev (IOV_MAX).
 SEGMENTS = 1024
@@ -44,9 +41,8 @@ MIN_SEGMENT = 4096
 # RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
 # page cache. Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
-# MADV_POPULATE_READ, the madvise advice that faults in all pages of a mapping (Linux 5.14). Python has no
-# constant for it. It is used for mappings of at least MIN_POPULATED bytes. For smaller ones, page faults
-# during the copy are as fast.
+# MADV_POPULATE_READ (Linux 5.14) faults in all pages of a mapping. Python has no constant for it. For
+# mappings of fewer than MIN_POPULATED bytes, page faults during the copy are as fast.
 POPULATE: int | None = 22 if sys.platform == "linux" else None
 MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
@@ -103,9 +99,9 @@ class OpenFile:
     def mapped(self, offset: int, length: int) -> Array:
         """Return `length` bytes of the file as an array that is mapped from it, not copied.
 
-        The mapping exists until the array is deleted. Every caller reads the whole array, so a mapping of at
-        least `MIN_DIRECT` bytes requests all its pages at once. Raises `EOFError` if the file is too short.
-        If the file is truncated later, an access to the array kills the process (SIGBUS).
+        The mapping exists until the array is deleted. All pages of a large mapping are requested at once,
+        because callers read the whole array. Raises `EOFError` if the file is too short. If the file is
+        truncated later, an access to the array kills the process (SIGBUS).
         """
         view, before = self._map(offset, length)
         if length >= MIN_DIRECT:
@@ -199,9 +195,8 @@ def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | No
 def resident(address: int, size: int) -> bool:
     """Estimate whether at least half of the pages in a range of addresses are in memory.
 
-    For a mapped file, this means that they are in the page cache. `SAMPLED_PAGES` pages of the range are
-    checked, since checking all takes as long as copying some of them. The check loads no page. Where the
-    system cannot tell, the answer is True.
+    Pages of a mapped file are in memory if the page cache contains them. The function checks `SAMPLED_PAGES`
+    pages of the range, and loads none. Where the system cannot tell, the answer is True.
     """
     if _mincore is None:
         return True
@@ -298,9 +293,8 @@ def _segments(data: Array) -> list[Array]:
 def _sectors(rows: list[Array]) -> list[Array]:
     """Return the rows that direct I/O can fill or write; [] if it can use none.
 
-    `rows` have equal lengths and equal distances in memory. Every row must begin at a multiple of `SECTOR` in
-    memory. If there are several rows, their length must be a multiple of `SECTOR` too. If there is only one,
-    the part of it that consists of whole sectors is returned.
+    `rows` have equal lengths and equal distances in memory. In memory, direct I/O needs rows that begin and
+    end at multiples of `SECTOR`. A single row is cut to whole sectors.
     """
     if rows[0].ctypes.data % SECTOR:
         return []
@@ -314,8 +308,8 @@ def _sectors(rows: list[Array]) -> list[Array]:
 def _after(rows: list[Array], done: int) -> list[Any]:
     """Return the buffers for the next call of preadv or pwritev. Earlier calls transferred `done` bytes.
 
-    All rows have the same length. The first `done` bytes of the rows together are left out: whole rows, and
-    the beginning of the next row. At most `SEGMENTS` buffers are returned.
+    All rows have the same length. Rows that were transferred are left out, and so is the transferred part of
+    the next row. At most `SEGMENTS` buffers are returned.
     """
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]

@@ -13,8 +13,8 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
-# File formats that this package can neither read nor write. The key is the suffix of the file name. Error
-# messages say how to convert such files.
+# File formats that this package can neither read nor write, by the suffix of the file name. Error messages
+# say how to convert such files.
 FORMATS = {
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",

@@ -1,10 +1,10 @@
 """Read lazy operands: objects that read or compute a block when they are sliced.
 
-Arrays of dask, h5py, xarray and tensorstore are lazy. A lazy operand is never converted as a whole. Each read
-copies one piece after the other into the destination. A piece is one chunk, a batch of small chunks, or part
-of an array without chunks. `Layout.decode_bytes` counts the memory that slicing a piece allocates, so it is
-part of the host memory that a plan may use. The computation of a dask array can use memory besides its
-chunks. The size of that memory is unknown, and is not counted.
+Arrays of dask, h5py, xarray and tensorstore are lazy. A read copies its block piece by piece. A piece is one
+chunk, a batch of small chunks, or part of an array without chunks.
+
+`Layout.decode_bytes` counts the memory that slicing a piece allocates. The memory that the computation of a
+dask array needs besides its chunks is unknown, and is not counted.
 """
 
 import importlib
@@ -39,9 +39,8 @@ CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
 # A slice of a lazy array is assumed to take this many times its size in host memory. Three copies are
 # counted: the elements as stored, the decoded elements, and the array that the package returns.
 COPIES = 3
-# For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It assumes
-# that every read loads whole chunks. So it predicts a high cost for panels with much shorter rows, and avoids
-# them. This is intended, because short rows are slow to read.
+# For an array without chunks, the planner assumes chunks of one row and at most this many bytes, which are
+# read whole. It then avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
 # An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -204,10 +203,9 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest block computed to read such a chunk.
 
-    The planner needs chunks of one shape, but the chunks of a dask array may differ. The planner therefore
-    assumes a regular grid of cells. On each axis, a cell has the extent of the largest dask chunk. To read a
-    cell, dask computes all dask chunks that the cell overlaps. Together they form one block. The second
-    result is an upper bound on the shape of this block.
+    The chunks of a dask array may differ. The planner assumes equal chunks instead: on each axis, they are as
+    long as the longest dask chunk. To read one of them, dask computes all dask chunks that it overlaps. The
+    second result is an upper bound on the shape of all these together.
 
     For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
     """
@@ -232,8 +230,8 @@ def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
 def _touched(sizes: Sequence[int], cell: int) -> int:
     """Return how many elements of an axis are computed, at most, to read a range of `cell` elements.
 
-    The axis is cut into chunks of the extents `sizes`. Ranges begin at multiples of `cell`. To read a range,
-    all chunks that it overlaps are computed whole.
+    `sizes` are the extents of the chunks along the axis. Ranges begin at multiples of `cell`. Every chunk
+    that a range overlaps is computed whole.
 
     >>> _touched((4, 4, 2), 4), _touched((1, 4, 4, 1), 4), _touched((0,), 1)
     (4, 8, 1)

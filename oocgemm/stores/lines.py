@@ -1,19 +1,13 @@
 """Read and write blocks of a matrix in a file whose lines (its rows or its columns) are contiguous.
 
-A block contains a part of each of several lines. Such a part is called a segment. A memory map would be slow
-here: a page fault reads a segment together with the readahead of the operating system, which can be a hundred
-times as long as the segment, and adds all these pages to the resident set. System calls read the segments
-instead:
+The part of a line that belongs to a block is called a segment. Segments are read by system calls. A memory
+map would be slow, because each page fault also loads much unneeded data around the segment (readahead).
 
-- If lines are short, the segments are read together with the gaps between them into the thread's scratch
-  memory, and copied from there.
-- Otherwise they are read straight into the destination, many per call. First, all segments that are not in
-  the page cache are requested, so that the disk has many requests in flight.
-- If the file is too large to stay in the page cache, segments that are not in the page cache are read by
-  direct I/O into the thread's scratch memory, and copied from there.
-
-On two Zen 5 cores with a virtual disk, reading a segment of 2 to 8 KiB took 2 to 3 us from the page cache,
-and 7 to 20 us from the disk. It took 85 to 140 us from the disk if each read waited for its own request.
+- Segments of short lines are read together with the gaps between them, and then copied.
+- Segments of long lines are read straight into the destination, many per system call. Segments outside the
+  page cache are all requested from the disk first. On a virtual disk, reading a segment of 2 to 8 KiB then
+  took 7 to 20 us. Without these requests it took 85 to 140 us.
+- If the file is too large to stay in the page cache, segments are read past it by direct I/O.
 """
 
 import mmap
@@ -29,23 +23,19 @@ from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 
-# A line of a file is one row of the matrix, or one column if the file is in Fortran order. Lines of at most
-# this many bytes are read whole, and the needed elements are copied from them. For lines of 8 KiB, this takes
-# about as long as to read only the needed elements of each line, one read per line.
+# Lines of at most this many bytes are read whole, and the needed elements are copied from them. For lines of
+# 8 KiB, this takes about as long as one read per line of only the needed elements.
 MAX_LINE = 8 << 10
-# The size of each thread's scratch memory, in bytes. Elements pass through it if they must be transposed or
-# byte-swapped, or if they are read from lines of at most MAX_LINE bytes, which are read whole. 256 KiB fit
-# into the processor's cache.
+# The size of each thread's scratch memory, in bytes. Elements that cannot be read straight into their
+# destination pass through it. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
-# A block that does not fit into SCRATCH_BYTES is cut into pieces. Each piece has at least this many rows, or
-# all rows if the block has fewer.
+# A block of more than SCRATCH_BYTES is cut into pieces of at least this many rows. The last pieces may have
+# fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Segments that are not in the page cache are requested with posix_fadvise before they are read. The range of
-# each request is extended to multiples of a power of two, the window. It then includes bytes nearby, which
-# are often read next. This saves a fifth of the processor time. For segments of `size` bytes, the window is
-# the largest power of two that is at most WINDOW * size bytes. But if WINDOW * size is more than MAX_WINDOW
-# bytes, the window is one page. A larger WINDOW would load too much: with WINDOW = 8 and a page cache of
-# 300 MiB, pages were evicted before they were read.
+# Before segments of `size` bytes are read from the disk, they are requested with posix_fadvise. Each request
+# is extended to multiples of a window, because nearby bytes are often read next. The window is the largest
+# power of two up to WINDOW * size, or one page if WINDOW * size exceeds MAX_WINDOW. With WINDOW = 8 and a
+# page cache of 300 MiB, pages were evicted before they were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
 # The size of each thread's scratch memory for direct I/O, in bytes. It limits how many disk reads are in
 # flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
@@ -139,12 +129,10 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill `out` from short lines of a file: read them with the gaps between the needed elements.
+    """Fill `out` from short lines of a file, one row per line, by large reads that include unneeded elements.
 
-    Everything is read into the thread's scratch memory, and only the needed elements are copied to `out`.
-
-    A line is a row of the matrix, or a column if the file is in Fortran order. It has `line` elements, and
-    fills one row of `out`. `start` is the byte of the file at which the first needed element begins.
+    `line` is the number of elements in a line. `start` is the byte of the file at which the first needed
+    element begins.
     """
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
@@ -167,13 +155,11 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    # `_request` asked the disk for the remaining rows in ascending order. Read them in descending order. The
-    # first read then waits for the row that was requested last. By then the disk has delivered most other
-    # rows, so most later reads do not wait.
+    # The rows were requested in ascending order. Read them in descending order: only the first read waits
+    # long, and by then the disk has delivered most other rows.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
-    # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises
-    # `EOFError`, and after a disk error `OSError`.
+    # Repeat the incomplete reads with `_fill`, which raises an error if a read fails again.
     for number in left.tolist():
         _fill(file, rows[number], start + stride * number)
 
@@ -181,18 +167,15 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
     """Fill each row of `out` from its own place in a file by direct I/O, past the page cache.
 
-    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later. Direct I/O reads
-    whole sectors into one half of the thread's scratch memory, while rows are copied from the other half.
+    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
 
-    Return True if all rows were read. Return False if direct I/O is impossible or fails, or if the page cache
-    seems to contain the rows already: copying them from there is faster. After False, the caller must read
-    all rows in another way.
+    Return True if all rows were read. Return False if direct I/O fails, or if the page cache seems to contain
+    the rows already. The caller must then read all rows in another way.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
-    # There is one read per row. It has `sectors` bytes: as many whole sectors as a row can touch. In the
-    # file, rows are `stride` bytes apart, and in the scratch memory `pitch` bytes. Both are equal modulo
-    # SECTOR. A row therefore begins at the same offset within a sector in memory as in the file, as direct
-    # I/O requires.
+    # Each row is read by one read of `sectors` bytes, a multiple of SECTOR. Direct I/O needs each row at the
+    # same offset within a sector in memory as in the file. So the distance of rows in memory, `pitch`, is
+    # equal to `stride` modulo SECTOR.
     sectors = -(-(size + SECTOR - 1) // SECTOR) * SECTOR
     pitch = sectors + SECTOR + (stride - sectors) % SECTOR
     at_once = min(MAX_READS, DIRECT_BYTES // 2 // pitch)
@@ -207,11 +190,10 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read the batch `number`: up to `at_once` rows of `out`, from row `number * at_once` on.
+        """Start to read batch `number` of the rows of `out`, into one half of the scratch memory.
 
-        Even batches are read into the first half of the scratch memory, odd batches into the second half.
-        Return a function that waits for the reads and copies the rows to `out`. If any read failed, that
-        function copies nothing and returns False. Otherwise it returns True.
+        Return a function that waits for the reads and copies the rows to `out`. If a read failed, it copies
+        nothing and returns False.
         """
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
@@ -247,8 +229,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
     """Ask the system to load the `size` bytes at each of these offsets into the page cache. Do not wait.
 
-    Each request is extended to nearby bytes, since these are often read next. `WINDOW` and `MAX_WINDOW`
-    define how many bytes are added.
+    Each request is extended to nearby bytes, which are often read next: see `WINDOW`.
     """
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
@@ -275,9 +256,8 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # If the first or the last page of a row is written only in part, the system must read that page from
-        # the disk first. Request these pages for all rows before the first write. Otherwise each write would
-        # wait for its own pages.
+        # To write a part of a page, the system must first read that page from the disk. Request the first and
+        # the last page of every row now, so that the writes below do not wait for one page after another.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):

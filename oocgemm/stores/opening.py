@@ -21,9 +21,9 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
         name: the operand's name in messages
         source: a path or URL, a zarr array, a lazy array, an array-like, or anything that a plugin opens
         writable: open an existing result, to which the run writes
-        folder: to open the result of an interrupted run, the folder that contains the journal of that run
+        folder: for the result of an interrupted run, the folder with its journal
 
-    Raises `InputError`, which says what is wrong and what to do.
+    Raises `InputError`.
     """
     operand = os.fspath(source) if is_path(source) else source
     store = store_of(operand)
@@ -90,8 +90,8 @@ def load(*operands: Any) -> None:
 def load_without_cupy(*operands: Any) -> None:
     """Do what `load` does, but prevent zarr from importing cupy, which takes seconds.
 
-    Without cupy, zarr has no GPU buffers, in this whole process. So only the command line may call this
-    function. A program that uses this library may need the GPU buffers.
+    zarr then has no GPU buffers in this process, which a program that uses this library may need. So only the
+    command line may call this function.
     """
     hidden = "cupy" not in sys.modules
     if hidden:

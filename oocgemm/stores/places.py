@@ -55,7 +55,7 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
 
     Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array, that array is the
     result C: delete it too, unless `c` is false. An unfinished .npy result is a file in the journal's folder,
-    so it is deleted with the others whatever `c` is.
+    so `c` makes no difference for it.
     """
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]

@@ -2,8 +2,10 @@
 
 The stores for .npy files, open zarr arrays and NumPy arrays come first, so no other package can replace them.
 Then come the stores of other packages. The stores for zarr paths, lazy arrays and array-likes come last: they
-match everything else. A package adds a store by an entry point in its pyproject.toml. The entry point names a
-subclass of `oocgemm.stores.Store` whose constructor takes no arguments::
+match everything else.
+
+A package adds a store by an entry point in its pyproject.toml, which names a subclass of
+`oocgemm.stores.Store` whose constructor takes no arguments::
 
     [project.entry-points."oocgemm.stores"]
     parquet = "my_package.stores:ParquetStore"
@@ -55,7 +57,7 @@ def installed() -> tuple[Store, ...]:
             store = entry.load()()
             if not isinstance(store, Store):
                 raise TypeError(f"{type(store).__name__} is not a subclass of oocgemm.stores.Store")
-        except Exception as error:  # the package's own code may raise any exception
+        except Exception as error:  # another package's code may raise any exception
             warnings.warn(
                 f"the store {entry.name} ({entry.value}) cannot be loaded and is ignored: {error}",
                 stacklevel=2,

@@ -29,8 +29,7 @@ def check_room(name: str, path: str, wanted: int) -> None:
 def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
     """Return the message for a full disk: the path of C, how many bytes are missing, and the remedy.
 
-    The number of missing bytes is an estimate. It is never less than `min_bytes`, the size of the write that
-    failed.
+    The number of missing bytes is an estimate, and at least `min_bytes`, the size of the write that failed.
     """
     path = str(matrix.describe()["path"]).removeprefix("file://")
     missing = getattr(matrix, "missing_bytes", None)

@@ -1,7 +1,6 @@
 """Save calibrations (measured transfer and compute rates of this machine), and load them in later runs.
 
-There is one JSON file per device. This module uses no GPU and no GPU library, so a run on a GPU can be
-planned on a machine without one.
+There is one JSON file per device. This module needs no GPU library.
 """
 
 import functools
@@ -118,9 +117,8 @@ def write_whole(path: Path, contents: bytes) -> None:
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     """Return the calibration of a device of this machine, and a note. Never raises.
 
-    If `device` is None, return the calibration of the device that was calibrated last. If a calibration is
-    found, the note is "". If none is found, return None and a note that says which files were ignored because
-    they are unreadable or invalid.
+    If `device` is None, return the calibration of the device that was calibrated last. If none is found,
+    return None and a note that names unreadable and invalid files. Otherwise the note is "".
     """
     key, notes = machine_key(), []
     for path in _newest(f"{key}-{backend}-*.json"):

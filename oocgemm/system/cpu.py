@@ -40,12 +40,13 @@ class CpuTimes:
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     """Return the processor time used since `start`, as a dict of numbers; None if it cannot be measured.
 
-    The key "own_seconds" has the time of this process. "busy_seconds" has that of all programs together, on
-    the cores that this process may use. "cores" has the number of these cores.
+    - "cores": the number of cores that this process may use.
+    - "own_seconds": the time of this process.
+    - "busy_seconds": the time of all programs together on these cores.
     """
     end = CpuTimes.now()
     if start is None or end is None:
         return None
     own = end.own - start.own
-    busy = max(own, end.busy - start.busy)  # rounded to ticks, the difference can be less than `own`
+    busy = max(own, end.busy - start.busy)  # `busy` is rounded to ticks: its increase can be less than `own`
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}

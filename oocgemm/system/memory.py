@@ -17,9 +17,9 @@ from oocgemm.planning.units import format_size
 
 # /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
 ROOT = Path("/")
-# The two cgroup versions, named by the type of their file system. Each has the names of the files with the
-# limits, the name of the file with the usage, and the names of the lines of memory.stat that count page
-# cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as available.
+# For each cgroup version: the files with the limits, the file with the usage, and the lines of memory.stat
+# that count page cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as
+# available.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (
@@ -53,7 +53,7 @@ def allocate(size: int) -> npt.NDArray[Any]:
 def available_memory() -> int:
     """Return the bytes of host memory that this process can allocate now without swapping.
 
-    The limits of its memory cgroup, and of the cgroups above that, are respected.
+    The limits of its memory cgroup and of all parent cgroups are respected.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):

@@ -14,9 +14,8 @@ from oocgemm.errors import ExecutionError
 
 T = TypeVar("T")
 
-# During a run, a thread releases the GIL after at most this many seconds if another thread waits for the GIL.
-# With Python's default of 5 ms, the thread that submits GPU work could wait so long that the GPU becomes
-# idle.
+# During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
+# default of 5 ms, the GPU could become idle while the thread that submits GPU work waits.
 SWITCH_INTERVAL = 0.2e-3
 
 
@@ -78,11 +77,10 @@ class Cancel:
 def shielded(work: Callable[[Cancel], T]) -> T:
     """Run `work` in a new thread, so that no signal interrupts it, and return its result.
 
-    A signal handler may raise, for example KeyboardInterrupt. Python raises it in the main thread, between
-    any two bytecodes. If the main thread did the work, the exception could come after it has started a thread
-    and before the `try` that would join that thread. Here the main thread only waits. If an exception
-    interrupts the wait, this function requests `work` to stop, waits until it has ended, and then raises the
-    exception.
+    Python runs signal handlers in the main thread, between any two bytecodes. If `work` ran there, an
+    exception from a handler (KeyboardInterrupt) could prevent it from joining a thread that it has started.
+    So the main thread only waits. If an exception interrupts the wait, this function requests `work` to stop,
+    waits until it has ended, and then raises the exception.
     """
     cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
@@ -90,7 +88,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # an exception interrupted `shielded`, which took `claim`: do not start `work`
+            return  # `shielded` was interrupted and took `claim`: do not start `work`
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -105,7 +103,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # `run` has not taken `claim`, and now cannot: `work` is never called
+            raise  # `run` can no longer take `claim`, so it never calls `work`
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -145,8 +143,8 @@ class _SwitchInterval:
     def shortened(self) -> Iterator[None]:
         """Within the context, make each thread release the GIL to a waiting thread after `SWITCH_INTERVAL`.
 
-        When the last of several concurrent contexts ends, it restores the previous interval. If
-        other code has changed the interval in between, it leaves the interval as it is.
+        The last of several concurrent contexts restores the previous interval, unless other code has changed
+        the interval in between.
         """
         with self._lock:
             if not self._users:

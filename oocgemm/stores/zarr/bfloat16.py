@@ -1,7 +1,7 @@
 """Add the data type bfloat16 to zarr, which does not have it. ml_dtypes provides the dtype for NumPy.
 
-In zarr format 3 the name of the data type is the one in the registry of zarr extensions. In format 2 it is
-the one that TensorStore writes.
+The data type has the name that the registry of zarr extensions defines (format 3) and TensorStore writes
+(format 2).
 """
 
 import importlib

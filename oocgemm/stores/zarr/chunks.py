@@ -1,10 +1,9 @@
-"""Read and write chunks of local zarr arrays without zarr, which is faster.
+"""Read and write chunks of local zarr arrays without zarr.
 
-zarr reads a chunk into newly allocated memory and copies it from there. A single thread of the process makes
-all these copies. This module does all work in the calling thread. It reads uncompressed chunks straight into
-their destination. It decodes compressed chunks straight into their destination if that is contiguous,
-otherwise into the thread's scratch memory. In a sharded array, one file (a shard) contains several chunks,
-and an index of the chunks at its start or end.
+This is faster: zarr copies all chunks in a single thread of the process, and this module works in the calling
+threads. Where possible, it reads or decodes a chunk straight into its destination.
+
+In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,14 +67,12 @@ class DirectChunks:
     - `encoding`: the format of a chunk's bytes.
     - `fill`: the value of all elements of a chunk that is not stored.
     - `shards`: the format of the shards; None if each chunk has its own file.
-    - `worth_caching`: whether the array is small enough to stay in the page cache. This matters for whole
-      rows of uncompressed chunks. Their first read bypasses the page cache, because that takes the least
-      time. If `worth_caching` is true, the second read of the same rows takes the time to add them to the
-      page cache, so that later reads need no disk. If it is false, later reads bypass the page cache too.
-    - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file can mean
-      that the chunk has only the fill value, or that somebody has deleted the file. To tell these apart, the
-      modification times of the array's folders are recorded when the array is opened. If a file is missing,
-      `read` compares these times with the present ones, and raises an error if a folder has changed.
+    - `worth_caching`: whether the array is small enough to stay in the page cache. If false, reads of
+      uncompressed chunks bypass the page cache. If true, only the first read of whole rows bypasses it, since
+      a single read is fastest that way. A second read fills the page cache.
+    - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file then is an
+      error if files were created or deleted in its folders since the array was opened. Otherwise it means
+      that the chunk has only the fill value.
     """
 
     root: Path
@@ -94,7 +91,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        # If file names contain "/", each row of chunks has its own folder. Check all these folders too.
+        # With file names such as "c/0/1", each row of chunks has its own folder. Record all these too.
         if folders[0] != self._folders((1, 0))[0]:
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
@@ -129,7 +126,7 @@ class DirectChunks:
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write a block that consists of whole chunks. Replace each chunk's file atomically.
 
-        Only at the edges of the matrix may the block contain a part of a chunk.
+        A chunk that extends beyond the edge of the matrix counts as whole.
         """
         for number, block in _cut((rows, cols), self.chunk):
             part = _part(data, (rows, cols), block)
@@ -187,9 +184,8 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # Copy the rows from a memory map of the file. preadv into `out` is impossible if the elements
-            # must be transposed or byte-swapped. It is slow if the rows are shorter than MIN_SEGMENT bytes
-            # and not adjacent in `out`, because each row is then a separate buffer.
+            # Copy the rows from a memory map. preadv cannot transpose or byte-swap elements, and it is slow
+            # for rows of fewer than MIN_SEGMENT bytes that are not adjacent in `out`.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
@@ -251,9 +247,9 @@ def _cut(
 
 
 def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
-    """Return the view of `array` that contains the rows and columns `part` of the matrix.
+    """Return the view of `array` with the rows and columns `part` of the matrix.
 
-    `array` contains a larger block of the matrix, the rows and columns `block`.
+    `array` has the rows and columns `block` of the matrix, which include `part`.
     """
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part

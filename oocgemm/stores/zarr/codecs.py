@@ -1,12 +1,12 @@
 """Decode the stored bytes of a zarr chunk into its elements, and encode elements into bytes.
 
-Zarr formats 2 and 3 describe codecs differently, but encode a chunk by the same steps. The compressor and the
-CRC (crc32c) are optional:
+Zarr formats 2 and 3 encode a chunk by the same steps. The last two are optional:
 
-    elements -> order and byte order -> compressor -> CRC at the end -> bytes
+1. The elements are brought into the stored order (row-major or column-major) and byte order.
+2. A compressor compresses them.
+3. A CRC (crc32c) is appended.
 
-`from_v2` and `from_v3` derive an `Encoding` from the JSON metadata of an array. For codecs that this module
-does not implement they return None, and the array is read and written by zarr instead.
+Arrays with other codecs are read and written by zarr.
 """
 
 import zlib
@@ -65,7 +65,7 @@ class Encoding:
         """
         if self.compressor is None:
             return 0
-        # bz2 and lzma decode a chunk in parts and join the parts, so that the chunk is in memory twice.
+        # bz2 and lzma decode parts of a chunk and then join them, so that the chunk is in memory twice.
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
@@ -73,16 +73,16 @@ class Encoding:
 
         `size` is the size of the chunk before compression, in bytes.
         """
-        # Every chunk takes a buffer for the content of its file. A compressed one also takes a buffer for the
-        # elements in stored order, and one for the compressor's output. Each buffer has about `size` bytes.
+        # Every chunk needs a buffer for the content of its file. A compressed chunk needs two more: for the
+        # elements in stored order, and for the output of the compressor.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
         """Return the elements of a chunk, decoded from its bytes `stored`, as an array of shape `shape`.
 
-        `into` is None or a C-contiguous array of this shape. If possible, the elements are decoded into it,
-        and it is returned. Otherwise the result may be scratch memory of this thread, which is valid only
-        until the next call. Raises `ValueError` for a wrong size or CRC, and whatever the compressor raises.
+        If `into`, a C-contiguous array of this shape, is given, it is filled and returned where possible.
+        Otherwise the result may be scratch memory of this thread, which is valid only until the next call.
+        Raises `ValueError` for a wrong size or CRC, and whatever the compressor raises.
         """
         if self.checksum:
             stored = checked_content(stored)
@@ -104,13 +104,11 @@ class Encoding:
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
 
-        `shape` is the shape of the chunk. `part` contains the upper left corner of the chunk. It is smaller
-        than the chunk if the chunk extends beyond the edge of the matrix. The other elements of the chunk get
-        the value `fill`.
+        `shape` is the shape of the chunk. `part` contains the elements of the chunk that are inside the
+        matrix. All others get the value `fill`.
 
-        If `part` is a whole chunk, is stored without any change, and is sector-aligned, the returned array is
-        `part` itself. Otherwise the returned array is scratch memory of this thread, padded to whole pages,
-        and is valid only until the next call. Direct I/O can write both kinds of array.
+        The returned array is `part` itself, or scratch memory of this thread that is valid only until the
+        next call. Direct I/O can write it.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place

@@ -39,8 +39,8 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
     """Return the maximum size, before compression, of the chunks that one call to zarr reads or writes.
 
-    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call. Their total size is
-    then below `BATCH_BYTES` plus one chunk.
+    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call, with a total size of
+    less than `BATCH_BYTES` plus one chunk.
     """
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
@@ -56,14 +56,12 @@ class ZarrMatrix:
     def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
         """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
-        `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run.
-        Given this promise, `DirectChunks` raises an error for a chunk whose file may have been deleted during
-        the run.
+        `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run:
+        see `DirectChunks`.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
-        # The array as opened by zarr. If `array` is a `Metadata`, this is None until the property `array` is
-        # used, which opens the array.
+        # The array as opened by zarr; None until it is needed.
         self._array: Any = None
         if isinstance(array, Metadata):
             self._metadata = array
@@ -74,24 +72,23 @@ class ZarrMatrix:
         found = self._metadata
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # `_read` is the array object from which zarr reads blocks. `_contiguous` says whether it can only
-        # read into contiguous memory. Neither attribute is used if `direct` reads the chunks.
+        # Without `direct`, zarr reads blocks from the array object `_read`. If `_contiguous` is true, zarr
+        # can only read into contiguous memory.
         self._read, self._contiguous = self._array, False
         if not self.direct:
             from oocgemm.stores.zarr.through import reader
 
             self._read, self._contiguous = reader(self.array)
-        # If `_writes_directly` is true, `_writer` writes the chunk files. Otherwise zarr writes them, by the
-        # array object `_written`. Both write to the folder `_target`, which is None for a remote array.
-        # `redirect_writes` changes the folder: it replaces `_target`, and either `_writer` or `_written`.
+        # If `_writes_directly` is true, `_writer` writes chunk files. Otherwise zarr writes to the array
+        # object `_written`. Both write to the folder `_target`, which is None for a remote array.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # A call that reads chunks through zarr holds them in memory as stored and as decoded. If zarr can
-        # only read into contiguous memory, it also holds them in a contiguous buffer.
+        # A call that reads through zarr holds its chunks in memory as stored and as decoded. A contiguous
+        # destination, where zarr needs one, can be a third copy.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
         # A call that writes through zarr needs memory for three copies of the chunks: the elements, the
         # codecs' output, and the content of the file.
@@ -188,8 +185,8 @@ class ZarrMatrix:
                 shutil.copyfile(self.folder / name, folder / name)
         import zarr
 
-        # By default zarr writes no file for a chunk that has only the fill value. Without this redo file,
-        # `apply_redo` would leave the old chunk in C. So zarr must write a file for every chunk.
+        # Let zarr also write a file for a chunk that has only the fill value. Without this redo file,
+        # `apply_redo` would leave the old chunk in C.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
@@ -203,7 +200,7 @@ class ZarrMatrix:
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # an earlier call moved this file, and a crash followed
+            with suppress(FileNotFoundError):  # an earlier call, before a crash, moved it
                 os.replace(self._target / name, target)
         sync_names(self.folder, names)  # `sync_block` has flushed the contents already
 
@@ -252,8 +249,8 @@ class ZarrMatrix:
     def missing_bytes(self) -> int:
         """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
 
-        If the chunks are compressed, each missing one is assumed to take the average size of those that are
-        stored. For uncompressed chunks the result is exact.
+        Each missing chunk is assumed to take the average size of the stored chunks. For uncompressed chunks
+        this is exact.
         """
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))

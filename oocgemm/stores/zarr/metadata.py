@@ -18,8 +18,8 @@ from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
-# The dtypes of arrays that are opened without zarr. bfloat16 is not among them: it needs the package
-# ml_dtypes, and only the code that opens arrays by zarr reports that this package is missing.
+# The dtypes of arrays that are opened without zarr. bfloat16 needs the package ml_dtypes. Only the code that
+# opens arrays by zarr reports that this package is missing.
 _DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
 _NONFINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 # For each supported codec of format 3, the settings that zarr writes, and the allowed values of each setting.
@@ -50,10 +50,11 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 class Metadata:
     """The metadata of a zarr array, read by this module or by zarr.
 
-    `dtype` is the dtype of the array in zarr. Its byte order may differ from the stored byte order, which is
-    that of `encoding.dtype`. `folder` is the folder of the array, or None if the array is not local. `key`
-    returns the name of a chunk's or shard's file, relative to that folder. `encoding` is None for unknown
-    codecs. `stated` is the metadata as JSON, without the attributes.
+    - `dtype`: the dtype that zarr states. The stored byte order is that of `encoding.dtype`.
+    - `folder`: the folder of the array; None if the array is not local.
+    - `key`: returns the name of a chunk's or shard's file, relative to `folder`.
+    - `encoding`: how the elements of a chunk are stored; None for unknown codecs.
+    - `stated`: the metadata as JSON, without the attributes.
     """
 
     zarr_format: int

@@ -85,24 +85,22 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
 def reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
     """Return the array object to read from, and whether the destination of a read must be contiguous.
 
-    The array object determines the codec pipeline. If the user has configured a pipeline, it is used.
-    Otherwise `FAST_PIPELINE` is used, if that package is installed and supports the codecs of the array.
-    These two are assumed to need a contiguous destination. In all other cases zarr's own pipeline is used,
-    which accepts any destination.
+    The array object determines the codec pipeline: the one that the user has configured, otherwise
+    `FAST_PIPELINE` if it is installed and supports the array's codecs, otherwise zarr's own. zarr's own
+    pipeline accepts any destination. All others are assumed to need a contiguous one.
     """
     with _config_lock:
         return _configured_reader(array)
 
 
 def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do the work of `reader`. Change zarr's global configuration meanwhile: hold `_config_lock`."""
+    """Do the work of `reader`. The caller must hold `_config_lock`, since zarr's configuration is changed."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # Let each call decode one chunk at a time: several reader threads already decode at once, and each of
-    # them has memory for one chunk.
+    # Let each call decode one chunk at a time, because each reader thread has memory for only one.
     settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):
