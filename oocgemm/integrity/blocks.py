@@ -20,8 +20,8 @@ GROUP = 1024
 MAX_SHARE = 1 / 2
 # Minimum rows of C, and minimum extent along k, of a block. A block is at least as large as a chunk.
 MIN_BLOCK = 256
-# Minimum number of elements that a thread reads at a time. Each group of columns has at least as many elements
-# in C and in op(B), if these are large enough.
+# Minimum number of elements that a thread reads at a time. Each group of columns has at least as many in C
+# and in op(B), if these are large enough.
 MIN_PIECE = 1 << 15
 
 

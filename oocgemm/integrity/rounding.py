@@ -20,7 +20,7 @@ MIN_SQUARES, MAX_SQUARES = 1e-270, 1e290
 DOUBLE = 2.0**-53
 # If m n k of a matrix product is at most this, OpenBLAS computes it in the calling thread.
 ONE_THREAD = 1 << 18
-# The error bound of a sum of elements with random signs, divided by the 2-norm of the elements' rounding errors.
+# The error bound of a sum of elements with random signs, divided by the 2-norm of their rounding errors.
 # `Rounding` gives the probability that a correct sum exceeds the bound.
 MAX_DEVIATION = 8
 # Relative error that one operand gets when it is rounded, or truncated, to the precision of `--compute`.

@@ -77,8 +77,8 @@ class Checks:
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
         # The arguments are maximum numbers of successive rounded operations. For an element of C, each step
         # takes one per index along k (`depth`), and two to scale the product and add it to the accumulator.
-        # For a checksum, a step takes one addition after the product. The two compared checksums each sum over
-        # at most SIDE rows and SIDE columns of a block.
+        # For a checksum, a step takes one addition after the product. Each of the two compared checksums sums
+        # over at most SIDE rows and SIDE columns of a block.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
