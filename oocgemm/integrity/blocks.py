@@ -18,7 +18,8 @@ GROUP = 1024
 # op(A). So the elements of op(A), times the number of groups, are at most this share of the elements of A, B
 # and C together.
 MAX_SHARE = 1 / 2
-# Minimum rows of C, and minimum extent along k, of a block. A block is at least as large as a chunk.
+# Minimum rows of C, and minimum extent along k, of a block, unless the matrices are
+# smaller. If a chunk is larger, its extent is the minimum.
 MIN_BLOCK = 256
 # Minimum number of elements that a thread reads at a time. Each group of columns has at least as many in C
 # and in op(B), if these are large enough.

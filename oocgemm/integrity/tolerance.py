@@ -12,11 +12,12 @@ There are two bounds, and the user chooses one of them. Each holds for one sum w
 1 - 2 exp(-t). The value of t depends on the number of sums: the probability that the check of a correct C
 fails is at most `FALSE_ALARM`.
 
-*Probabilistic.* Source: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
-*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020). The
-errors of single operations are assumed to be independent and uniform, with mean 0. The error of one addition
-is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the rounded partial sum. If the terms have random
-signs, s is about sqrt(S_ij), in any order of summation. Hoeffding's inequality, applied to R and to y, gives
+*Probabilistic.* Sources: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
+*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020).
+The errors of single operations are assumed to be independent and uniformly distributed, with mean 0. The
+error of one addition is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the rounded partial sum. If
+the terms have random signs, s is about sqrt(S_ij), in any order of summation. Hoeffding's inequality, applied
+to R and to y, gives
 
     |y^T R_i|  <=  t u sqrt(c / 3) sqrt(sum_j S_ij)
 

@@ -25,10 +25,10 @@ def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
 def _tiled(
     rows: str, cols: str, threads: Callable[[Params], int], shared: Callable[[Call, Params], int]
 ) -> Callable[[Call, Params], Launch]:
-    """Return a function that computes the launch of a kernel with one thread block per tile of C.
+    """Return a function that computes the launch of a kernel from a call and its parameters.
 
-    A tile is `params[rows]` x `params[cols]` elements. `threads` and `shared` compute the threads and the
-    bytes of shared memory per block.
+    A thread block computes `params[rows]` x `params[cols]` elements of C. `threads` and `shared` compute its
+    threads and its bytes of shared memory.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -298,8 +298,8 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            # Here each of two warpgroups computes a tile of its own. One can write its tile while the other
-            # multiplies. These parameters are the fastest if k is small.
+            # The fastest parameters if k is small: each of two warpgroups computes its own block of C. One can
+            # write its block while the other multiplies.
             _wgmma_params(128, 2, 1, 7, 2, 8, 1),
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),

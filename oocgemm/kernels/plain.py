@@ -12,9 +12,9 @@ from oocgemm.planning import DTYPES, Op
 
 
 def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callable[[Call, Params], Launch]:
-    """Return a function that computes the launch of a kernel with one thread block per tile of C.
+    """Return a function that computes the launch of a kernel from a call and its parameters.
 
-    A tile is `params[rows]` x `params[cols]` elements. `threads` computes the threads per block.
+    A thread block computes `params[rows]` x `params[cols]` elements of C. `threads` computes its threads.
     """
 
     def launch(call: Call, params: Params) -> Launch:

@@ -14,16 +14,15 @@ The vectors x^T A_p and B_p y are the checksums of the panels. They are computed
 - On the host backend, the threads that read a panel compute its checksums from the data as it arrives. Later
   damage to the panel in memory is therefore detected.
 - A GPU computes the checksums after the panel's upload (`checksums.device`). To detect earlier damage, host
-  and GPU both compute a digest of every 64th row of the panel. Damage to the other rows before that is not
-  detected.
+  and GPU both compute a digest of every 64th row of the panel. Earlier damage to other rows is not detected.
 
 The check also detects damage to the accumulator and to a strip during its download. Each strip is checked in
 the buffer from which it is written. Wrong data from storage is not detected here, but by `oocgemm verify`,
 which reads A and B again.
 
 The two sides of the equation also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. If
-the difference exceeds the bound, the tile is computed again and checked with other signs. Smaller errors
-pass. An error of a single element is detected with any signs if it is well above the bound.
+the difference exceeds the bound, the tile is computed again and checked with other signs. Smaller
+differences pass. An error of a single element is detected with any signs if it is well above the bound.
 
 Blocks with nonfinite elements are checked only for the positions of these elements. If a row of op(A) or a
 column of op(B) has an Inf or NaN, the whole row or column of C must be nonfinite. All other elements must be

@@ -13,8 +13,8 @@ Word w_rj is read in big-endian order: its first byte in memory is its highest. 
 odd pseudorandom numbers, the same in every run. Threads may add in any order, because the sum is exact.
 
 The digest of a strip covers every row. The digest of a panel covers every 64th row, because all rows would
-take the host as long as copying the panel. Damage to the other rows before the device
-computes the checksums is not detected.
+take the host as long as copying the panel. If other rows are
+damaged before the device computes the checksums, this is not detected.
 
 In the rows that it covers, a digest detects:
 

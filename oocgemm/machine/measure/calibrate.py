@@ -121,7 +121,7 @@ def calibrate(
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
-    # At most four matrices of this shape exist at a time. They may take half of the available memory.
+    # At most four matrices of rows x cols exist at a time. They may take half of the available memory.
     rows = max(1, min(rows, available_memory() // (64 * cols)))
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
