@@ -12,7 +12,7 @@ There are two bounds, and the user chooses one of them. Each holds for one sum w
 1 - 2 exp(-t). The value of t depends on the number of sums: the probability that the check of a correct C
 fails is at most `FALSE_ALARM`.
 
-*Probabilistic.* Sources: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
+*Probabilistic.* Sources: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019);
 *Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020).
 The errors of single operations are assumed to be independent and uniformly distributed, with mean 0. The
 error of one addition is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the rounded partial sum. If

@@ -298,8 +298,8 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            # The fastest parameters if k is small: each of two warpgroups computes its own block of C. One can
-            # write its block while the other multiplies.
+            # The fastest parameters if k is small: each of two warpgroups computes its own block of C, and
+            # can write this block while the other warpgroup multiplies.
             _wgmma_params(128, 2, 1, 7, 2, 8, 1),
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),
