@@ -11,18 +11,18 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 
-# Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors. But there
-# would be more groups, and op(A) is multiplied once per group.
+# Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors, but take
+# longer: op(A) is multiplied once per group.
 GROUP = 1024
-# The check multiplies op(A) by random vectors once per group of columns. Each of these products
-# takes about as long as reading op(A). To limit their cost, the number of groups times the elements of op(A)
-# is at most this share of the elements of A, B and C together.
+# The check multiplies op(A) by random vectors once per group of columns, which takes about as long as reading
+# op(A). So the elements of op(A), times the number of groups, are at most this share of the elements of A, B
+# and C together.
 MAX_SHARE = 1 / 2
-# Minimum of `Blocks.rows` (unless C has fewer rows) and of `Blocks.depth` (unless k is smaller). If storage
-# chunks have a larger extent, the minimum is the extent of a chunk.
+# Minimum rows of C, and minimum extent along k, of a block, unless the matrices are
+# smaller. If a chunk is larger, its extent is the minimum.
 MIN_BLOCK = 256
-# Minimum number of elements that a thread reads at a time. The columns of one group must also have at least
-# this many elements in C, and at least this many in op(B).
+# Minimum number of elements that a thread reads at a time. Each group of columns has at least as many in C
+# and in op(B), if these are large enough.
 MIN_PIECE = 1 << 15
 
 
@@ -72,8 +72,7 @@ class Blocks:
 def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: int | None = None) -> Blocks:
     """Divide a check so that it takes at most `memory` bytes.
 
-    The result has as many threads, groups and rows per block as fit. `groups` is the maximum number of
-    groups.
+    `threads` and `groups` are maximum numbers.
 
     Raises:
         BudgetError: `memory` is too small even for one thread, one group and the smallest blocks.
@@ -82,23 +81,22 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
     affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
-    # Each thread multiplies op(B) and C by random vectors in parts, and a part lies in one group. If m or k
-    # is small, groups must have more columns: otherwise parts would be too small to be multiplied fast.
+    # Threads multiply op(B) and C by random vectors in parts, and a part lies in one group. If m or k is
+    # small, groups get more columns, because small parts are multiplied slowly.
     worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
     groups = max(1, min(worthwhile, affordable, groups or affordable))
-    # Bytes for flags. n: one flag per column of C tells whether the column is excluded. m: one flag per row
-    # and group of columns tells whether the row is wrong there. Only one group is counted here.
+    # Bytes for flags: one per column of C (excluded or not), and one per row of C and group (wrong or not).
+    # Only one group is counted here.
     fixed = n + m
-    # per_row: bytes per group and row of C, for the expected sums, two temporary arrays of the same size,
-    # norms and flags. per_depth: bytes per group and index along k, for sums, norms and the squares of norms.
+    # Bytes per group and row of C: expected sums, two temporary arrays of the same size, norms and flags.
+    # Bytes per group and index along k: sums, norms and the squares of norms.
     per_row, per_depth = 3 * VECTORS * wide + 128, VECTORS * wide + 24
     tall = max(MIN_BLOCK, x.left.chunk[0], x.result.chunk[0])
     deep = max(MIN_BLOCK, x.left.chunk[1], x.right.chunk[0])
 
     def scratch(threads: int, piece: int) -> int:
         pieces = max(y.piece_bytes(piece) for y in x.all()) + (x.before.piece_bytes(piece) if x.before else 0)
-        # Bytes per thread: the elements as read; 8 arrays in double precision for the converted elements,
-        # their squares and their products; and the random signs.
+        # per thread: elements as read; converted elements, squares and products, 8 arrays; random signs
         return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
 
     piece = PIECE
@@ -125,9 +123,8 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
         if groups == 1:
             break
         groups //= 2
-    # The memory is too small to process all rows of C at a time, or all of k at a time. The check then reads
-    # op(B) once per block of rows. To have few blocks of rows, blocks along k get their minimum extent, and
-    # blocks of rows get all the remaining memory.
+    # Neither all rows of C nor all of k fit. op(B) is then read once per block of rows, so blocks of rows are
+    # made as large as possible, and blocks along k as small as allowed.
     rows = (free - min(k, deep) * depth_bytes) // rows_bytes
     return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
 

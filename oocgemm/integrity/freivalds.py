@@ -6,13 +6,13 @@ y,
     C y  =  alpha op(A) (op(B) y) + beta C0 y
 
 The columns of C are divided into groups. For each group there are several vectors y, with random signs (+1 or
--1) on the columns of the group and zeros elsewhere. C is m x n, and each product has k terms. A vector takes
-m k + k n + m n multiplications instead of the m n k of the whole product.
+-1) on the columns of the group and zeros elsewhere. A vector takes m k + k n + m n multiplications, and the
+whole product m n k.
 
 If a row of C is wrong within a group, each vector detects it with a probability of at least 1/2. If only one
 element of the row is wrong, every vector detects it. Differences below the tolerance
-(`oocgemm.integrity.tolerance`) count as rounding errors and pass. If rows are wrong, the caller checks the
-transposed product with signs on the wrong rows only. This gives the wrong columns.
+(`oocgemm.integrity.tolerance`) count as rounding errors and pass. To find the wrong columns, the caller then
+checks the transposed product.
 
 To limit the memory, rows of C and indices along k are processed in blocks::
 
@@ -22,17 +22,14 @@ To limit the memory, rows of C and indices along k are processed in blocks::
             expected[rows] += op(A)[rows, block of k] sums
         compare C[rows] y with expected[rows]
 
-If there is only one block of k, `sums` is computed once and used for all blocks of rows. So op(B) is read
-once if there is only one block of k or only one block of rows. Otherwise op(B) is read once per block of
-rows. The other matrices are read once. (If op(B) has nonfinite elements, more is read; see below.) The random
-signs are not stored; each thread generates them when it uses them.
+If there is only one block of k, `sums` is computed once. Otherwise op(B) is read once per block of rows. The
+other matrices are read once.
 
-If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
-columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
-overflowed.
+If a row of op(A) or a column of op(B) has an Inf or NaN, the whole row or column of C must be nonfinite. All
+other elements of C must be finite, unless C0 is nonfinite there or a sum could have overflowed.
 
-Columns of op(B) with nonfinite elements are excluded from the sums. If the check finds a column of this kind,
-it starts again without it, and reads op(B) a second time.
+If the check finds a column of op(B) with nonfinite elements, it starts again, and excludes this column from
+the sums.
 """
 
 import threading
@@ -51,9 +48,8 @@ from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 
-# States of columns of op(B) that contain an Inf or NaN. _NEW: the current attempt to compare C with the
-# product has found the column. _KNOWN: an earlier attempt has found it, so the current one excludes it from
-# the sums.
+# States of columns of op(B) that contain an Inf or NaN. _NEW: found by the current attempt to compare C with
+# the product. _KNOWN: found by an earlier attempt, and now excluded from the sums.
 _KNOWN, _NEW = 1, 2
 
 
@@ -76,7 +72,8 @@ class Found:
 class Check:
     """One check of the columns `cols` of C by Freivalds' algorithm, which finds the wrong rows.
 
-    With transposed operands it finds the wrong columns. `bound` is one of `tolerance.BOUNDS`.
+    To find the wrong columns instead, pass `Operands.transposed()`: C^T is then checked, and `cols` are rows
+    of C. `bound` chooses the error bound, one of `tolerance.BOUNDS`.
     """
 
     def __init__(
@@ -108,8 +105,7 @@ class Check:
     def run(self) -> Found:
         """Compare C with the product of the operands.
 
-        The comparison stops if it finds columns of op(B) with an Inf or NaN. It is then repeated from the
-        start, with these columns excluded from the sums.
+        If columns of op(B) have an Inf or NaN, the comparison is repeated without these columns.
         """
         found = Found(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
@@ -179,7 +175,7 @@ class Check:
     def _add_left(self, rows: Rows, sums: Sums) -> None:
         """Add op(A) times `sums.values` to `rows.expected`, for the indices `sums.span` along k.
 
-        Also update `rows.terms` and `rows.bias`, from which the bound of the rounding errors is computed.
+        Also update `rows.terms` and `rows.bias`, which determine the error bound.
         """
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
@@ -273,7 +269,7 @@ class Check:
         return signs
 
     def _group(self, cols: Range) -> int:
-        """Return the number of the group that contains a range of columns."""
+        """Return the index of the group that contains a range of columns."""
         return int((cols[0] - self._cuts[0]) // self._blocks.group)
 
 
@@ -289,13 +285,12 @@ def _without_nonfinite(
 
     Args:
         found, before: the block of C, and the same block of the old C.
-        nonfinite: flags of the elements that must be nonfinite, because their row of op(A) or their column of
-            op(B) has an Inf or NaN.
-        overflow: flags of the elements whose sums could have overflowed. They may be Inf or NaN.
-        too_large: flags of the elements that could have overflowed C's dtype. They may be Inf.
+        nonfinite: flags of the elements whose row of op(A) or column of op(B) has an Inf or NaN.
+        overflow: flags of the elements that may be Inf or NaN, because a sum could have overflowed.
+        too_large: flags of the elements that may be Inf, because they could exceed C's dtype.
 
     Returns:
-        - `found` and `before`, with zeros for all elements that are nonfinite or must be nonfinite;
+        - `found` and `before`, with zeros for elements that cannot be compared;
         - flags of the rows with an element that is wrongly finite or wrongly nonfinite;
         - flags of the elements that were replaced by zeros.
     """

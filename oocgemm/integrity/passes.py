@@ -19,21 +19,17 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
 
-# Default number of elements that a thread reads at a time. It is also the maximum number of elements that the
-# thread passes to one call of the callback of `Passes.each`. (If a chunk is larger and cannot be read in
-# part, the thread reads the whole chunk.) A quarter of this number would fit into the L2 cache of a core. But
-# the calls would then be so short that threads wait for the GIL most of the time.
+# Default number of elements that a thread reads at a time, and passes to one call of the callback of
+# `Passes.each`. With fewer, the calls would be so short that threads mostly wait for the GIL.
 PIECE = 1 << 18
-# `Passes.each` calls the callback with one part of a matrix at a time. The number of columns of a part is
-# limited, so that the BLAS multiplies MIN_ROWS rows of it without starting other threads. The limit is at
-# least MIN_WIDTH and at most MAX_WIDTH columns. If `cuts` is given, the limit for parts with few rows is
-# larger, up to MAX_CUT_WIDTH columns, so that the calls are not too short.
+# `Passes.each` limits the columns of a part, so that the BLAS multiplies MIN_ROWS rows of it in one thread.
+# The limit is between MIN_WIDTH and MAX_WIDTH. If `cuts` is given, the limit for parts with few rows is up to
+# MAX_CUT_WIDTH, so that the calls are not too short.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
-# The type of the callback of `Passes.each`. Its arguments describe one part of a matrix: the range of its
-# rows, the range of its columns, and its elements in double precision. The last argument has the elements at
-# the same place in a second matrix; it is None if there is no second matrix.
+# The callback of `Passes.each`. Its arguments are the rows, the columns and the elements of one part of a
+# matrix, and the elements of the same part of a second matrix (None if there is none).
 Act = Callable[[Range, Range, Array, Array | None], None]
 
 
@@ -60,11 +56,10 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces, each to be read with one call of `read`.
+        """Cut a block into pieces. Yield the range of rows and the range of columns of each piece.
 
-        A piece has at least `min_elements` elements; at the edges of the block it may have fewer. The cuts
-        are at chunk borders, or between rows of a chunk if the store can read chunks in part. Yields the
-        range of rows and the range of columns of each piece.
+        A piece has at least `min_elements` elements, except at the edges of the block. It consists of whole
+        chunks or, if the store can read chunks in part, of rows of chunks.
         """
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
@@ -81,17 +76,16 @@ class Oriented:
     def piece_bytes(self, min_elements: int) -> int:
         """Return the memory, in bytes, that a thread needs for the largest piece and for decoding it."""
         height, width = self._cut_along(min_elements)
-        # If a unit (`_cut_along`) has fewer than `min_elements` elements, a piece consists of as many units
-        # as it takes to reach `min_elements`. It then has fewer than twice `min_elements` elements.
+        # A piece is one large unit (see `_cut_along`), or several units with fewer than 2 * `min_elements`
+        # elements together.
         elements = min(max(height * width, 2 * min_elements), self.matrix.shape[0] * self.matrix.shape[1])
         return elements * self.matrix.dtype.itemsize + self.matrix.layout.decode_bytes
 
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
-        """Return the shape (rows, columns), as stored, of the units that a matrix is read in.
+        """Return the shape (rows, columns), as stored, of the units from which `pieces` forms pieces.
 
-        `pieces` puts one or more units into a piece. A unit is a whole chunk if the store can read only whole
-        chunks. Otherwise it is some rows of a chunk: as many as have at most `min_elements` elements, but at
-        least one.
+        A unit is a whole chunk if the store can read only whole chunks. Otherwise it is one or more rows of a
+        chunk, with at most `min_elements` elements if possible.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))
@@ -139,17 +133,15 @@ class Passes:
     ) -> None:
         """Read a block of a matrix with several threads, and call `act` with each part of the block.
 
-        The threads call `act` at the same time, each with the parts that it has read.
+        Several threads call `act` at the same time. If a thread fails, all stop, and its error is raised.
 
         Args:
             x, rows, cols: the matrix, and the ranges of rows and columns of the block.
             act: the callback; None reads the block without a callback.
-            cuts: indices of columns that must not be in the same part as the column before them.
-            columns: if `act` multiplies each part by another matrix, the number of columns of that matrix.
-                Parts then have a shape that the BLAS multiplies in one thread.
+            cuts: columns at which a new part must begin.
+            columns: the number of columns of the matrix by which `act` multiplies each part. It limits the
+                size of the parts, so that the BLAS uses one thread per part.
             beside: another matrix, of which the same block is read and passed to `act`.
-
-        If threads fail, all threads stop, and the error of one of them is raised.
         """
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
@@ -233,8 +225,8 @@ class Passes:
     def _wide(self, thread: int, number: int, source: Oriented | None, part: Array) -> Array:
         """Return a part of a piece in double precision, and conjugated if `source` says so.
 
-        If the elements need no conversion, the result is `part` itself. Otherwise it is in a buffer of the
-        thread, which the thread's next call for the same matrix overwrites.
+        The result is `part` itself if it needs no conversion. Otherwise it is valid until the thread's next
+        call for the same matrix.
         """
         assert source is not None
         wide = wide_dtype(part.dtype)
@@ -252,8 +244,7 @@ class Passes:
     def _buffer(self, key: tuple[int, int], size: int) -> Array:
         """Return a buffer of at least `size` bytes for a key (thread, purpose).
 
-        Later calls with the same key return the same buffer if it is large enough. Its pages are then faulted
-        in only once.
+        Later calls with the same key reuse the buffer if it is large enough, which saves page faults.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < size:

@@ -20,8 +20,8 @@ MIN_SQUARES, MAX_SQUARES = 1e-270, 1e290
 DOUBLE = 2.0**-53
 # If m n k of a matrix product is at most this, OpenBLAS computes it in the calling thread.
 ONE_THREAD = 1 << 18
-# The error bound of a sum of elements with random signs, as a multiple of the 2-norm of their rounding
-# errors. `Rounding` gives the probability that the error of a correct sum is larger.
+# The error bound of a sum of elements with random signs, divided by the 2-norm of their rounding errors.
+# `Rounding` gives the probability that a correct sum exceeds the bound.
 MAX_DEVIATION = 8
 # Relative error that one operand gets when it is rounded, or truncated, to the precision of `--compute`.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
@@ -41,9 +41,9 @@ def gamma(n: float, u: float) -> float:
 def sum_error(n: float, u: float) -> float:
     """Return the relative error bound of a sum of n terms with unit roundoff u.
 
-    It is the smaller of `gamma(n, u)`, which always holds, and 6 sqrt(n) u. The latter holds with high
-    probability if the rounding errors have mean 0 (Higham and Mary, *A new approach to probabilistic rounding
-    error analysis*, 2019). If n is large, rounding errors that all have the same sign can exceed it.
+    It is the smaller of `gamma(n, u)` and 6 sqrt(n) u. The bound 6 sqrt(n) u holds with high probability if
+    the rounding errors have mean 0 (Higham and Mary, *A new approach to probabilistic rounding error
+    analysis*, 2019). It may fail for large n if the errors all have the same sign.
     """
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
@@ -51,22 +51,23 @@ def sum_error(n: float, u: float) -> float:
 class Rounding:
     """The error bound of a sum of elements of C with random signs.
 
-    A check computes such a sum from C, and predicts it from A and B. If C is correct, the two differ by more
-    than the error bound only with a small probability.
+    A check computes such a sum from C, and predicts it from A and B. If C is correct, these two values rarely
+    differ by more than the bound.
 
-    `chain` is the maximum number of successive rounded operations that compute one element of C.
-    `check_chain` is the number of successive rounded operations, in double precision, by which the check
-    computes and predicts a sum.
-
-    Let R be the vector of the rounding errors of the summed elements. Its 2-norm |R| is at most the relative
-    error bound of one element times the norm of |A| |B| over these elements. The error of the sum is the sum
-    of the elements of R with the same random signs. Its bound is T |R|, where T is `MAX_DEVIATION`. The signs
-    do not depend on R, so the probability that the error of a correct sum exceeds T |R| is small:
+    Let R be the vector of the rounding errors of the summed elements, |R| its 2-norm, and T `MAX_DEVIATION`.
+    The signs do not depend on R. So the probability that the error of a sum exceeds T |R| is small:
 
     - below exp(-T / e) with random signs on rows and columns (moments of a Rademacher chaos),
     - below 2 exp(-T^2 / 2) with random signs on columns only (Hoeffding's inequality).
 
-    The actual probability is much smaller, because rounding errors are much smaller than their bounds.
+    The error bound is T times an upper bound of |R|, which is usually far above |R|. The actual probability
+    is therefore much smaller.
+
+    Args:
+        problem: the product.
+        chain: maximum number of successive rounded operations that compute one element of C.
+        check_chain: number of successive rounded operations that compute and predict a sum, in double
+            precision.
 
     Attributes:
         alpha, beta: the scalars of the product, rounded to the accumulator's dtype.
@@ -76,14 +77,13 @@ class Rounding:
     beta: complex
 
     def __init__(self, problem: GemmProblem, chain: int, check_chain: int) -> None:
-        # If `problem.exact`, op(A) op(B) has no rounding errors. Only the epilogue (products by alpha and
-        # beta, and one addition) rounds. It computes in float64, whatever the accumulator's dtype.
+        # If `problem.exact`, only the epilogue rounds. It computes in float64.
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
         self._integer = numpy_dtype(problem.c_dtype).kind == "i"
         limits = np.finfo(accumulator)
         stored = limits if self._integer else limits_of(problem.c_dtype)
-        # A product of two complex numbers takes four real products. So each operation on complex numbers is
-        # counted as four rounded operations.
+        # An operation on complex numbers counts as four rounded operations, because a complex product takes
+        # four real products.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
             sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
@@ -125,13 +125,13 @@ class Rounding:
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
         """Return where the accumulator, and where the cast to C's dtype, could have overflowed.
 
-        Each of the two results has one flag per set of elements of C. If the flag of the accumulator is set,
-        an Inf or NaN in the set is no error. If the flag of the cast is set, an Inf is no error, but a NaN
-        is.
-
         Args:
-            product: for each set, the norm of |A| |B| over its elements.
+            product: for each set of elements of C, the norm of |A| |B| over these elements.
             norm: for each set, the result of the method `norm`.
+
+        Returns:
+            Two arrays with one flag per set. The first is set if the elements may be Inf or NaN, because the
+            accumulator could have overflowed. The second is set if they may be Inf because of the cast.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
@@ -175,8 +175,7 @@ def signed(x: Array, blocks: Array) -> Array:
     the shape (blocks, columns).
     """
     if blocks.dtype.kind == "c":
-        # Real and imaginary parts are summed separately. Otherwise einsum would convert the real signs to
-        # complex numbers, which takes twice as many multiplications.
+        # Otherwise einsum would convert the signs to complex numbers, and multiply twice as often.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))
@@ -185,8 +184,7 @@ def signed(x: Array, blocks: Array) -> Array:
 def add_product(c: Array, a: Array, b: Array) -> None:
     """Compute ``c += a @ b.T`` in parts so small that the BLAS uses only the calling thread.
 
-    All cores are busy with the run. If the BLAS used several threads, they would wait for one another many
-    times longer than the product takes.
+    More threads would make it slower, because all cores are busy with the run.
     """
     deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
     for left in range(0, a.shape[1], deep):

@@ -10,14 +10,14 @@ from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# `Sums.terms` is computed for a set of rows of op(B). If their norms differ by at most a factor of ALIKE, it
-# uses the largest norm for all of them. This saves time. It makes the error bound at most ALIKE times larger.
+# If the norms of some rows of op(B) differ by at most this factor, `Sums.terms` uses the largest for all of
+# them. This saves time, and makes the error bound at most ALIKE times larger.
 ALIKE = 2
-# The square of a norm between these limits neither overflows nor underflows. If a nonzero norm is outside,
-# norms are not squared.
+# `Sums.square` squares norms only if all of them are 0 or between these limits: other squares could overflow
+# or underflow.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# `Sums.terms` computes norms as roots of sums of squares. Squares may have underflowed if the result is below
-# MIN_SHARE times the largest norm of a row of op(B). An upper bound without squares then replaces the result.
+# If a result of `Sums.terms` is below MIN_SHARE times the largest norm of a row of op(B), squares may have
+# underflowed. The result is then replaced by an upper bound that needs no squares.
 MIN_SHARE = 1e-120
 
 
@@ -44,8 +44,8 @@ class Sums:
     def square(self) -> None:
         """Square the norms for the method `terms`, unless a square would overflow or underflow.
 
-        A column of ones is appended to the squares. When `terms` multiplies the squared elements of op(A) by
-        the array, this column gives the sum of squares of each row of op(A).
+        A column of ones is appended to the squares. With it, `terms` also gets the sum of squares of each row
+        of op(A), which is nonfinite if the row has an Inf or NaN.
         """
         self._largest = float(self.norms.max(initial=0))
         inside = (self.norms == 0) | ((self.norms > MIN_NORM) & (self.norms < MAX_NORM))
@@ -56,17 +56,15 @@ class Sums:
     def terms(self, x: Array, inside: slice) -> Array:
         """Return sqrt(sum_p |x_ip norms_pg|^2), or a larger value, for each row i of `x` and each group g.
 
-        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The expression
-        is the 2-norm of all products a_ip b_pj with these p and with the columns j of group g. Something else
-        is returned in these cases:
+        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The expression is
+        the 2-norm of the products a_ip b_pj over these p and over the columns j of group g. A value that may
+        be larger is returned in two cases:
 
-        - If the norms of each group differ by at most a factor of `ALIKE`, the group's largest norm replaces
-          the others. The result is at most `ALIKE` times too large. It is computed faster, without squares of
-          the elements of `x`.
-        - If squares of `norms` overflow or underflow, or products of squares underflow, the result is the
-          larger value sum_p |x_ip| norms_pg.
-        - If `x` has an Inf or NaN, the result is nonfinite. It can also be nonfinite if squares of `x`
-          overflow.
+        - If the norms of each group are alike, the largest one replaces the others. This is faster, and the
+          result is at most `ALIKE` times too large.
+        - If squares could overflow or underflow, the result is sum_p |x_ip| norms_pg.
+
+        The result is nonfinite if `x` has an Inf or NaN, or if squares of `x` overflow.
         """
         sizes = self.norms[inside]
         largest = sizes.max(axis=0)
@@ -91,10 +89,9 @@ class Rows:
     Attributes:
         span: the range of rows.
         expected: the products, one column per vector.
-        terms: for each row and each group of columns of C, the 2-norm of the products that its elements add
-            up (`Sums.terms`).
-        bias: for each row and group, an estimate that is 0 if the terms a_ip b_pj have random signs. It is
-            positive if most of them have the same sign (`bias_of`).
+        terms: for each row i and each group of columns j of C, the 2-norm of all terms a_ip b_pj
+            (`Sums.terms`).
+        bias: for each row and group, the result of `bias_of`: positive if most terms have the same sign.
         nonfinite: flags of the rows of op(A) with an Inf or NaN.
     """
 
@@ -108,26 +105,28 @@ class Rows:
     def add_final_bias(self) -> None:
         """Replace `bias` by the estimate from sums over the whole of k, where that is larger.
 
-        Until this call, `bias` is estimated from sums over parts of k. A part may be too short to show that
-        most terms have the same sign.
+        The earlier estimates are from parts of k, which may be too short to show a common sign of the terms.
         """
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
 def bias_of(sums: Array, terms: Array) -> Array:
-    """Estimate by how much partial sums exceed their size for terms a_ip b_pj with random signs.
+    """Estimate by how much larger partial sums of op(A) op(B) are than sums of terms with random signs.
 
-    A partial sum is an element of op(A) op(B) summed over a part of k. For each row i and each group of
-    columns of C, consider the vector of the partial sums. `terms` is about the 2-norm that this vector has if
-    the terms have random signs. If most terms have the same sign, the 2-norm is larger, and so are the
-    rounding errors.
+    A term is a product a_ip b_pj. A partial sum adds the terms of one element (i, j) over a part of k. If
+    most terms have the same sign, partial sums are larger, and so are their rounding errors.
 
-    `sums` has the products of each vector with `VECTORS` random sign vectors. The mean of their absolute
-    values is about 0.8 times the 2-norm, with a standard deviation of 0.2 times the 2-norm. The estimate of
-    the 2-norm is therefore 1.25 times this mean. The function returns the estimate minus 2.5 times `terms`,
-    or 0 if that is negative. The factor is 2.5 and not 1, because random signs too can give an estimate
-    above `terms` by chance.
+    Args:
+        sums: for each row i and each group of columns, the products of the partial sums with `VECTORS`
+            vectors of random signs.
+        terms: for each row and group, the 2-norm of the terms. The partial sums have about the same 2-norm if
+            the terms have random signs.
+
+    Returns:
+        For each row and group, the 2-norm of the partial sums, estimated from `sums`, minus 2.5 times
+        `terms`; 0 if that is negative. The factor 2.5 allows for the error of the estimate.
     """
+    # The mean of the absolute values of `sums` is about 0.8 times the 2-norm of the partial sums.
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))
 

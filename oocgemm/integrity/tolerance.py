@@ -8,33 +8,31 @@ where C_i are the elements of row i in the group. The symbols are:
     c       the number of successive rounded additions that compute one element of C
     S_ij    sum_p (a_ip b_pj)^2, the sum of the squared terms of C_ij
 
-There are two bounds, and the user chooses one of them. For one sum, each holds with a probability of at least
-1 - 2 exp(-t). The value of t grows with the number of sums, so that a whole check of a correct C fails with a
-probability of at most `FALSE_ALARM`.
+There are two bounds, and the user chooses one of them. Each holds for one sum with a probability of at least
+1 - 2 exp(-t). The value of t depends on the number of sums: the probability that the check of a correct C
+fails is at most `FALSE_ALARM`.
 
-*Probabilistic.* Source: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
-*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020). The
-model takes the errors of single operations to be independent, with mean 0, and uniform over their interval.
-The error of one operation is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the partial sum that
-was rounded. If the terms have no bias in sign, s has the size of a random walk, sqrt(S_ij). This holds for
-any order of summation, with or without FMA. Hoeffding's inequality for R, and again for y, gives the tail of
-a product of two sub-Gaussian variables:
+*Probabilistic.* Sources: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019);
+*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020).
+The errors of single operations are assumed to be independent and uniformly distributed, with mean 0. The
+error of one addition is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the rounded partial sum. If
+the terms have random signs, s is about sqrt(S_ij), in any order of summation. Hoeffding's inequality, applied
+to R and to y, gives
 
     |y^T R_i|  <=  t u sqrt(c / 3) sqrt(sum_j S_ij)
 
-If most terms have the same sign, partial sums are larger than a random walk, and rounding errors may repeat.
-(Sums of equal numbers are the extreme.) The check therefore measures by how much partial sums are larger than
-a random walk: this is `bias`. It adds a second summand to the bound: `bias` times min(gamma_c, 6 sqrt(c) u)
-times sqrt(2 t). Here gamma_c is c u / (1 - c u), and the factor sqrt(2 t) is due to the random signs.
+If most terms have the same sign, partial sums are larger, and their rounding errors may repeat. The check
+therefore estimates by how much partial sums exceed those of random signs (`sign_sums.bias_of`), and adds to
+the bound sqrt(2 t) times this estimate times min(gamma_c, 6 sqrt(c) u), with gamma_c = c u / (1 - c u).
 
 *Worst case.* |R_ij| <= gamma_c (|A| |B|)_ij, whatever the errors of single operations are (Higham, *Accuracy
-and Stability of Numerical Algorithms*, 2002, section 3.5). Only y is random here, and the check chooses it:
+and Stability of Numerical Algorithms*, 2002, section 3.5). Only y is random here:
 
     |y^T R_i|  <=  sqrt(2 t) |R_i|
 
 With a reduced precision (tf32, bf16), the operands are rounded before the product, and both bounds get
-another summand. The error of an element of A affects its whole row of C, so the errors within the row are not
-independent. If the device truncates the operands, all these errors have the same sign.
+another summand. It is larger than for independent errors, because the error of an element of A affects its
+whole row of C.
 """
 
 from math import log, sqrt
@@ -51,8 +49,7 @@ from oocgemm.planning.integers import EXACT_LIMIT
 BOUNDS = ("probabilistic", "worst-case")
 # Maximum probability that a check fails although C is correct.
 FALSE_ALARM = 1e-6
-# Maximum number of rounded operations on an element of C after its products have been added up: products by
-# alpha and beta, one addition, and casts.
+# Maximum number of rounded operations of the epilogue on one element of C.
 EPILOGUE = 8
 
 
@@ -73,8 +70,7 @@ class SumTolerance(Rounding):
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
         super().__init__(problem, k, k + 2 * elements)
         self._probabilistic = bound == "probabilistic"
-        # An element of |A| |B| is a sum of k terms. By the Cauchy-Schwarz inequality, it is at most sqrt(k)
-        # times the 2-norm of these terms.
+        # By the Cauchy-Schwarz inequality, a sum of k terms is at most sqrt(k) times their 2-norm.
         self._terms = sqrt(k)
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
@@ -113,9 +109,8 @@ class SumTolerance(Rounding):
         All arguments have one value per sum.
 
         Args:
-            terms: 2-norms of the terms a_ip b_pj that all summed elements of C consist of. In the docstring
-                of this module, such a norm is sqrt(sum_j S_ij).
-            bias: the results of `sign_sums.bias_of`: 0 unless most terms a_ip b_pj have the same sign.
+            terms: 2-norms of all terms a_ip b_pj of the summed elements of C: sqrt(sum_j S_ij).
+            bias: the results of `sign_sums.bias_of`: 0 unless most terms have the same sign.
             old: norms of the old C over the summed elements.
             stored: norms of C, as stored, over the summed elements.
             elements: numbers of summed elements.

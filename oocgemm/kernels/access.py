@@ -37,9 +37,9 @@ def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the number of sectors of A and B that a kernel loads if its thread blocks compute tiles of C.
+    """Return the number of sectors of A and B that a kernel loads if each thread block loads them once.
 
-    A tile has `rows` x `cols` elements. Each thread block loads its rows of op(A) and its columns of op(B)
+    A thread block computes `rows` x `cols` elements of C. It loads its rows of op(A) and its columns of op(B)
     once, with coalesced accesses.
     """
     return (m * k * -(-n // cols) + k * n * -(-m // rows)) * itemsize // SECTOR
@@ -48,9 +48,8 @@ def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -
 def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
     """Return the number of sectors of A and B that a kernel loads if each thread computes one element of C.
 
-    A warp has 32 threads, which compute 32 / cols rows and `cols` columns of C; `cols` above 32 counts as 32.
-    For each index along k, the warp loads one element of op(A) per row, each from another sector. It also
-    loads `cols` contiguous elements of op(B).
+    A warp computes 32 / cols rows and `cols` columns of C (32 if `cols` is larger). For each index along k,
+    it loads one element of op(A) per row, each from another sector, and `cols` contiguous elements of op(B).
     """
     cols = min(cols, WARP)
     rows = WARP // cols
@@ -59,10 +58,10 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 
 
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
-    """Return the cycles that bank conflicts add to the worst of several accesses to shared memory.
+    """Return the cycles that bank conflicts add to the worst of several accesses of a warp to shared memory.
 
-    An access is described by a function. Its argument is the number of a thread in its warp, from 0 to 31.
-    Its result is the index of the element that this thread accesses. Elements have `itemsize` bytes.
+    A pattern describes one access: it maps each thread of the warp, 0 to 31, to the index of the element that
+    the thread accesses.
 
     >>> [conflicts(4, lambda thread: stride * thread) for stride in (0, 1, 32, 33)]
     [0, 0, 31, 0]
@@ -73,8 +72,8 @@ def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
 
 
 def _extra_cycles(itemsize: int, pattern: Callable[[int], int]) -> int:
-    # The hardware serves half a warp at a time if elements have 8 bytes, and a quarter if they have 16 bytes.
-    # Only threads that are served together can conflict.
+    # Only threads that are served at the same time can conflict: a warp for elements of up to 4 bytes, half a
+    # warp for 8 bytes, and a quarter for 16 bytes.
     together = WARP * WORD // max(WORD, itemsize)
     extra = 0
     for first in range(0, WARP, together):

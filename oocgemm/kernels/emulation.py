@@ -10,8 +10,7 @@ from functools import lru_cache
 from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap, blocks
 from oocgemm.planning.emulation import LEVELS, residues
 
-# Macros of ozaki_multiply.cu, which explains them. STAGES is the number of buffers in shared memory. GROUP is
-# the number of pairs of tiles that are computed one after the other, so that they share data in the L2 cache.
+# Macros of ozaki_multiply.cu, which explains them.
 STAGES, GROUP = 4, 8
 # Rows and columns of C that a cluster of two thread blocks computes.
 _TILE = 256, 256
@@ -55,8 +54,8 @@ def multiply_launch(device: Device, rows: int, columns: int, number: int) -> Lau
 def planes_map(address: int, ld: int, rows: int, number: int, plane: int) -> TensorMap:
     """Return the tensor map with which ozaki_multiply.cu reads the residues of A or B.
 
-    There is one plane (an int8 matrix) per modulus. `number` is the number of planes, `rows` their rows, `ld`
-    the bytes per row, and `plane` the bytes from one plane to the next.
+    A plane is the int8 matrix of one residue. `number` is the number of planes, `rows` their rows, `ld` the
+    bytes per row, and `plane` the bytes from one plane to the next.
     """
     return TensorMap("int8", address, (ld, rows, number), (ld, plane), (128, _BOX, 1), 128)
 

@@ -4,8 +4,8 @@ Several `Kernel` objects have the name `tensor`: they use different instructions
 alignments of A and B. `registry.choose` takes the first one in `FAST` that accepts a product. The last one
 for each dtype and precision accepts every product, unless its grid would need 2^31 thread blocks or more.
 
-Each `Kernel` has one or more sets of parameters (`variants`), which its CUDA source explains. On an H200, the
-first set was the fastest for most shapes, and each other set was the fastest for some of them.
+The CUDA sources explain the parameters. On an H200, a kernel's first set of parameters (`variants`) was the
+fastest for most shapes, and each other set for some.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,7 @@ from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
 from oocgemm.planning import DTYPES, Op
 
 _FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-# A CUDA grid has fewer thread blocks than this along x. The kernels that use TMA take only m, n and k below
-# this.
+# A CUDA grid has fewer thread blocks than this along x. Kernels that use TMA need m, n and k below this.
 _LIMIT = 2**31
 
 
@@ -26,10 +25,10 @@ def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
 def _tiled(
     rows: str, cols: str, threads: Callable[[Params], int], shared: Callable[[Call, Params], int]
 ) -> Callable[[Call, Params], Launch]:
-    """Return a function that computes the launch of a kernel with one thread block per tile of C.
+    """Return a function that computes the launch of a kernel from a call and its parameters.
 
-    A tile is `params[rows]` x `params[cols]` elements. `threads` and `shared` compute the threads and the
-    bytes of shared memory per block.
+    A thread block computes `params[rows]` x `params[cols]` elements of C. `threads` and `shared` compute its
+    threads and its bytes of shared memory.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -88,8 +87,8 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
 def _swaps(call: Call) -> bool:
     """Return whether tensor_wgmma computes C^T = op(B)^T op(A)^T instead of C.
 
-    For tf32, wgmma needs its second operand K-major (contiguous along k) in shared memory. If B is stored
-    contiguous along n, the kernel computes C^T, whose second operand is A.
+    For tf32, wgmma needs a second operand that is contiguous along k. If op(B) is contiguous along n, the
+    kernel computes C^T, where op(A)^T is the second operand.
     """
     return call.dtype == "float32" and not call.op_b.swaps
 
@@ -104,8 +103,7 @@ def _wgmma(call: Call, p: Params) -> Launch:
     rows, cols = (call.n, call.m) if _swaps(call) else (call.m, call.n)
     tiles = blocks(rows, x * p["CLUSTER"]) * blocks(cols, y)
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
-    # Bytes of shared memory: per stage, a part of each operand and two barriers of 8 bytes; two more
-    # barriers; and 1024 bytes to align the stages.
+    # Bytes: per stage, a part of each operand and two 8-byte barriers; then two barriers; 1024 to align.
     shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
 
@@ -122,8 +120,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    # The thread blocks of a cluster need the same rows of one operand. Each thread block copies an equal part
-    # of these rows for all of them. From here on, `y` is the number of rows in this part.
+    # All thread blocks of a cluster need the same `y` rows of one operand, and each copies an equal part.
     y //= p["CLUSTER"]
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies
@@ -216,8 +213,8 @@ def _mma_params(tile_n: int, warps: int, copy: int, resident: int) -> Params:
 def _mma_entry(dtypes: tuple[str, ...], compute: str, *variants: Params) -> Kernel:
     """Return a `Kernel` with the source tensor_mma.cu.
 
-    It needs A and B to be aligned to as many bytes as it copies at once, the parameter COPY. So `FAST` has
-    several of these kernels, with smaller and smaller COPY.
+    The parameter COPY is the number of bytes that it copies at once, to which A and B must be aligned. So
+    `FAST` has several of these kernels, with smaller and smaller COPY.
     """
     return Kernel(
         name="tensor",
@@ -301,8 +298,8 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            # Here each of two warpgroups computes a tile of its own. One can write its tile while the other
-            # multiplies. These parameters are the fastest if k is small.
+            # The fastest parameters if k is small: each of two warpgroups computes its own block of C, and
+            # can write this block while the other warpgroup multiplies.
             _wgmma_params(128, 2, 1, 7, 2, 8, 1),
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),

@@ -12,9 +12,9 @@ from oocgemm.planning import DTYPES, Op
 
 
 def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callable[[Call, Params], Launch]:
-    """Return a function that computes the launch of a kernel with one thread block per tile of C.
+    """Return a function that computes the launch of a kernel from a call and its parameters.
 
-    A tile is `params[rows]` x `params[cols]` elements. `threads` computes the threads per block.
+    A thread block computes `params[rows]` x `params[cols]` elements of C. `threads` computes its threads.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -29,14 +29,12 @@ def _tile_model(
 ) -> Callable[[Call, Params], Access]:
     """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
 
-    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time. If A
-    or B is transposed, the kernel writes columns of these parts to shared memory. The bank conflicts of such
-    writes are predicted too.
+    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time.
 
     Args:
         rows, cols, depth: the names of the kernel's parameters that have these extents.
-        reads: takes the parameters of the kernel. Returns one function per kind of read of shared memory,
-            which gives the index of the element that each thread of a warp reads (see `conflicts`).
+        reads: returns, for the kernel's parameters, the patterns in which a warp reads shared memory (see
+            `conflicts`).
     """
 
     def model(call: Call, params: Params) -> Access:
@@ -64,8 +62,8 @@ def _naive_model(call: Call, params: Params) -> Access:
 def _liang_opt_model(call: Call, params: Params) -> Access:
     """Predict the memory accesses of liang_opt.
 
-    A thread block computes W x H elements of C. It copies only its part of A to shared memory, where all
-    threads of a warp read the same element at a time. Each thread reads its column of B from device memory.
+    Only A is copied to shared memory, where all threads of a warp read the same element at a time. Each
+    thread reads its column of B from device memory.
     """
     return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
 

@@ -24,10 +24,9 @@ def names() -> tuple[str, ...]:
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
     """Return a kernel named `name` that can run a call, and the parameters to run it with.
 
-    Several kernels can have the same name. A kernel has several sets of parameters (`Kernel.variants`). If
-    `wanted` is one of its sets, the kernel is tried with this set. If no kernel can run the call in this way,
-    all kernels named `name` are tried with their default sets. The first one that can run the call is
-    returned.
+    Several kernels can have the same name. First, those that have the parameters `wanted` (one of their
+    `Kernel.variants`) are tried with them. Then all are tried with their default parameters. The first kernel
+    that can run the call is returned.
 
     Raises:
         InputError: no kernel with this name accepts the call; the message has the reasons.
@@ -46,9 +45,8 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
 
-    Steps at the edges of the matrices, with smaller extents, are checked too. If `name` is not a kernel of
-    the ladder, for example "cublas", nothing is checked. `device` is the GPU that the steps are checked for;
-    a caller without a GPU leaves it at the default, an H200.
+    The smaller steps at the edges of the matrices are checked too. If `name` is not a kernel of the ladder,
+    for example "cublas", nothing is checked. `device` is the GPU that shall run the plan.
     """
     if name not in names():
         return

@@ -152,16 +152,15 @@ class Kernel:
         name: the name for `--kernel NAME`.
         source: the name of the CUDA source, `SOURCE.cu`.
         dtypes: dtypes of A and B that it multiplies.
-        variants: sets of parameters, which are macros of the source; the first is the default.
+        variants: sets of parameters (macros of the source); the first set is the default.
         launch: returns the launch for a call.
         entry: the name of the CUDA function; by default that of the source.
         compute: the precisions that it computes in: "native", or reduced ones such as "tf32".
-        archs: the GPU architectures that the tests compile it for. One with a final "a", such as "sm_90a",
-            allows the kernel on this architecture only. One without it, such as "sm_80", allows the kernel
-            on this and all newer architectures.
+        archs: GPU architectures that can run it, for which the tests compile it. "sm_90a" stands for this
+            architecture only, but "sm_80" for this and all newer ones.
         refuses: returns why the kernel cannot run a call (for example, TMA needs another alignment), or None.
-        parts: splits a call into calls that are launched one after the other; by default there is only one.
-        macros: returns macros of the source, beside the parameters, for a dtype, op(A) and op(B).
+        parts: splits a call into calls that are launched one after the other; by default, one.
+        macros: returns further macros of the source for a dtype, op(A) and op(B).
         maps: returns the tensor maps of A and B, which the kernel takes before `Arguments`; None for a kernel
             without TMA.
         instruction: a machine instruction that the compiled kernel must contain; a test checks this.

@@ -1,8 +1,8 @@
 """Store the results of `oocgemm tune`, and choose a kernel from them.
 
 Products are divided into three classes of shapes: "square", "update" and "thin" (`shape_class`). For each
-GPU, dtype, precision and class, the results have the best parameters of each kernel, and the rate with them.
-There is one file per GPU, in the cache directory that has the files of `oocgemm calibrate` too.
+dtype, precision and class, the results have the best parameters of each kernel, and its rate with them. There
+is one file per GPU, in oocgemm's cache directory.
 """
 
 import json
@@ -68,8 +68,8 @@ class Tuning:
     ) -> tuple[str, Params | None]:
         """Return the name of the kernel to use, and its best parameters (None if they were not measured).
 
-        `kernel` is a name or "auto". The latter gives the fastest kernel that was measured for this dtype and
-        class of shapes, or cuBLAS if none was.
+        `kernel` is a name or "auto", for the fastest kernel that was measured for this dtype, precision and
+        class of shapes. If none was measured, "auto" gives cuBLAS.
         """
         found = self.rungs.get(measured_as(dtype, compute), {}).get(shape_class(*shape), {})
         if kernel == "auto":

@@ -3,36 +3,30 @@
 The method is algorithm-based fault tolerance. Source: Huang and Abraham, *Algorithm-based fault tolerance for
 matrix operations* (1984).
 
-A tile of C is the sum over p of products A_p B_p. A_p and B_p are panels: the blocks of op(A) and op(B) that
-one step multiplies. The tile is checked in blocks of about 128 x 128 elements. Let C be one block, C0 its old
-content, and A_p and B_p the rows and columns of the panels that contribute to it. Let x and y be vectors of
-random signs, +1 or -1: x has one per row of the block, y one per column. Then
+A tile is checked in blocks of about 128 x 128 elements. Let C be one block and C0 its old content. Step p
+computes the product A_p B_p, where A_p and B_p are the rows and columns of its two panels that belong to the
+block. The vectors x and y have one random sign (+1 or -1) per row and per column of the block. Then
 
     x^T C y  =  alpha sum_p (x^T A_p) (B_p y)  +  beta x^T C0 y
 
 The vectors x^T A_p and B_p y are the checksums of the panels. They are computed once per panel:
 
-- On the host backend, the threads that read a panel compute its checksums from the data as it arrives. If the
-  panel is damaged in memory later, the checksums are still right.
-- A GPU has faster memory, so it computes the checksums itself, after the panel's upload (`checksums.device`).
-  If the panel is damaged before that, its checksums are those of the damaged panel. So host and GPU both
-  compute a digest of every 64th row of the panel, and the two digests are compared. This does not detect
-  damage in the other rows.
+- On the host backend, the threads that read a panel compute its checksums from the data as it arrives. Later
+  damage to the panel in memory is therefore detected.
+- A GPU computes the checksums after the panel's upload (`checksums.device`). To detect earlier damage, host
+  and GPU both compute a digest of every 64th row of the panel. Earlier damage to other rows is not detected.
 
-Except for such damage, the digests or the two sides of the equation differ if something damages a panel in
-memory or in transit, the accumulator of a tile, or a strip (some rows of the finished tile) during its
-download. Each strip is checked in the buffer that it is then written from. Wrong data from storage is not
-detected here. `oocgemm verify` detects it, because it reads A and B again.
+The check also detects damage to the accumulator and to a strip during its download. Each strip is checked in
+the buffer from which it is written. Wrong data from storage is not detected here, but by `oocgemm verify`,
+which reads A and B again.
 
-The two sides also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. The bound grows with
-the number of additions per element of C, and with the norm of |A| |B| in the block. That norm is at most the
-sum over p of |A_p| |B_p|, where |A_p| and |B_p| are Frobenius norms. If a block exceeds its bound, its tile
-is computed again and checked with other signs. Errors below the bound pass. A larger error in a single
-element is detected with any signs.
+The two sides of the equation also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. If
+the difference exceeds the bound, the tile is computed again and checked with other signs. Smaller
+differences pass. An error of a single element is detected with any signs if it is well above the bound.
 
-If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
-columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
-overflowed. Only this pattern is checked in blocks with nonfinite elements.
+Blocks with nonfinite elements are checked only for the positions of these elements. If a row of op(A) or a
+column of op(B) has an Inf or NaN, the whole row or column of C must be nonfinite. All other elements must be
+finite, unless C0 is nonfinite there or a sum could have overflowed.
 """
 
 import threading
@@ -60,11 +54,10 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """The checks of all strips of C that one run writes. A strip is some rows of a finished tile.
+    """The checks of all strips of C that one run writes.
 
-    `summing` computes the checksums on the device. If it is None, the host computes them. A run that repeats
-    failed tiles passes the failed strips as `only`. It then checks and writes these alone, because the store
-    already has the other strips of the same tiles.
+    `summing` computes the checksums on the device. If it is None, the host computes them. If `only` is given,
+    only these strips are checked and written. A run that repeats tiles passes the strips that failed.
     """
 
     def __init__(
@@ -81,11 +74,10 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # `Rounding` takes two numbers of successive rounded operations. The first is for an element of C:
-        # `depth` operations in a panel (`depth` is the panel's extent along k), and two per panel, a scaling
-        # and an addition. The second is for checksums: `depth` operations in a panel, one addition per panel,
-        # and 4 * SIDE. That is SIDE for the sum over the rows of a block, and SIDE for the sum over its
-        # columns, for each of the two checksums that are compared.
+        # The arguments are maximum numbers of successive rounded operations. For an element of C, each step
+        # takes one per index along k (`depth`), and two to scale the product and add it to the accumulator.
+        # For a checksum, a step takes one addition after the product. Each of the two compared checksums sums
+        # over at most SIDE rows and SIDE columns of a block.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
@@ -94,7 +86,7 @@ class Checks:
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
         """Run a Read and compute its checksums; or check a strip of C and, if it is correct, run its Write.
 
-        Returns False if the strip failed its check, so that the store does not have it; otherwise True.
+        Returns False if the strip failed its check and was not written; otherwise True.
         """
         if operation.kind is Kind.READ:
             self._sums.read(staging, operation, columns)
@@ -115,28 +107,25 @@ class Checks:
     def submit(self, operation: Operation) -> None:
         """Prepare the check of an operation that is being submitted to the device.
 
-        If the host computes the checksums, they are updated for the operation. If a GPU computes them, the
-        digests that the operation's data must have are recorded.
+        If the host computes checksums, update them. If a GPU does, record the digests that it must find.
         """
         self._sums.submit(operation)
 
     def failing(self) -> Plan:
-        """Return a plan that computes again only the tiles of which a strip (some rows) failed its check."""
+        """Return a plan that computes again only the tiles of which a strip failed its check."""
         tiles = {tile for tile, _ in self.failed}
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
         """Return the results and the cost of the checks, for the report.
 
-        If tiles were recomputed, `again` has the checks of the second run. Its blocks and its times on host
-        threads are added to those of this run.
+        If tiles were recomputed, `again` has the checks of the second run, which are counted too.
 
-        Returns a dictionary. Three of its keys need an explanation; the others say what they count or time:
+        Returns a dictionary. Some of its keys:
 
-        - "undecided": the number of blocks whose sums are nonfinite, so that only the positions of their
-          nonfinite elements were checked.
-        - "seconds": the time in which at least one host thread was checking. "thread_seconds" is the sum of
-          the times of all host threads.
+        - "undecided": the number of blocks in which only the positions of nonfinite elements were checked.
+        - "seconds": the time in which at least one host thread was checking.
+        - "thread_seconds": the checking time of all host threads together.
         - "tier": "host" or "device", where the checksums were computed.
         """
         runs = [self] if again is None else [self, again]
@@ -200,10 +189,9 @@ class Checks:
         """Return, for each block of a strip of C, whether its nonfinite elements are where they must be.
 
         - An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN.
-        - It may be nonfinite if its row of the old C has an Inf or NaN. It may also be nonfinite in blocks
-          that `overflow` flags, because sums could have overflowed there.
-        - It may be Inf, but not NaN, in blocks that `too_large` flags, because results could have exceeded
-          the range of C's dtype there.
+        - It may be nonfinite if its row of the old C has an Inf or NaN.
+        - It may be nonfinite if `overflow` is set for its block: its sum could have overflowed.
+        - It may be Inf, but not NaN, if `too_large` is set for its block: it could exceed C's dtype.
         - All other elements must be finite.
         """
         a, b, old = strip.nonfinite

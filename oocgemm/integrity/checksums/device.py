@@ -1,11 +1,8 @@
 """Check C with checksums that a device computes, and with digests that detect damage to their input.
 
-A panel is a block of op(A) or op(B) that one step multiplies. The host computes a digest (a hash) of each
-panel that it reads. The device computes the digest of the panel again, and its checksums, from the data that
-arrived in device memory. Each Multiply compares, for both of its panels, the digest of the host with that of
-the device. If they differ, it marks its results as damaged.
-
-A strip (some rows of a finished tile of C) travels in the other direction: the device computes its digest
+The host computes a digest of each panel that it reads. The device computes the digest again, and the
+checksums, from the data in device memory. Each Multiply compares the digests of host and device for its two
+panels. If they differ, it marks its results as damaged. For a strip of C, the device computes the digest
 before the download, and the host compares it afterwards.
 
 The digest of a stored matrix is a sum over its rows r and the 32-bit words j of a row::
@@ -13,26 +10,23 @@ The digest of a stored matrix is a sum over its rows r and the 32-bit words j of
     sum of u_r v_j w_rj  modulo 2^32
 
 Word w_rj is read in big-endian order: its first byte in memory is its highest. The weights u_r and v_j are
-odd pseudorandom numbers, the same in every run. The sum is exact, so any order of summation gives the same
-digest.
+odd pseudorandom numbers, the same in every run. Threads may add in any order, because the sum is exact.
 
-The digest of a strip covers every row. The digest of a panel covers only the rows r that are multiples of 64:
-for all rows, the host would need as long as for copying the panel, or longer. Damage in the other rows of a
-panel is not detected if it happens before the device computes the checksums.
+The digest of a strip covers every row. The digest of a panel covers every 64th row, because all rows would
+take the host as long as copying the panel. If other rows are
+damaged before the device computes the checksums, this is not detected.
 
-What a digest detects in the rows that it covers depends on the damage:
+In the rows that it covers, a digest detects:
 
-- Damage to a single word is always detected: an odd weight times a nonzero difference is not 0 modulo 2^32.
-- If two words are damaged, let 2^s and 2^t be the highest powers of two that divide the differences between
-  the right and the damaged words. The damage is always detected if s and t differ. If they are equal, it is
-  missed with a probability of 2^(t - 31).
-- Unrelated data in place of the matrix, such as another panel, is missed with a probability near 2^-32.
+- Damage to a single word: always, because an odd weight times a nonzero difference is not 0 modulo 2^32.
+- Flipped signs of two elements, on a little-endian machine: except with a probability of 2^-24 for float32,
+  and of at most 2^-8 for 16-bit dtypes.
+- Unrelated data, such as another panel: except with a probability near 2^-32.
 
-On a little-endian machine, the big-endian order moves signs and exponents to low bits of words, where t is
-small. Two flipped signs of float32 elements (t = 7) are missed with a probability of 2^-24. Two flipped signs
-of 16-bit elements in even columns (t = 23) are missed with a probability of 2^-8. Damage that only flips the
-highest bits of two words (t = 31) is always missed. The highest bit of a word is the lowest exponent bit of a
-bfloat16 element in an even column; for other floating-point dtypes, it is a bit of the fraction.
+In general, let 2^s and 2^t be the highest powers of two that divide the changes of two damaged words. The
+damage is detected if s and t differ, and missed with a probability of 2^(t - 31) if they are equal. So two
+flipped highest bits (t = 31) are always missed. Big-endian order moves signs and exponents to low bits of
+words on a little-endian machine, where t is small.
 """
 
 import threading
@@ -59,9 +53,8 @@ _MODULUS = 1 << 32
 class Weights:
     """The random odd weights of a digest.
 
-    A digest is a hash of a stored matrix: the weighted sum of its 32-bit words, modulo 2^32. Each row has a
-    random odd number, and so has each position of a word in a row. The weight of a word is the product of the
-    number of its row and the number of its position.
+    The digest is a weighted sum of 32-bit words. `rows` has a random odd number per row, and `words` one per
+    word of a row. The weight of a word is the product of these two numbers.
     """
 
     def __init__(self, rows: int, words: int) -> None:
@@ -73,15 +66,13 @@ class Weights:
     def digest(self, piece: Array, top: int, left: int, every: int) -> int:
         """Return the digest of one piece of a matrix.
 
-        The digest of the matrix is the sum of the digests of its pieces, modulo 2^32. It covers only rows
-        whose index in the matrix is a multiple of `every`. The piece begins at row `top` and column `left` of
-        the matrix.
+        The piece begins at row `top` and column `left` of the matrix. Only rows whose index in the matrix is
+        a multiple of `every` are hashed. The digest of the matrix is the sum over its pieces, modulo 2^32.
         """
         skipped, total = -top % every, 0
         rows = self.rows[top + skipped : top + len(piece) : every]
         for first, words in in_words(piece[skipped::every], left):
-            # The words may be unaligned, and their byte order may differ from the processor's. einsum accepts
-            # both: it converts the words in a buffer.
+            # einsum accepts words that are unaligned or in a foreign byte order
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
         return total % _MODULUS
@@ -90,8 +81,8 @@ class Weights:
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Cut the rows of a piece of a matrix into 32-bit words.
 
-    Words are counted from the start of a row of the whole matrix; the piece begins at column `left` of it. If
-    the piece contains only some bytes of a word, the other bytes are taken as zeros.
+    Words are counted from the start of a row of the matrix. The piece begins at column `left`. If it contains
+    only some bytes of a word, the other bytes are taken as zeros.
 
     Yields:
         The index of the first word within a row of the matrix, and an array of words of shape (rows, words).
@@ -111,10 +102,10 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run on a GPU. The GPU computes them. Both GPU and host compute digests.
+    """The checksums of one run, computed by a GPU. GPU and host both compute digests.
 
-    `summing` is the interface to the GPU. Each host thread appends the intervals (start, end) in which it
-    computes digests, in nanoseconds, to `busy`.
+    `summing` is the interface to the GPU. Host threads append the intervals in which they compute digests,
+    (start, end) in nanoseconds, to `busy`.
     """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
@@ -122,8 +113,7 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*digest_weights(plan.problem, plan.tile))
-        # `_digests` has the digest that the content of each slot must have, `_old` that of each strip of the
-        # old C after its upload.
+        # The digests that the content of each slot, and each uploaded strip of the old C, must have.
         self._digests: dict[Slot, int] = {}
         self._old: dict[tuple[Tile, Range], int] = {}
         self._busy = busy
@@ -133,9 +123,8 @@ class DeviceSums:
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
         """Run a Read and compute the digest of the data that it reads.
 
-        For C, each reading thread computes the digest of the part that it has read, and the digests are
-        added. For A and B, the calling thread computes the whole digest after the Read. That digest covers so
-        few rows that the calls for single parts would take longer than the computation.
+        For C, each reading thread computes the digest of what it has read. For A and B, the calling thread
+        computes the digest after the Read, which is faster because the digest covers few rows.
         """
         digest = self._digest(operation)
         if operation.operand == "C":
@@ -148,8 +137,8 @@ class DeviceSums:
     def submit(self, operation: Operation) -> None:
         """Record which digests the device must find when it executes an operation.
 
-        An Upload's target must have the same digest as its source. Before a Multiply, the digests that its
-        two panels must have are passed to the device. Call this method whenever an operation is submitted.
+        For an Upload, the source's digest is recorded for the target. For a Multiply, the digests of its two
+        panels are passed to the device. Call this method before each operation is submitted.
         """
         if operation.kind is Kind.UPLOAD:
             digest = self._digests[operation.reads[0].slot]
@@ -164,8 +153,7 @@ class DeviceSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the checksums of a strip of C that is about to be written.
 
-        The device has computed them. They follow the strip in its buffer, so the Download that copied the
-        strip to the host has copied them too.
+        The device has computed them, and the Download has copied them to the host together with the strip.
         """
         digest = self._digest(operation)
         staging.inspect(operation, columns, digest)

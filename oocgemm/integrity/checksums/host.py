@@ -26,22 +26,21 @@ from oocgemm.timeline.busy import BusyTime
 
 @dataclass
 class StripSums:
-    """The checksums that decide whether a strip (some rows of a tile of C) is correct.
+    """The checksums that decide whether a strip of C is correct.
 
     The strip is cut into blocks. Block (i, j) has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to
     `cols[j + 1]`.
 
     Attributes:
         rows, cols: the borders of the blocks.
-        found: for each block of the computed strip, the sum of its elements with random signs, and a norm.
-            The norm is that of the block if a GPU computes the checksums, and that of all blocks with the
-            same rows if the host does. If the error bound does not use the norm, it is 0.
-        product: for each block, the sum of the elements of op(A) op(B) with the same signs, as predicted from
-            A and B, and an upper bound of the norm of |A| |B|.
-        old: like `found`, for the old C.
-        nonfinite: three arrays of flags, which tell whether each row of op(A), each column of op(B) and each
-            row of the old C has an Inf or NaN.
-        damaged: True if a digest differs. The data that the checksums were computed from may then be damaged.
+        found: for each block of the computed strip, the sum of its elements with random signs, and an upper
+            bound of its norm (0 if the error bound does not use it).
+        product: for each block of op(A) op(B), the sum with the same signs, predicted from A and B, and an
+            upper bound of the norm of |A| |B|.
+        old: for each block of the old C, the sum with the same signs, and an upper bound of its norm.
+        nonfinite: flags of the rows of op(A), the columns of op(B) and the rows of the old C that have an
+            Inf or NaN.
+        damaged: True if a digest differs, so that the checksums may be those of damaged data.
     """
 
     rows: list[int]
@@ -55,18 +54,18 @@ class StripSums:
 
 @dataclass
 class BlockSums:
-    """Checksums of one matrix (a block of op(A) or op(B), or a strip of C), added up piece by piece.
+    """Checksums of one matrix (a panel, or a strip of C), added up piece by piece.
 
-    The matrix is cut into blocks along the stored axis `axis`. Within a block, the checksums are the sums
-    along this axis with random signs.
+    The matrix is cut into blocks along one axis as stored, `axis`. The checksums of a block are sums along
+    this axis with random signs.
 
     Attributes:
-        begin: where the matrix begins in the stored operand: its first index along `axis`, and its first
-            index along the other axis.
+        begin: where the matrix begins in the stored operand: the index along `axis`, then along the other
+            axis.
         axis: 0 if rows are summed, 1 if columns are summed.
         conjugate: whether to conjugate the sums.
         signs: the random signs, 1.0 or -1.0, one per index along `axis`.
-        borders: where the blocks begin, and the end of the last one, counted from `begin`.
+        borders: where the blocks begin, and the end of the last block, counted from `begin`.
         sums: the sums, of shape (blocks, extent of the other axis).
         norms: the Frobenius norm of each block.
         nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
@@ -101,8 +100,8 @@ class BlockSums:
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
                     if not self.sums_only:
-                        # If `axis` is 1, `wide` is transposed, so that its last axis is not contiguous in
-                        # memory. Its axes are swapped back, because `block_squares` is then fastest.
+                        # `block_squares` is fastest if the last axis is contiguous, and `piece` was
+                        # transposed if `axis` is 1.
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
@@ -132,9 +131,9 @@ class TileSums:
         rows, cols: the borders of the blocks.
         product: the sums of the elements of op(A) op(B) with random signs.
         norm: upper bounds of the norms of |A| |B|.
-        old, old_norm: the sums of the elements of the old C with the same signs, and norms of the old C.
-        nonfinite: three arrays of flags, which tell whether each row of op(A), each column of op(B) and each
-            row of the old C has an Inf or NaN.
+        old, old_norm: the sums of the elements of the old C with the same signs, and upper bounds of norms.
+        nonfinite: flags of the rows of op(A), the columns of op(B) and the rows of the old C that have an
+            Inf or NaN.
         unchecked: the number of rows of the tile that have not been checked yet.
     """
 
@@ -169,7 +168,7 @@ class HostSums:
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            # The Read overwrites the old panel in the slot. The checksums of the old panel are deleted.
+            # delete the checksums of the panel that the Read overwrites
             self._panels.pop(region.slot, None)
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
@@ -192,8 +191,8 @@ class HostSums:
     def submit(self, operation: Operation) -> None:
         """Update the checksums for an operation that is being submitted.
 
-        An Upload copies the checksums of the panel that it copies. For a Multiply, the product of the
-        checksums of its two panels is added to those of its tile.
+        For an Upload, copy the checksums of the uploaded panel. For a Multiply, add the product of the
+        checksums of its two panels to the checksums of its tile.
         """
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
@@ -213,8 +212,7 @@ class HostSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the computed and the predicted checksums of a strip of C that is about to be written.
 
-        Do not call this method twice for the same strip. Each call subtracts the rows of the strip from
-        `TileSums.unchecked`, and the predicted checksums of the tile are deleted when no rows are left.
+        Call this method once per strip: the call for the last strip of a tile deletes the tile's checksums.
         """
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
@@ -292,10 +290,9 @@ class HostSums:
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return the slice of the first axis of `TileSums.product` that belongs to an operation's rows of C.
+        """Return which rows of blocks of a tile contain an operation's rows of C.
 
-        Element (i, j) of this array belongs to the block of the tile in block row i and block column j. The
-        other arrays of `TileSums` with one value per block are indexed in the same way.
+        The slice selects along the first axis of the arrays of `TileSums` with one value per block.
         """
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
@@ -303,15 +300,14 @@ class HostSums:
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
-    """Cut a piece of a matrix at the borders between the blocks of the matrix.
+    """Cut a piece of a matrix at the borders of blocks.
 
-    Block i of the matrix begins at row `cuts[i]`. Row 0 of the piece is row `top` of the matrix. The piece
-    may have only some rows of its first and of its last block. A run is a sequence of blocks that have the
-    same number of rows in the piece. The blocks of a run are yielded together.
+    Block i begins at row `cuts[i]` of the matrix, and the piece at row `top`. Successive blocks with the same
+    number of rows in the piece form a run, which is yielded as one array.
 
     Yields:
-        For each run, the index of its first block in the matrix, its elements as an array of shape (blocks,
-        rows, columns), and the row of the piece at which it begins.
+        For each run, the index of its first block, an array of shape (blocks, rows, columns), and the row of
+        the piece at which the run begins.
     """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1
@@ -329,9 +325,8 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
-    A part has all rows of some blocks and some columns. It has at most `WIDENING_ELEMENTS` elements,
-    unless one column has more. Smaller parts would take more NumPy calls, and so more waits for the GIL. If
-    the array already is in double precision, it is yielded whole, without a copy.
+    A part has all rows of some blocks and some columns, and at most `WIDENING_ELEMENTS` elements, unless one
+    column has more. An array in double precision is yielded whole, without a copy.
 
     Yields:
         The part's range of blocks, its elements, and its range of columns.

@@ -34,8 +34,8 @@ THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384,
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-# Maximum of m n k for a product whose hardware counters are read. ncu, which reads them, runs each kernel
-# several times, so large products take long. If all benchmarked products are larger, the smallest is used.
+# Maximum of m n k for a product whose hardware counters are read. To read them, ncu runs each kernel several
+# times, so larger products would take long. If all products are larger, the smallest is used.
 _MAX_COUNTED = 2048**3
 
 # Peak flops per clock cycle and multiprocessor, by compute capability, and by dtype or reduced precision.
@@ -83,14 +83,13 @@ def bench_kernels(
         shapes: products (m, n, k). Those of the class "update" (`tuning.shape_class`) are added to C (beta =
             1), like the steps of a run; the others overwrite C.
         seconds: approximate time per kernel, set of parameters and shape.
-        limit: maximum seconds of a single product. If a product would take longer at the best rate that a
-            kernel has reached so far, the kernel skips it. cuBLAS skips no product.
+        limit: maximum seconds of a single product. A product that would take a kernel longer is not timed
+            with it. All products are timed with cuBLAS.
         say: called with a description of each measurement before it starts.
 
     Returns:
         Plain data: the device, and a row per dtype, shape, kernel and set of parameters. A row has the
-        flop/s, its ratio to the peak and to cuBLAS, the occupancy, and the predicted memory accesses. Some
-        rows also have hardware counters under "ncu" (see `count`).
+        flop/s, its ratio to the peak and to cuBLAS, the occupancy, and the predicted memory accesses.
 
     Raises:
         InputError: there is no such kernel, dtype or precision.
@@ -158,10 +157,9 @@ def tune(
 ) -> Tuning:
     """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
-    `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters. To
-    save time, the first product for each dtype and precision is small (m = n = k = 1024). If a kernel
-    with some set of parameters needs more than ten times as long for the small product as the fastest kernel,
-    it is not timed with this set on the larger products.
+    `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters, first
+    on a small product (m = n = k = 1024). A set with which the small product takes more than ten times as
+    long as with the fastest kernel is not timed on larger products.
 
     Args:
         device: number of the CUDA device.
@@ -254,9 +252,8 @@ def _key(contender: Contender) -> tuple[object, ...]:
 def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
     """Return whether a product of `flops` would take a kernel at most `limit` seconds.
 
-    The time is predicted from the best rate that the kernel, with the same parameters, has reached so far. If
-    it has no rate yet, the result is True. For cuBLAS it is always True, because the rate of cuBLAS is needed
-    to compare the other rates with.
+    The time is predicted from the best rate so far of the kernel with these parameters. Without a rate, the
+    result is True. It is always True for cuBLAS, with which all kernels are compared.
     """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit
@@ -295,9 +292,8 @@ def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Pr
 def count(result: dict[str, Any], device: int) -> None:
     """Read hardware counters for one row per dtype and kernel of a benchmark, and add them to these rows.
 
-    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. The result of
-    `counters.read_counters` is added to it under the key "ncu". If the counters cannot be read, the reason is
-    added to `result` under the key "not_counted".
+    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. The counters
+    are added to the row as "ncu". If they cannot be read, the reason is added to `result` as "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
@@ -319,8 +315,7 @@ def count(result: dict[str, Any], device: int) -> None:
 def _preference(row: dict[str, Any]) -> tuple[bool, int]:
     """Return a sort key for rows of a benchmark: hardware counters are read for the row with the largest key.
 
-    The largest key belongs to the largest product with m n k up to `_MAX_COUNTED`. If all products are
-    larger, it belongs to the smallest one.
+    This is the largest product with m n k up to `_MAX_COUNTED` or, if all are larger, the smallest one.
     """
     size = prod(row["shape"])
     return (True, size) if size <= _MAX_COUNTED else (False, -size)
@@ -343,9 +338,10 @@ BY_NCU = (
 
 
 def against(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the cells of a benchmark row for the columns `AGAINST` of a table, as text.
+    """Yield the cells of a benchmark row for the columns `AGAINST`, as text.
 
-    A cell has the predicted and the counted number, or only the counted one. "-" stands for a missing number.
+    These columns compare the predicted memory accesses and occupancy with those that ncu counted. A cell has
+    both numbers, or for sectors from L2 only the counted one. "-" stands for a missing number.
     """
     counted = row["ncu"]
     for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):

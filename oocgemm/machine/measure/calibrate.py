@@ -58,14 +58,12 @@ class Sizes:
     """Sizes and durations of the measurements of a calibration.
 
     Attributes:
-        side: rows and columns of C in a timed product. If the product does not fit into half of the free
-            memory, rows and columns are halved until it fits.
+        side: rows and columns of C in a timed product, halved until the product fits into half of the free
+            memory.
         depths: the extents along k of the timed products.
         block: shape of the float64 matrix with which memory, storage and copies are measured.
-        copies: numbers of rows of the matrix with the shape `block`. Copies between host and GPU are measured
-            once per number, each time with that many rows.
-        seconds: duration of one measurement. Measurements of storage, and that of the time to start an
-            operation, take three times as long.
+        copies: Copies between host and GPU are measured with each of these numbers of rows of the matrix.
+        seconds: duration of one measurement. Some measurements take three times as long.
     """
 
     side: int
@@ -75,9 +73,8 @@ class Sizes:
     seconds: float
 
 
-# The default sizes for each backend. `side` is so large that timed products reach the full rate of the
-# kernel. The matrix that is copied (`block`) has 256 MiB. That is much more than the processor's caches, so
-# the copies read and write main memory.
+# The default sizes for each backend. `side` is so large that products reach the full rate of the kernel. The
+# copied matrix (`block`, 256 MiB) is larger than the processor's caches, so copies use main memory.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
@@ -124,8 +121,7 @@ def calibrate(
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
-    # At most four float64 matrices of the shape `sizes.block` exist at a time. Together they may take half of
-    # the available memory.
+    # At most four matrices of rows x cols exist at a time. They may take half of the available memory.
     rows = max(1, min(rows, available_memory() // (64 * cols)))
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
@@ -227,9 +223,8 @@ def _kernel(
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     """Convert measured flop/s to those that products with infinite m and n would have.
 
-    `rates` and the result have the flop/s by extent along k. The conversion is needed because a `KernelRate`,
-    which is fitted to the result, is a rate for infinite m and n. When the machine model predicts a product,
-    it reduces that rate according to the product's m and n. This function inverts the reduction.
+    `rates` and the result have the flop/s by extent along k. A `KernelRate` is fitted to the result. The
+    machine model predicts lower flop/s for smaller m and n; this function inverts the reduction.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
@@ -266,9 +261,9 @@ def _links(
     """Measure copies within host memory and between host and device, and the cost of page faults.
 
     Returns:
-        - By name: rates in bytes per second, and two times. `copy_latency` is the part of the time of a copy
-          that does not depend on its size, in seconds. `arena_seconds_per_byte` is the time to fault in the
-          pages of new memory, in seconds per byte.
+        - Rates in bytes per second, by name. Two names have other units: `copy_latency` is the part of a
+          copy's time that does not depend on its size, in seconds. `arena_seconds_per_byte` is the time to
+          fault in new memory.
         - The measured rates of copies, by direction and then by size in bytes.
     """
     say("memory")
@@ -333,8 +328,8 @@ def _fill_seconds(bench: Workbench) -> float:
 def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
     """Return the time that the host needs to start one operation, in seconds.
 
-    The result is the wall time of a run with tiny tiles, divided by its number of operations. The operations
-    of such a run take almost no time themselves.
+    The result is the wall time of a run with tiny tiles, divided by the number of operations. With tiny
+    tiles, the operations themselves take almost no time.
     """
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2

@@ -36,8 +36,8 @@ METRICS = {
     "time": "gpu__time_duration.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-# --clock-control none: by default, ncu fixes the clocks of the GPU, which would make kernels slower than in a
-# run. --print-units base: otherwise ncu chooses a unit per number, such as kilobytes or megabytes.
+# --clock-control none: by default, ncu slows the GPU's clocks. --print-units base: otherwise ncu chooses a
+# unit per number, such as kilobytes.
 _OPTIONS = (
     "--csv --page raw --print-units base --print-kernel-base function --clock-control none "
     "--target-processes all"
@@ -54,9 +54,8 @@ def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[s
         device: number of the CUDA device.
 
     Returns:
-        For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, as extra cycles
-        per access to shared memory; and the achieved occupancy, as a fraction. A value is None if ncu does
-        not report it.
+        For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, in extra cycles
+        per access to shared memory; and the achieved occupancy, as a fraction. Unknown values are None.
 
     Raises:
         BackendError: ncu is missing or fails.
@@ -93,7 +92,7 @@ def parse_launches(output: str) -> list[Launch]:
 
 
 def _failure(output: str, stderr: str) -> str:
-    """Return an error message that says why there are no counters, from the log and the stderr of ncu."""
+    """Return an error message that says why ncu read no counters. `output` is the log of ncu."""
     if "ERR_NVGPUCTRPERM" in output + stderr:
         return (
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
@@ -106,8 +105,8 @@ def _failure(output: str, stderr: str) -> str:
 def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> list[list[Launch]]:
     """Divide the launches, which are in order, among the benchmark rows that caused them.
 
-    `expected` has, for each row, the names of the kernels that it launches. A row of cuBLAS has no names,
-    because its kernels are unknown. It gets all launches up to the next launch of a kernel of oocgemm.
+    `expected` has the names of each row's kernels. A row of cuBLAS has no names, because its kernels are
+    unknown. It gets all launches up to the next launch of a kernel of oocgemm.
 
     Raises:
         BackendError: the launches are not the expected ones.
@@ -126,7 +125,7 @@ def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> l
 
 
 def _summed(launches: Sequence[Launch]) -> dict[str, float | None]:
-    """Combine the counters of the launches of one product: sums, and the mean occupancy, weighted by time."""
+    """Combine the counters of all launches of one product, as `read_counters` returns them."""
     numbers = {name: [_number(launch.get(metric)) for launch in launches] for name, metric in METRICS.items()}
     total = {name: sum(values) for name, values in numbers.items()}
     accesses = total["shared_loads"] + total["shared_stores"] + total["matrix_loads"]

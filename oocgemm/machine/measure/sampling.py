@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from oocgemm.errors import BackendError
 
-# `explained` measures at most this many samples per size. If the model still does not fit their medians, it
-# raises BackendError.
+# Maximum samples per size that `explained` measures before it raises BackendError.
 _ROUNDS = 5
 
 Fit = TypeVar("Fit")
@@ -55,8 +54,7 @@ def explained(
 def per_second(amount: float, seconds: float) -> float:
     """Return `amount / seconds`, or infinity if `seconds` is 0.
 
-    The callback `measure` of `explained` may return infinity. If a median is infinite, `explained` measures
-    again.
+    If a median is infinite, `explained` measures again.
     """
     return amount / seconds if seconds > 0 else inf
 
@@ -64,7 +62,7 @@ def per_second(amount: float, seconds: float) -> float:
 def typical(act: Callable[[], float], limit: float) -> float:
     """Call `act` repeatedly for `limit` seconds, and return the median of its results.
 
-    The first call only warms caches up. Its result is used only if this call alone takes longer than `limit`.
+    The first call warms caches up. Its result is ignored, unless this call takes longer than `limit`.
     """
     started = perf_counter()
     samples = [act()]

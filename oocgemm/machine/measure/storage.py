@@ -76,9 +76,8 @@ def storage_rates(
 def _evict(folder: Path) -> None:
     """Evict the files in a folder from the page cache, so that the next read comes from the disk.
 
-    Linux cannot evict dirty pages. It only starts to write them back, and a later call of this function
-    evicts them. The function does not wait for the write-back, because it could have to wait for the writes
-    of other programs too.
+    Linux cannot evict dirty pages. It starts to write them back, and a later call evicts them. A sync is
+    not used, because it could wait for the writes of other programs.
     """
     for path in folder.rglob("*"):
         if path.is_file():

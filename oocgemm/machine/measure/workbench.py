@@ -31,16 +31,16 @@ from oocgemm.system.memory import available_memory
 _TILE = (0, 0)
 # `Workbench.seconds` queues an operation this many times, to time it.
 QUEUED = 4
-# `Workbench.seconds` queues at most this many copies before the operations that it times. They keep the
-# device busy until the host has queued these operations.
+# `Workbench.seconds` first queues up to this many copies. They keep the device busy while the host queues the
+# operations that are timed.
 MAX_AHEAD = 64
 
 
 class Workbench:
     """A backend with buffers for one product.
 
-    It has three buffers on the device: for a panel of A, a panel of B and a tile of C. Unless the device is
-    the host, it has three more in host memory. Operations on these buffers are run and timed one by one.
+    It has device buffers for a panel of A, a panel of B and a tile of C, and the same in host memory unless
+    the device is the host. Operations on these buffers are run and timed one by one.
 
     Args:
         engine: the backend.
@@ -80,8 +80,8 @@ class Workbench:
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
         """Return the operation that multiplies A and B over the first `depth` indices along k.
 
-        If `first`, it overwrites C; otherwise it adds to C. If the precision is "emulated", run the operation
-        that `prepare` returns for the same depth before it.
+        If `first`, it overwrites C; otherwise it adds to C. An emulated product needs the operation that
+        `prepare` returns for the same depth before it.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
@@ -133,19 +133,15 @@ class Workbench:
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes on a busy device.
 
-        An asynchronous operation is queued `QUEUED` times. Copies are queued before it, so that the device is
-        still busy with them when the host has queued all operations. The result is the time from the end of
-        the first operation to the end of the last one, divided by `QUEUED` - 1.
-
-        Only ends are used, because starts are uncertain: an event on an idle stream can fire long before the
-        work starts.
+        An asynchronous operation is queued `QUEUED` times, behind copies that keep the device busy meanwhile.
+        The result is the mean time from one end to the next. Starts are not used: an event on an idle stream
+        can fire long before the work starts.
 
         Raises:
             BackendError: even `MAX_AHEAD` copies ended before the host had queued all operations.
         """
         if operation.kind not in self.session.asynchronous:
-            # An operation that is not asynchronous has ended when `_submit` returns. Its start and end are
-            # then known exactly, so one operation is enough.
+            # The start and the end of a synchronous operation are known exactly, so one is enough.
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
