@@ -18,9 +18,8 @@ PAGE = 4096
 class HostSlots:
     """Allocates a plan's host slots, and prefaults the slots for C if the old C is not read.
 
-    Reading from a store faults in the pages of the slot that it fills. If the old C is not read, the slots
-    for C are filled by copies from the device. These copies would be slow if pages were missing. So one
-    thread writes to the pages of the slots for C beforehand.
+    Reads fault in the pages of the slots that they fill. If the old C is not read, copies from the device
+    fill the slots for C first, and would be slow if pages were missing. So one thread prefaults these slots.
     """
 
     def __init__(
@@ -30,8 +29,7 @@ class HostSlots:
 
         Args:
             plan: determines the number and the sizes of the slots.
-            pin: a function that pins the memory of arrays, the first of which begins at the start of a slot.
-                It is called only after the pages of that memory have been faulted in.
+            pin: pins the memory of the arrays in a slot. Called after their pages have been faulted in.
             arena: memory for all slots, resident and pinned; None to allocate it.
         """
         self._plan = plan
