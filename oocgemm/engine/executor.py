@@ -3,10 +3,10 @@
 The calling thread queues the operations in program order. It pauses while too many operations are unfinished
 (backpressure). Operations wait only for earlier ones, which are queued already. So there is no deadlock.
 
-Reads, Writes and the operations of the host backend run in threads of their stream. A GPU's operations, except
-Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: the thread that
-submits the last of an operation's waits submits the operation too. The GPU then makes its streams wait for
-each other.
+Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
+except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: the thread
+that submits the last of an operation's waits submits the operation too. The GPU's streams then wait for each
+other.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
 the first error is raised. Signals do not interrupt a run (`threads.shielded`).

@@ -36,8 +36,7 @@ class HostSlots:
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size) if arena is None else arena
-        # A slot for C contains a strip of C, followed by the strip's checksums. `_c_bytes` counts the bytes
-        # of both, `_c_data_bytes` those of the strip.
+        # A slot for C contains a strip (`_c_data_bytes`) and the strip's checksums; `_c_bytes` in all.
         self._c_bytes, self._c_data_bytes = (
             count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
             for count in (slot_bytes, payload_bytes)

@@ -318,7 +318,7 @@ class CudaSession:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
-        # The panel of op(A) has all rows of the tile. If only a strip is computed, skip the rows above it.
+        # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
         skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
