@@ -86,7 +86,7 @@ def check_kernel(backend: str, kernel: str) -> None:
 
 
 def load(name: str, device: int = 0) -> None:
-    """Import the modules of a backend and create its device context, before the time of a run begins.
+    """Import the modules of a backend and create its device context, so that a run does not have to.
 
     Errors are ignored here. `open_backend` fails in the same way later, and raises them.
     """

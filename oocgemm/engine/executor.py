@@ -4,9 +4,9 @@ The calling thread queues the operations in program order. It pauses while too m
 (backpressure). Operations wait only for earlier ones, which are queued already. So there is no deadlock.
 
 Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
-except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: the thread
-that submits the last of an operation's waits submits the operation too. The GPU's streams then wait for each
-other.
+except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any thread
+that has submitted an operation also submits those that waited only for that one. The GPU's streams then wait
+for each other.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
 the first error is raised. Signals do not interrupt a run (`threads.shielded`).
@@ -32,9 +32,9 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
-# At most MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * (strips per tile) operations are queued and unfinished, so
-# memory does not grow with the length of the schedule. The second term lets the next tile start while the
-# strips of the previous tile are still downloaded and written.
+# Queuing pauses while more than MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * (strips per tile) operations are
+# unfinished, which bounds the memory for them. The second term lets the next tile start while the strips of
+# the previous tile are still downloaded and written.
 MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 # Completion poll interval, in seconds. Waking a thread at each completion instead would take the GIL from the
 # threads that submit and decode.
@@ -198,7 +198,7 @@ class Run:
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
-                # If it is not ready, the thread that submits the last of its waits also submits it.
+                # If it is not ready, it is submitted when the last operation that it waits for has been.
                 if _ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
@@ -284,7 +284,7 @@ class Run:
                 item[2].post()
 
     def _step(self, item: _Item, perform: Perform) -> None:
-        """Wait for an operation's waits to be submitted, run or submit it, and post its completion."""
+        """Run or submit an operation when all operations that it waits for have been submitted."""
         operation, waits, completion = item
         try:
             tokens = [wait.submitted() for wait in waits]

@@ -4,7 +4,7 @@ Otherwise every block would first be copied to a pinned buffer, which can take l
 Pinning resident pages takes one thread 0.02 s per GiB.
 
 Unpinning waits for all work on the device. So operands are unpinned after the last operation of the run, but
-before the run returns: CUDA refuses copies that cross the border of a pinned range, also those of the caller.
+before the run returns: CUDA would refuse later copies of the caller that cross the border of a pinned range.
 """
 
 import threading
@@ -24,9 +24,9 @@ from oocgemm.system.threads import start
 # because a larger call pins more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# The run waits for a block that is not pinned yet if at most this many times the block's bytes must be pinned
-# until then. Otherwise it copies the block to a pinned host slot. Copying a block takes about as long as
-# pinning four times as many bytes.
+# The run waits for a block that is not pinned yet if at most this many times the block's bytes are left to
+# pin, the block included. Otherwise it copies the block to a pinned host slot, which takes about as long as
+# pinning four times the block's bytes.
 MAX_WAIT_RATIO = 4
 
 

@@ -18,8 +18,8 @@ PAGE = 4096
 class HostSlots:
     """Allocates a plan's host slots, and prefaults the slots for C if the old C is not read.
 
-    Reads fault in the pages of the slots that they fill. If the old C is not read, copies from the device
-    fill the slots for C first, and would be slow if pages were missing. So one thread prefaults these slots.
+    Reads fault in the pages of the slots that they fill. If the old C is not read, the slots for C are filled
+    only by copies from the device, which are slow if pages are missing. So one thread prefaults these slots.
     """
 
     def __init__(

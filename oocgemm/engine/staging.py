@@ -81,8 +81,7 @@ class Staging:
         return self._slots.checksum_bytes(slot)
 
     def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-        """Yield (rows, columns, array) for each array of a block; the ranges are those in the stored
-        operand."""
+        """Yield (rows, columns, array) for each array of a block, with ranges of the stored operand."""
         return located(self._plan, operation, columns)
 
     def upload_source(self, operation: Operation) -> Sequence[Array]:

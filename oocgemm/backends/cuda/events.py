@@ -83,7 +83,7 @@ class Work:
         Call it only when the event `end` has completed.
         """
         # On an idle stream, the event `start` completes as soon as it is recorded. That may be long before
-        # the first launch, if a library loads a kernel in between. So the later of both times is taken.
+        # the first launch, if a library loads a kernel in between. Take `issued` then.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 

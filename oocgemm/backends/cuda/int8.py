@@ -103,8 +103,8 @@ def finish(
         scalars: alpha and beta.
         elements: the number of elements.
         source, result: device addresses.
-        too_large: address of an int32. It becomes 1 if the result's dtype is an integer dtype that cannot
-            represent an element, or if an element is so large (2^53) that float64 may have rounded it.
+        too_large: address of an int32, used if the result has an integer dtype. It becomes 1 if an element is
+            outside the range of that dtype, or so large (2^53) that float64 may have rounded it.
     """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(

@@ -51,8 +51,8 @@ from oocgemm.system.threads import start
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The stream of the kernels that compute checksums. It is not the stream of the uploads, so one panel can be
-# uploaded while the checksums of the panel before it are computed.
+# The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
+# previous panel are computed.
 SUMS = "sums"
 # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
 _NATIVE = {"emulated": "native"}
@@ -193,9 +193,9 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that compute its checksums.
 
-        After an Upload, the checksum stream computes the checksums of the uploaded block. At the same time as
-        a Multiply or a Finish, it computes theirs. Before a Download, the Download's own stream computes the
-        checksums of the strip.
+        After an Upload, the checksum stream computes the checksums of the uploaded block. While a Multiply or
+        a Finish runs, it updates or copies the expected checksums of C. Before a Download, the Download's own
+        stream computes the checksums of the strip.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
         uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
