@@ -1,9 +1,8 @@
 """The protocol between the engine and a backend.
 
-A session of a backend owns the buffers on the device (slots) and runs operations on streams. The executor
-finds out which earlier operations each operation must wait for, and passes their handles (tokens) to the
-backend. The backend makes its streams wait for these earlier operations. Nothing else about an accelerator is
-visible outside its backend.
+A session of a backend owns the buffers on the device (slots) and runs operations on streams. With each
+operation, the executor passes the handles (tokens) of the earlier operations to wait for. The session's
+streams then wait for these.
 """
 
 import importlib
@@ -29,10 +28,8 @@ Array = NDArray[Any]
 class InPlace(tuple[Array, ...]):
     """A block of an operand that the device copies from or to the caller's memory directly (zero-copy).
 
-    Copies take a block as a sequence of arrays, because a host slot may store a block as several arrays. So
-    an `InPlace` is a sequence too: a tuple of one array, a view of the caller's memory. `borders` are the
-    addresses inside the array where one pinned range ends and the next begins. CUDA refuses a copy that
-    crosses such an address.
+    It is a tuple of one array, a view of the caller's memory. `borders` are the addresses inside the array
+    where one pinned range ends and the next begins. CUDA refuses a copy that crosses such an address.
     """
 
     borders: Sequence[int]
@@ -104,11 +101,11 @@ class DoneToken:
 class Checksums(Protocol):
     """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
 
-    To find panels that were damaged on the way to the device, the device also computes a digest (a hash) of
-    each panel that it received. It compares this digest with the one that the host has computed. `expected`
-    contains the host's digests of the two panels of the next Multiply; the engine sets `expected` before it
-    submits the Multiply. `busy` collects the time that the device spends on checksums. `room` is the memory
-    layout of the checksums of one strip (some rows of a tile) of C.
+    Attributes:
+        expected: the host's digests of the next Multiply's two panels. The engine sets them before it submits
+            the Multiply. The device compares them with digests of the panels that it received.
+        busy: the time that the device spends on checksums.
+        room: the memory layout of the checksums of one strip of C.
     """
 
     expected: tuple[int, int]
@@ -122,10 +119,12 @@ class Checksums(Protocol):
 class Session(Protocol):
     """A backend at work on one plan. Its device memory is allocated and its streams exist.
 
-    `checksums` is None unless the plan asks the device to compute checksums. `asynchronous` contains the
-    kinds of operations for which `submit` returns at once. Any thread may submit these, but only one thread
-    at a time. `pinner` is None if the device needs no pinned memory. `host_arena` is memory for all host
-    slots, resident and pinned; None if the engine shall allocate it.
+    Attributes:
+        checksums: None unless the plan asks the device to compute checksums.
+        asynchronous: kinds of operations for which `submit` returns at once. Any thread may submit these, but
+            only one thread at a time.
+        pinner: None if the device needs no pinned memory.
+        host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
     """
 
     pinner: Pinner | None
@@ -143,18 +142,15 @@ class Session(Protocol):
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: for an Upload or a Download, the block's memory on the host. Either the arrays in a host
-                slot (each a range of the stored block's columns, contiguous, one after the other from the
-                start of the slot), or an `InPlace`.
+            host: for an Upload or a Download, the block in host memory. Either the contiguous arrays in a
+                host slot, each of some columns of the stored block; or an `InPlace`.
             after: handles of the operations that this one waits for.
         """
 
     def pin(self, host: Sequence[Array]) -> None:
-        """Pin the pages that `host`, the arrays in a host slot, covers. Do nothing if the device needs no
-        pinned memory.
+        """Pin the pages of `host`, the arrays in a host slot, if the device needs pinned memory.
 
-        The pages should be resident: pinning resident pages is ten times as fast. Any thread may call this,
-        provided that no other thread uses the slot.
+        Pinning resident pages is ten times as fast. Any thread may call this while no other uses the slot.
         """
 
     def view(self, operation: Operation, region: Region) -> Array:
@@ -258,9 +254,9 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     """Return the scalars (alpha, beta) for one Multiply. `first` is true for the first one of a tile.
 
-    If a Finish follows, it applies alpha and beta. The Multiplies of a tile then only add up products: the
-    first one overwrites the sums (beta = 0), later ones add to them (beta = 1). If no Finish follows, every
-    Multiply applies alpha, and the first one also applies the problem's beta.
+    If a Finish applies alpha and beta, the Multiplies only add up products: the first one overwrites the
+    accumulator (beta = 0), later ones add to it (beta = 1). Otherwise, every Multiply applies alpha, and the
+    first one also the problem's beta.
     """
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0

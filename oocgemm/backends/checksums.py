@@ -1,15 +1,11 @@
 """Launches the kernels of kernels/checks/check_sums.cu, with which a device computes checksums to verify C.
 
-A panel is the block of A or B that one Multiply takes. A strip is some rows of a tile of C. Three operations
-launch extra kernels:
-
-- the Upload of a panel computes the checksums of the panel;
-- a Multiply multiplies the checksums of its two panels, which gives checksums of the product;
-- the Upload or the Download of a strip of C computes the checksums of the strip.
+- With the Upload of a panel, the device computes the checksums of the panel.
+- With a Multiply, it multiplies the checksums of the two panels. This gives the expected checksums of C.
+- With the Upload or the Download of a strip of C, it computes the checksums of the strip.
 
 The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.check_blocks`).
-So the waits that protect an operation's slots also protect its checksums. This module does not import cupy: a
-`Device` launches and copies on the current stream.
+This module does not import cupy: a `Device` launches the kernels.
 """
 
 import ctypes
@@ -29,12 +25,9 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
 
 class CutFields(ctypes.Structure):
-    """The C struct `cut` of check_sums.cu: how an extent, such as the rows of a tile, is divided.
+    """The C struct `cut` of check_sums.cu: how the rows or columns of a matrix are divided into blocks.
 
-    The extent is divided into strips, and each strip into blocks. A block is the part that one checksum
-    covers.
-
-    Its fields are those of `oocgemm.planning.check_blocks.Blocking`.
+    One checksum covers one block. `oocgemm.planning.check_blocks.Blocking` describes the fields.
     """
 
     _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
@@ -53,8 +46,8 @@ class Summed(ctypes.Structure):
 
 
 class Multiplied(ctypes.Structure):
-    """The C struct `multiplied` of check_sums.cu: the checksums of two panels to multiply, and those of the
-    strips of C, to which the product is added."""
+    """The C struct `multiplied` of check_sums.cu: where the checksums of two panels are, and the expected
+    checksums of C, to which the product of the panels' checksums is added."""
 
     _fields_ = (
         *((f"{x}{part}", _POINTER) for part in ("", "_norms", "_head") for x in "ab"),
@@ -121,7 +114,7 @@ class DeviceChecksums:
         self._seed = 0
         self.expected = 0, 0
         self.busy = BusyTime()
-        # Loading a kernel waits until the device is idle, so all kernels are loaded before the run.
+        # Load all kernels before the run: loading waits until the device is idle.
         for operand in "AB":
             device.load("check_panel", self._options(problem.a_dtype, self._axis(operand)))
         device.load("check_product", self._options(problem.a_dtype))
@@ -139,8 +132,8 @@ class DeviceChecksums:
             self._sum_panel(op, op.writes[0])
 
     def with_multiply(self, op: Operation) -> None:
-        """Multiply the checksums of a Multiply's two panels, and add the product to the expected checksums of
-        the strips of C that the Multiply writes."""
+        """Multiply the checksums of a Multiply's two panels, and add the product to the expected checksums
+        of C."""
         problem, room = self._problem, self.room
         top, bottom = self._rows(op.tile[0])
         depth, cols, c = op.k[1] - op.k[0], op.n[1] - op.n[0], op.writes[0].slot
@@ -154,8 +147,7 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            # The panel of op(A) has all rows of the tile. If the Multiply covers only one strip of the tile,
-            # the checksums of the rows above the strip are skipped.
+            # The panel of op(A) has all rows of the tile. Skip the checksums of the rows above `op.m`.
             skipped = (op.m[0] - top) // self._strip * down.per
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
@@ -176,10 +168,9 @@ class DeviceChecksums:
         )
 
     def with_finish(self, op: Operation) -> None:
-        """Copy a strip's checksums from the tile's slot to the slot that a Finish fills.
+        """Copy a strip's expected checksums to the slot to which a Finish writes the strip.
 
-        The Finish casts the strip to C's dtype and writes it to the second slot, from which the Download
-        copies it. The Download expects the strip's checksums behind the strip.
+        The Download copies the strip from that slot, and expects the checksums behind the strip.
         """
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)
@@ -202,8 +193,7 @@ class DeviceChecksums:
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def host_address(self, host: int) -> int:
-        """Return the host address of a strip's checksums: they follow the strip, whose host slot starts at
-        the address `host`."""
+        """Return the host address of a strip's checksums, behind the strip. `host` is the strip's address."""
         return host + self._data_bytes["host", "C"]
 
     def _behind(self, slot: Slot) -> int:
@@ -224,8 +214,8 @@ class DeviceChecksums:
     def _axis(self, operand: str) -> int:
         """Return whether the checksums of a stored panel add up its rows (0) or its columns (1).
 
-        Rows of op(A) and columns of op(B) are added up. If op() transposes, rows of op(A) are columns of the
-        stored panel, and columns of op(B) are rows.
+        Rows of op(A) and columns of op(B) are added up. If op() transposes, these are columns of the stored
+        A and rows of the stored B.
         """
         trans = self._problem.trans_a if operand == "A" else self._problem.trans_b
         return int((operand == "A") == trans.swaps)

@@ -19,9 +19,8 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
             integers.
         alpha, beta: scalars. beta = 0 never reads result.
         result: array of the shape of sums, C-contiguous.
-        workspace: bytes, which are divided into `FINISH_ARRAYS` temporary arrays in the dtype of sums. The
-            elements are processed in pieces. A piece has `FINISH_PIECE` elements, or fewer if a temporary
-            array has room for fewer. Each array must have room for at least one element.
+        workspace: bytes for `FINISH_ARRAYS` temporary arrays of `FINISH_PIECE` elements in the dtype of sums.
+            A smaller workspace is slower. Minimum: one element per array.
 
     Raises:
         ExecutionError: result has an integer dtype, and an element is outside the range of that dtype, or
@@ -29,8 +28,7 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
     """
     limits = np.iinfo(result.dtype) if result.dtype.kind == "i" else None
     scalars = sums.dtype.type(alpha), sums.dtype.type(beta)
-    # The arrays are processed in pieces of fixed length, not row by row. So the time does not depend on the
-    # shape, and the temporaries stay in the cache.
+    # Pieces of fixed length keep the temporary arrays in the cache, for any shape.
     piece = min(FINISH_PIECE, workspace.size // (FINISH_ARRAYS * sums.itemsize))
     spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
     flat, old_flat = sums.reshape(-1), result.reshape(-1)

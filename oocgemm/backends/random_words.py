@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Ids of random streams. Streams 0 and 1 have the weights for digests. A digest is a hash of a matrix: its
-# rows are divided into words, and the digest is a weighted sum of the words. The weight of a word depends on
-# its row (weights from stream 0) and on its position in the row (stream 1). Stream 2 and all later streams
-# have random signs.
+# Ids of random streams. The digest of a matrix is a weighted sum of its words. The weight of a word depends
+# on its row (stream 0) and on its position in the row (stream 1). All later streams have random signs.
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
 # Number of vectors in a `SignVectors`. Each of the 8 bits of a random byte is a sign of one vector.
 VECTORS = 8
@@ -47,8 +45,7 @@ class SignVectors:
     """`VECTORS` vectors of random signs, of unlimited length. Any part of them can be computed by itself.
 
     The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*,
-    2011). Its output depends only on a key, which is made from the seed, and on a counter. The bits of byte j
-    of the output are the signs of element j of the vectors.
+    2011). The 8 bits of byte j of its output are the signs of element j of the 8 vectors.
     """
 
     def __init__(self, *seed: int) -> None:

@@ -47,8 +47,7 @@ def missing_for_cuda() -> str | None:
 
 
 def fall_back(reason: str | None) -> None:
-    """Warn that `auto` falls back to the host, with the reason. Do nothing on a machine without any sign of a
-    GPU, where a warning would be noise."""
+    """Warn that `auto` falls back to the host, and why. Do nothing on a machine without any sign of a GPU."""
     if reason and _any_exists((*DEVICE_NODES, *DRIVER_FILES)):
         warnings.warn(f"running on the host: {reason}", stacklevel=3)
 
@@ -61,7 +60,7 @@ def cuda_extra() -> str | None:
     """Return the package extra that installs cupy for the loaded driver; None if no device is visible."""
     if not _any_exists(DEVICE_NODES):
         return None
-    version = ctypes.c_int(13000)  # CUDA 13.0, unless the driver reports another version
+    version = ctypes.c_int(13000)  # CUDA 13.0, if the driver reports no version
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return "cuda13" if version.value >= 13000 else "cuda12"
@@ -87,8 +86,7 @@ def check_kernel(backend: str, kernel: str) -> None:
 
 
 def load(name: str, device: int = 0) -> None:
-    """Import the modules of a backend and create its device context before a run, so that the time of the run
-    includes neither.
+    """Import the modules of a backend and create its device context, so that a run does not have to.
 
     Errors are ignored here. `open_backend` fails in the same way later, and raises them.
     """

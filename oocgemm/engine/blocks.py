@@ -1,8 +1,7 @@
 """Cut blocks of operands into the parts that threads read, write and decode. Pure functions.
 
-A *block* is the rectangle of a matrix that one Read or Write moves: a panel of A or B (the part that one step
-multiplies), or a strip of C (some rows of a tile). A host slot, the buffer in host memory, stores a block as
-one or more contiguous arrays. Each array has a range of the block's columns (`column_groups`).
+A *block* is what one Read or Write moves: a panel of A or B, or a strip of C. A host slot, the buffer in host
+memory, stores a block as one or more contiguous arrays, each of some columns (`column_groups`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,9 @@ from oocgemm.planning import Op, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
-# Maximum and minimum size, in bytes, of a part of a block. They apply to stores that can transfer parts of
-# chunks. A block of such a store is cut into one part per thread. If these parts would be outside the limits,
-# the nearer limit is their size. Smaller parts would make the transfer slower: passing a part to a thread
-# takes the GIL for tens of microseconds, and meanwhile no other thread can start or end a part.
+# Maximum and minimum size, in bytes, of the parts into which a block is cut, for stores that can transfer
+# parts of chunks. Within these limits, there is one part per thread. Smaller parts would be slower: passing a
+# part to a thread takes the GIL for tens of microseconds.
 MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20
 
@@ -39,11 +37,10 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
     """Return the ranges of columns that a host slot stores as one contiguous array each.
 
     Columns are counted from the first column of the operation's block. Usually one range contains all
-    columns. In two cases there is one range per chunk, if a chunk has at least `BATCH_BYTES` bytes:
+    columns. If a chunk has at least `BATCH_BYTES` bytes, there is one range per chunk in two cases:
 
-    - for A and B, if the store can only read whole chunks: a codec can then decode a chunk in place;
-    - for C, with every store: with direct I/O, writing a contiguous chunk is up to twice as fast as writing
-      it row by row.
+    - for A and B, if the store only reads whole chunks: a codec can then decode a chunk in place;
+    - for C: direct I/O writes a contiguous chunk up to twice as fast as one row by row.
     """
     _, (first, last) = stored_block(plan, operation)
     problem, layouts = plan.problem, plan.layouts
@@ -79,8 +76,8 @@ def located(
 ) -> Iterator[tuple[Range, Range, Array]]:
     """Yield (rows, columns, array) for each array of a block in a host slot.
 
-    The two ranges that are yielded say which rows and columns of the stored operand the array contains. The
-    argument `columns` is the list of arrays that `slot_views` returned for the operation.
+    Rows and columns are the ranges of the stored operand that the array contains. The argument `columns` is
+    what `slot_views` returned for the operation.
     """
     rows, (left, _) = stored_block(plan, operation)
     for group in columns:
@@ -92,11 +89,9 @@ def parts(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
-    If the store transfers whole chunks only, a part is one chunk of at least `BATCH_BYTES` bytes, or several
-    smaller chunks with about `BATCH_BYTES` bytes together. With other stores, a part has about
-    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES` bytes. Smaller chunks are combined. A larger chunk is read in
-    several parts, but written as one. If the matrix has no chunks, a part is some rows or columns of the
-    block.
+    If the store only transfers whole chunks, a part is one chunk, or several chunks that have about
+    `BATCH_BYTES` bytes together. With other stores, a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`
+    bytes. A larger chunk is read in several parts, but written as one.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     height, width = layout.read_chunk if reading else layout.write_chunk

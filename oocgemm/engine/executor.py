@@ -1,20 +1,15 @@
 """Runs a schedule with one queue per stream, and finds each operation's waits when it is queued.
 
-The calling thread queues the operations in program order, each on its stream, with the earlier operations to
-wait for. It pauses while too many operations are unfinished (backpressure).
+The calling thread queues the operations in program order. It pauses while too many operations are unfinished
+(backpressure). Operations wait only for earlier ones, which are queued already. So there is no deadlock.
 
-An operation is submitted when all operations that it waits for have been *submitted*. On the host, submitting
-an operation means running it. On a device, it means enqueuing it; the backend then makes the device's streams
-wait for each other. Operations wait only for earlier ones in program order, and those are queued already. So
-the earliest unfinished operation can always proceed, and there is no deadlock.
+Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
+except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any thread
+that has submitted an operation also submits those that waited only for that one. The GPU's streams then wait
+for each other.
 
-A stream has threads if its operations run in the submitting thread. Asynchronous operations, which a device
-only enqueues, are submitted by the thread that has submitted the last operation that they wait for: waking
-another thread takes longer.
-
-The first failure, or a request to cancel, stops the run. No new operation starts, operations that wait for a
-failed one are cancelled, all threads are joined, and the first error is raised. Signals do not interrupt a
-run (`threads.shielded`).
+The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
+the first error is raised. Signals do not interrupt a run (`threads.shielded`).
 """
 
 import threading
@@ -37,16 +32,15 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
-# Maximum number of queued operations that have not ended: the first number, plus the second per strip (some
-# rows of a tile). Queuing pauses beyond it, so memory does not grow with the length of the schedule. The part
-# per strip lets the next tile start while the strips of the last one are still downloaded and written.
+# Queuing pauses while more than MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * (strips per tile) operations are
+# unfinished, which bounds the memory for them. The second term lets the next tile start while the strips of
+# the previous tile are still downloaded and written.
 MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 # Completion poll interval, in seconds. Waking a thread at each completion instead would take the GIL from the
 # threads that submit and decode.
 POLL_INTERVAL = 4e-3
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
-# The key of the queue that wakes a thread to submit asynchronous operations whose waits have all been
-# submitted before they are queued: no other thread would submit them.
+# The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
 
 Observer = Callable[[Span], None]
@@ -79,8 +73,10 @@ def _acquired_lock() -> threading.Lock:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """The state of one operation: queued; then, once `posted`, submitted (with a token) or cancelled (without
-    one). The token is the backend's handle of the submitted operation."""
+    """The state of one operation: queued, submitted or cancelled.
+
+    `posted` is False while the operation is queued. `token` is None unless it has been submitted.
+    """
 
     number: int
     token: Token | None = None
@@ -137,7 +133,7 @@ class Run:
             observe: called with the span (times and waits) of every operation that has ended. One thread
                 makes all calls, in the order of submission.
             finished: called once per tile when the whole tile has been written, but perhaps not synced to
-                the disk. The thread that wrote the last part calls it.
+                the disk. The thread that ran the tile's last Write calls it.
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
         """
@@ -149,10 +145,10 @@ class Run:
         self._finished = finished
         self._verifier = verifier
         self._first = first
-        self._unwritten: dict[Tile, int] = {}  # per partly written tile, the bytes still to be written
+        self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
         self._writing = threading.Lock()
         self._queues: dict[Stream, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._asynchronous: dict[Stream, deque[_Item]] = {}  # asynchronous operations that are queued
+        self._asynchronous: dict[Stream, deque[_Item]] = {}  # queued, not yet submitted
         self._submitting = threading.Lock()
         self._rescan = False  # whether an asynchronous operation may have become ready
         self._annotate = _annotation()
@@ -202,7 +198,7 @@ class Run:
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
-                # Otherwise, the thread that submits the last of its waits submits it.
+                # If it is not ready, it is submitted when the last operation that it waits for has been.
                 if _ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
@@ -213,8 +209,10 @@ class Run:
             self._submit_ready()
 
     def _submit_ready(self) -> None:
-        """Submit every asynchronous operation whose waits have all been submitted. If another thread is doing
-        so, return at once, and that thread scans the queues again."""
+        """Submit every asynchronous operation whose waits have all been submitted.
+
+        If another thread is submitting, this returns at once, and the other thread rescans the queues.
+        """
         self._rescan = True
         while self._rescan and self._submitting.acquire(blocking=False):
             try:
@@ -227,8 +225,8 @@ class Run:
     def _next_stream(self) -> Stream | None:
         """Return the stream of the asynchronous operation to submit next: the earliest ready one.
 
-        In another order, a strip's Download might be submitted after all Multiplies of its tile. Submitting
-        those takes longer than multiplying one strip, so the Download would start late.
+        In another order, a strip's Download might be submitted after the Multiplies of later strips, and
+        would start late.
         """
         heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
         ready = ((item[2].number, stream) for item, stream in heads if _ready(item))
@@ -240,7 +238,7 @@ class Run:
             with nullcontext() if self._error is not None else self._session.worker(stream):
                 while self._next_stream() == stream:
                     self._step(self._asynchronous[stream].popleft(), self._submit)
-        except BaseException as error:  # raised by the context manager: the device is lost, for example
+        except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(_located_error(error, f"stream {stream.lane}"))
 
     def _queue_of(self, operation: Operation) -> "SimpleQueue[_Item | None]":
@@ -280,13 +278,13 @@ class Run:
                     if self._asynchronous:
                         self._submit_ready()
                 ended = True
-        except BaseException as error:  # raised by the context manager: the device is lost, for example
+        except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(_located_error(error, f"stream {stream.lane}"))
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 
     def _step(self, item: _Item, perform: Perform) -> None:
-        """Wait for an operation's waits to be submitted, run or submit it, and post its completion."""
+        """Run or submit an operation when all operations that it waits for have been submitted."""
         operation, waits, completion = item
         try:
             tokens = [wait.submitted() for wait in waits]
@@ -307,7 +305,7 @@ class Run:
             token.synchronize()
         reading = operation.kind is Kind.READ
         region = (operation.writes if reading else operation.reads)[0]
-        # If device and host share one memory, a Read fills the device slot directly, and a Write reads it.
+        # If device and host share one memory, Reads and Writes use the device slots directly.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
         if on_host and not reading and self._staging.is_in_place(region.slot):
@@ -355,8 +353,10 @@ class Run:
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
-        """Wait for submitted operations in order, and pass the span of each to the observer. A thread that
-        submits nothing runs this, because it waits for the device."""
+        """Wait for submitted operations in order, and pass the span of each to the observer.
+
+        Runs in a thread of its own, because it waits for the device.
+        """
         while (item := self._in_flight.get()) is not None:
             if self._in_flight.empty():
                 self._all_submitted.wait(POLL_INTERVAL)
@@ -381,8 +381,8 @@ class Run:
 
 
 def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """Return a function from an operation to a context manager that marks it as an NVTX range for profilers.
-    Without the package nvtx, the context manager does nothing."""
+    """Return a function that takes an operation and returns a context manager. The context manager marks the
+    operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""
     try:
         from nvtx import annotate
     except ImportError:

@@ -1,13 +1,10 @@
 """Pins operands in the caller's memory, part by part in a thread, so that a device copies directly from them.
 
-Without this, every block would first be copied to a pinned buffer. That crosses the host's memory bus three
-times and, with a fast GPU, takes longer than the multiplication. Pinning resident pages takes one thread
-0.02 s per GiB and does not disturb work on the device.
+Otherwise every block would first be copied to a pinned buffer, which can take longer than the multiplication.
+Pinning resident pages takes one thread 0.02 s per GiB.
 
-Unpinning takes as long as pinning, waits for all work on the device, and blocks every thread that submits to
-it. So operands are unpinned after the last operation of the run. The run does not return before all of them
-are unpinned. If a part stayed pinned, CUDA would refuse later copies of the caller's program that cross the
-border of that part.
+Unpinning waits for all work on the device. So operands are unpinned after the last operation of the run, but
+before the run returns: CUDA would refuse later copies of the caller that cross the border of a pinned range.
 """
 
 import threading
@@ -22,17 +19,14 @@ from oocgemm.planning.tiling import round_up
 from oocgemm.stores.files import PAGE, resident
 from oocgemm.system.threads import start
 
-# Operands are pinned in parts of PART bytes. While a call of the driver pins memory, it blocks threads that
-# submit work. The first SINGLE_PARTS calls are made while the first steps are submitted. They pin one part
-# each, so that they block these threads only briefly. Later calls pin up to PARTS_PER_CALL parts, because a
-# larger call pins more bytes per second.
+# Operands are pinned in parts of PART bytes. While the driver pins memory, no thread can submit work. So the
+# first SINGLE_PARTS parts are pinned by one short call each. Later calls pin up to PARTS_PER_CALL parts,
+# because a larger call pins more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# Limit on the wait for a block that is not pinned yet. Instead of waiting, the run can copy the block to a
-# host slot, which is pinned. The wait ends when the thread has pinned the block and the bytes that come
-# before it in the order of pinning. The run waits if these bytes, with the block, are at most this many times
-# the block's bytes. The limit is 4, because copying a block takes about as long as pinning four times as many
-# bytes.
+# The run waits for a block that is not pinned yet if at most this many times the block's bytes are left to
+# pin, the block included. Otherwise it copies the block to a pinned host slot, which takes about as long as
+# pinning four times the block's bytes.
 MAX_WAIT_RATIO = 4
 
 
@@ -48,9 +42,8 @@ class PinnedOperands:
 
         Args:
             arrays: the operands; they may share memory.
-            first: views of the arrays that the run needs first, in order of use. Their parts are pinned
-                before all others. The exception is a view with large gaps between its rows: if its address
-                range is more than `MAX_WAIT_RATIO` times its own bytes, its parts are not pinned early.
+            first: the blocks that the run needs first, in order of use, as views of the arrays. Their parts
+                are pinned before all others, except those of blocks with large gaps between the rows.
             pinner: pins and unpins memory.
 
         Raises:
@@ -66,9 +59,9 @@ class PinnedOperands:
         )
         self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
         self._turn = {part: turn for turn, part in enumerate(self._order)}
-        # The number of pinned parts. The list `_order` has the order in which parts are pinned.
+        # How many parts are pinned: the first ones of the list `_order`.
         self._done = 0
-        # The start addresses of the pinned ranges. One call of the driver pins one range.
+        # The start address of each pinned range, for `unpin`. One call of the driver pins one range.
         self._ranges: set[int] = set()
         self._progress = threading.Condition()
         self._stopped = False
@@ -79,9 +72,8 @@ class PinnedOperands:
         """Wait until the memory of a block is pinned, and return the block.
 
         Returns:
-            The block as an `InPlace`; or None in two cases. If the thread must pin more than
-            `MAX_WAIT_RATIO` times the block's bytes until the block is pinned, this returns None without
-            waiting. It also returns None if pinning stops before the whole block is pinned.
+            The block as an `InPlace`. None, at once, if the wait would be too long (`MAX_WAIT_RATIO`). None
+            also if pinning stops before the whole block is pinned.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)
@@ -100,13 +92,11 @@ class PinnedOperands:
         return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
 
     def _pin_all(self) -> None:
-        # If pinning fails, the thread ends and the run goes on: blocks that are not pinned are copied through
-        # host slots.
+        # If pinning fails, the run goes on: blocks that are not pinned pass through host slots.
         with suppress(Exception):
             for parts in self._calls():
                 begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
-                # Stop at parts whose pages are not in memory, for example because they were never written.
-                # To pin them would allocate pages, and use memory beyond the budget.
+                # Stop at pages that are not in memory. Pinning would allocate them, beyond the budget.
                 if self._stopped or not resident(begin, size):
                     break
                 self._pinner.pin(begin, size)
@@ -141,8 +131,7 @@ class PinnedOperands:
         self.stop()
         self._thread.join()
         for begin in self._ranges:
-            # After a failed launch every CUDA call raises, and so does unpinning. Ignore the error, and try
-            # to unpin the remaining ranges.
+            # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
             with suppress(Exception):
                 self._pinner.unpin(begin)
         self._ranges.clear()

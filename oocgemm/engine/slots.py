@@ -18,9 +18,8 @@ PAGE = 4096
 class HostSlots:
     """Allocates a plan's host slots, and prefaults the slots for C if the old C is not read.
 
-    Reading from a store faults in the pages of the slot that it fills. If the old C is not read, the slots
-    for C are filled by copies from the device. These copies would be slow if pages were missing. So one
-    thread writes to the pages of the slots for C beforehand.
+    Reads fault in the pages of the slots that they fill. If the old C is not read, the slots for C are filled
+    only by copies from the device, which are slow if pages are missing. So one thread prefaults these slots.
     """
 
     def __init__(
@@ -30,16 +29,14 @@ class HostSlots:
 
         Args:
             plan: determines the number and the sizes of the slots.
-            pin: a function that pins the memory of arrays, the first of which begins at the start of a slot.
-                It is called only after the pages of that memory have been faulted in.
+            pin: pins the memory of the arrays in a slot. Called after their pages have been faulted in.
             arena: memory for all slots, resident and pinned; None to allocate it.
         """
         self._plan = plan
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size) if arena is None else arena
-        # A slot for C contains a strip of C, followed by the strip's checksums. `_c_bytes` counts the bytes
-        # of both, `_c_data_bytes` those of the strip.
+        # A slot for C contains a strip (`_c_data_bytes`) and the strip's checksums; `_c_bytes` in all.
         self._c_bytes, self._c_data_bytes = (
             count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
             for count in (slot_bytes, payload_bytes)

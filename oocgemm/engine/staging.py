@@ -81,8 +81,7 @@ class Staging:
         return self._slots.checksum_bytes(slot)
 
     def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-        """Yield each of the arrays that make up a block, with its ranges of rows and columns in the stored
-        operand."""
+        """Yield (rows, columns, array) for each array of a block, with ranges of the stored operand."""
         return located(self._plan, operation, columns)
 
     def upload_source(self, operation: Operation) -> Sequence[Array]:
@@ -115,8 +114,8 @@ class Staging:
         Args:
             operation: the Read or Write.
             columns: the slot's memory, as one contiguous array per range of columns.
-            on_part: called for each part of a Read by the thread that has read it. If it is None, a Read may
-                be skipped, and the device copies the block from the caller's memory (zero-copy).
+            on_part: called for each part of a Read by the thread that has read it. If None, the block may be
+                zero-copy: it is then not read.
 
         Returns:
             Where the block is now: `columns`, or a view of the caller's memory.
@@ -128,8 +127,8 @@ class Staging:
             self._transfers.write(operation, columns)
             return columns
         slot = operation.writes[0].slot
-        # Prefaulting the slots for C takes time from the first reads. So it starts only when some slot is
-        # filled for the second time: by then the first reads are done.
+        # Prefaulting the slots for C would delay the first reads. So it starts after them, when a slot is
+        # filled for the second time.
         if slot in self._read_before and not self._plan.layouts.c.pinned:
             self._slots.start_prefault()
         self._read_before.add(slot)
@@ -145,7 +144,7 @@ class Staging:
         self._transfers.inspect(operation, columns, on_part)
 
     def stop(self) -> None:
-        """Wake the threads that wait: to retry a read, or until a block is pinned. They then give up."""
+        """Stop retrying reads and pinning operands, and wake the threads that wait for either."""
         self._transfers.stop()
         self._zero_copy.stop()
 

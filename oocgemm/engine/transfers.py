@@ -12,20 +12,18 @@ from oocgemm.planning import Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import FULL, Array, Matrix, no_room, transient
 
-# Seconds to wait before each retry of a read that failed with an error that may go away. After the last
-# retry, 12 s in all, the run fails.
+# Seconds to wait before each retry of a read that failed with a transient error. If the last retry fails,
+# after 12 s in all, the run fails.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
-# A function that is called for each part of a block, with the part's range of rows and range of columns in
-# the stored operand, and the part itself.
+# A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
 
 
 class Transfers:
     """Reads and writes blocks with one pool of reader threads and one of writer threads.
 
-    Each pool has `plan.candidate.io_threads` threads. So at most that many chunks are decoded at a time, and
-    as many encoded, which limits the scratch memory of codecs.
+    Each pool has `plan.candidate.io_threads` threads, which limits the scratch memory of codecs.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -82,8 +80,8 @@ class Transfers:
             for rows, cols, group in located(self._plan, operation, columns)
             for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
         ]
-        # A single part is processed in this thread: passing it to another one takes as long as copying it.
-        # But a codec needs scratch memory, and the memory budget contains that for the pool's threads only.
+        # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
+        # must run in the pool's threads, because the budget contains scratch memory only for these.
         if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
             act(matrix, *work[0])
             return
@@ -92,8 +90,7 @@ class Transfers:
         def take() -> None:
             """Process parts until none is left.
 
-            Each thread of the pool calls this once. One future per part would cost more than decoding a
-            small part.
+            Each thread of the pool calls this once: one future per part would cost more than a small part.
             """
             try:
                 for part in left:
@@ -143,6 +140,6 @@ class Transfers:
 
 
 def _located_error(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:
-    """Return an error with the message of another one, preceded by the store and the range of the matrix."""
+    """Return an error with the message of `error`, preceded by the store and the range of the matrix."""
     what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
     return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

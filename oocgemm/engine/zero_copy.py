@@ -16,10 +16,9 @@ from oocgemm.stores import Array, Matrix, memory
 class ZeroCopy:
     """Tracks which blocks the device copies from or to the caller's memory instead of their host slots.
 
-    The plan decides which blocks may be zero-copy. If the caller has pinned an operand, its blocks can be
-    copied at once. A thread pins the other operands, part by part. The run waits until the block that it
-    needs is pinned. If it would have to wait longer than copying the block takes, the block passes through
-    its host slot.
+    The plan decides which blocks may be zero-copy. A thread pins the operands that the caller has not pinned.
+    The run waits until the block that it needs is pinned. If that would take longer than copying the block,
+    the block passes through its host slot instead.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix], pinner: Pinner | None) -> None:
@@ -54,8 +53,8 @@ class ZeroCopy:
         May wait until the block is pinned.
 
         Returns:
-            True if the device copies from or to the caller's memory. The block's host slot then stays unused,
-            and `get` returns the caller's memory for that slot. False if the block passes through its slot.
+            True if the device copies from or to the caller's memory; `get` then returns that memory. False
+            if the block passes through its host slot.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)

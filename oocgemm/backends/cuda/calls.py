@@ -1,8 +1,7 @@
 """Call functions of the CUDA driver and of cuBLAS without releasing the GIL.
 
 CuPy releases the GIL during each call. The call takes microseconds, but afterwards the thread may wait for
-the GIL a hundred times as long. Each operation is timed by two events, one recorded before its launches and
-one after them. If the thread waits for the GIL in between, the measured time includes that wait.
+the GIL a hundred times as long. That would also falsify the measured time of operations.
 """
 
 import ctypes
@@ -46,21 +45,19 @@ class _Launched(threading.local):
 
 _launched = _Launched()
 
-# A deferred call, as two functions. The first one calls the CUDA driver or cuBLAS, with all arguments, and
-# returns the status of that call. A status other than 0 is an error: the second function takes such a status
-# and raises the error. If the first function is written in Python, it raises errors itself and returns None.
+# A deferred call, as two functions. The first one calls the CUDA driver or cuBLAS, and returns its status.
+# The second one takes a status other than 0, and raises the error. If the first function is a Python
+# function, it raises errors itself and returns None.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
     """Record the event `start`, make the launches, and record the event `end`, all on a stream.
 
-    One `map`, which runs in C, makes all calls. So the thread keeps the GIL from the first call to the last,
-    unless a launch is a Python function.
+    The thread keeps the GIL from the first call to the last, unless a launch is a Python function.
 
     Returns:
-        The host time, in nanoseconds, at which the call of the first launch returned. If that launch is a
-        Python function, the time at which the launch of its first kernel returned.
+        The host time, in nanoseconds, at which the first kernel or copy had been launched.
     """
     record = _cuda("cuEventRecord", _AT, _AT)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))

@@ -15,15 +15,14 @@ from oocgemm.backends.cuda.borders import cut
 def block_copies(
     device: int, host: Sequence[Array], borders: Sequence[int], stream: Any, *, uploading: bool
 ) -> list[cuda_calls.Launch]:
-    """Prepare the copies of a block. There may be several: CUDA refuses a copy that crosses the border of two
-    pinned ranges.
+    """Prepare the copies of a block, one or several: CUDA refuses copies that cross borders of pinned ranges.
 
     Args:
         device: address of the block in device memory.
-        host: the block in host memory. Either the arrays in a host slot, each a contiguous range of the
-            block's columns; or an `InPlace`, a view of the caller's memory.
-        borders: addresses where one pinned range of the host memory ends and the next begins. For a host
-            slot, the first address is the start of its pinned memory, and the last is its end.
+        host: the block in host memory. Either the contiguous arrays in a host slot, each of some columns of
+            the block; or an `InPlace`, a view of the caller's memory.
+        borders: addresses where one pinned range ends and the next begins. For a host slot, also the start
+            of the first range and the end of the last.
         stream: the stream of the copies.
         uploading: copy from host to device if true, from device to host if false.
     """

@@ -11,8 +11,8 @@ from oocgemm.planning import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# Values of cublasComputeType_t. The first table has the type for each dtype of the accumulator. The second
-# table is for products of reduced precision: CUBLAS_COMPUTE_32F_FAST_TF32 and CUBLAS_COMPUTE_32F_FAST_16BF.
+# Values of cublasComputeType_t: first by dtype of the accumulator, then by reduced precision
+# (CUBLAS_COMPUTE_32F_FAST_TF32 and CUBLAS_COMPUTE_32F_FAST_16BF).
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
 _MAX = 2**31 - 1

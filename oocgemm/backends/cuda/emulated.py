@@ -66,8 +66,7 @@ class Emulated:
         """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
 
         Tries increasing numbers of moduli until the product is as accurate as one that is computed in the
-        panels' dtype. To judge the accuracy, the host copies `VERDICT_BYTES` bytes of measurements of the
-        panels from the device, once per number tried. So the calling thread waits for the current stream.
+        panels' dtype. For each number, the calling thread waits until the device has measured the accuracy.
 
         Args:
             a, b: device addresses of the panels as stored.
@@ -168,14 +167,14 @@ class Emulated:
     def _residues(
         self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
     ) -> None:
-        """Compute the residues of some rows of C. Only for devices of compute capability 9.0.
+        """Multiply residues: compute some rows of C modulo each modulus. Needs compute capability 9.0.
 
         Args:
             left: device address of the residues of the first row of op(A) to multiply.
             right: device address of the residues of op(B).
-            work: device address to which the residues of C are written.
-            shape: (m, n, ld). For each modulus, the residues of the panel of op(A) have m rows, and
-                those of the panel of op(B) have n columns. Each row or column occupies `ld` bytes.
+            work: device address of the result.
+            shape: (m, n, ld). The panel of op(A) has m rows, that of op(B) has n columns. The residues of a
+                row or column occupy `ld` bytes per modulus.
             rows: how many rows of C to compute; at most m.
             number: number of moduli.
         """

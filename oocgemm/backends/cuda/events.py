@@ -10,17 +10,16 @@ import cupy
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.planning import Slot
 
-# Maximum age, in nanoseconds, of the reference event from which a `Clock` measures. The clock replaces an
-# older reference event by a new one. CUDA returns the time between two events in milliseconds as float32, so
-# the rounding error grows with the time between them. Up to 2 s, the error is below 0.1 microseconds.
+# Maximum age, in nanoseconds, of a `Clock`'s reference event. CUDA returns the time between two events as
+# float32, so its rounding error grows with that time. Up to 2 s, the error is below 0.1 microseconds.
 REANCHOR_NS = 2_000_000_000
 
 
 class Clock:
     """Converts the times of CUDA events to the host's clock.
 
-    CUDA only gives the time between two events. The clock records a reference event at a known host time. To
-    that host time it adds the time from the reference event to another event.
+    CUDA only gives the time between two events. So the clock records a reference event at a known host time,
+    to which it adds the time from the reference event to another event.
     """
 
     def __init__(self, device: Any) -> None:
@@ -38,10 +37,8 @@ class Clock:
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # The host time of the new reference event is computed from the old reference event. The result
-            # is precise, but may be too early or too late, because the device's clock drifts. The host's
-            # clock shows that the event completed between `before` and `after`. So a result outside that
-            # interval is replaced by the nearer of the two.
+            # Compute the host time of the new reference event from the old one. The device's clock drifts, so
+            # the result may be wrong. But it is known to be between `before` and `after`: clip it to these.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -85,9 +82,8 @@ class Work:
 
         Call it only when the event `end` has completed.
         """
-        # On an idle stream the event `start` completes as soon as it is recorded. That may be long before the
-        # first launch, for example if a library loads a kernel in between. So the work starts when the event
-        # completes or when the first launch call returns (`issued`), whichever is later.
+        # On an idle stream, the event `start` completes as soon as it is recorded. That may be long before
+        # the first launch, if a library loads a kernel in between. Take `issued` then.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
@@ -101,12 +97,10 @@ class CudaToken:
         own: the launches of the operation, without those that compute checksums.
         end: the event that completes when the operation and the launches for its checksums have ended.
         clock: converts the times of events to host times.
-        check: a function to call after `end` has completed. It raises an error if the operation found an
-            element that does not fit C's integer dtype. None if the operands are not int8.
-        noting: a function to call after `end` has completed. It records how long the checksums took. None if
-            there are no checksums.
-        uploaded: the slot of the device that an Upload fills. None for other operations, and if there are no
-            checksums.
+        check: raises an error if the operation found an element that does not fit C's integer dtype. Called
+            after `end` has completed. None if the operands are not int8.
+        noting: records how long the checksums took. Called after `end` has completed. None without checksums.
+        uploaded: the device slot that an Upload fills. None for other operations, and without checksums.
     """
 
     stream: str

@@ -1,9 +1,8 @@
 """Pins host memory that a device copies from and to: host slots (buffers), and operands of the caller.
 
-While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel. A
-blocked thread keeps the GIL, so all of Python would stop. Therefore memory is pinned in parts, and a lock
-makes pinning and submitting take turns. A thread that pins the caller's operands takes the lock only while no
-other thread waits for it: most parts of the operands are needed much later.
+While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel. Such
+a thread keeps the GIL, so all of Python would stop. Therefore memory is pinned in parts, and pinning and
+submitting take turns by a lock. Operands are pinned only while no thread waits to submit.
 """
 
 import threading
@@ -25,16 +24,16 @@ from oocgemm.system.memory import allocate
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
 PART = 16 << 20
-# Interval, in seconds, at which a thread that pins an operand polls whether other threads wait for the lock.
+# Interval, in seconds, at which a thread that pins an operand polls whether other threads wait to submit.
 POLL_INTERVAL = 50e-6
-# Host slots of at most this many bytes in all stay allocated and pinned for the next run of the process. To
-# fault in and pin their pages takes 0.1 s per GiB, which is long for a run of some milliseconds.
+# If all host slots together have at most this many bytes, they stay allocated and pinned for the next run of
+# the process. To fault in and pin their pages takes 0.1 s per GiB, which is long for a small product.
 MAX_KEPT = 128 << 20
 # At least this many bytes are allocated, so that small runs of several sizes can use the same memory.
 MIN_KEPT = 4 << 20
 # Size of a page in bytes. Memory is faulted in by one write per page.
 PAGE = 4096
-# The memory that is kept between runs, by the number of the device that it is pinned for.
+# The memory that is kept between runs: device number -> array.
 _kept: dict[int, Array] = {}
 
 
@@ -43,7 +42,7 @@ class HostMemory:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        # For the address of each host slot: where its pinned ranges begin, and where the last of them ends.
+        # Address of a host slot -> addresses where its pinned ranges begin, and where the last one ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         # Ids of the threads that wait for `_driver`. A thread that pins operands is not included.
@@ -54,8 +53,8 @@ class HostMemory:
     def take_arena(self, plan: Plan) -> Array | None:
         """Return pinned, resident memory for all host slots of a plan; None if it exceeds `MAX_KEPT`.
 
-        It is the memory that the last run left, if that is large enough for the slots and within the plan's
-        host budget. `close` leaves it to the next run.
+        This is memory that an earlier run has left, if its size fits the slots and the plan's host budget.
+        `close` keeps the memory for the next run.
 
         Raises:
             BackendError: the system refuses to pin the memory.
@@ -94,9 +93,8 @@ class HostMemory:
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
         """Pin the first `size` bytes of a host slot, except what is pinned already.
 
-        The thread that has faulted in the slot's pages calls this. The submission of a copy calls it again,
-        and usually finds the bytes pinned. Without the first call, the submission would have to pin them.
-        That would delay all submissions, and take ten times as long if the pages are not resident.
+        Call it after the slot's pages have been faulted in: pinning is then ten times as fast. Submitting a
+        copy calls it again, so that the memory is pinned in any case.
 
         Returns:
             The addresses where the slot's pinned ranges begin, and the end of the last one.
@@ -144,7 +142,7 @@ class HostMemory:
                     self._unpin(arena.ctypes.data)
         for borders in self._slots.values():
             for begin in borders[:-1]:
-                # After a failed launch every CUDA call raises. Go on with the other ranges in that case.
+                # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
                 with suppress(Exception):
                     self._unpin(begin)
         self._slots = {}

@@ -1,9 +1,8 @@
 """Multiplies int8 matrices of any layout on a CUDA device, by cuBLAS with sums in int32; converts the sums.
 
-cuBLAS multiplies int8 only if both operands are contiguous along k and their rows are aligned to 16 bytes.
-This module first copies operands of other layouts into a workspace, in the layout that cuBLAS needs. If C is
-not aligned, cuBLAS writes its sums to the workspace, and another kernel adds them to C. planning/integers.py
-describes the workspace. All launches go to cupy's current stream.
+cuBLAS requires that int8 operands are contiguous along k and aligned to 16 bytes. Other operands are first
+copied into a workspace (planning/integers.py). If C is not aligned, cuBLAS writes its sums to the workspace,
+and a kernel adds them to C. All launches go to cupy's current stream.
 """
 
 import ctypes
@@ -71,8 +70,8 @@ def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[C
         kernels: compiles and launches the kernel int8_add, which adds int32 products to beta C.
         call: the product, as `packed` returned it.
         c_dtype: dtype of C, float64 or int32.
-        product: a function that computes the product that a `Call` describes. It is called once per
-            `STRIP_ROWS` rows of C, and writes an int32 product to the workspace.
+        product: called once per `STRIP_ROWS` rows of C. Computes the int32 product that its argument, a
+            `Call`, describes.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
@@ -104,8 +103,8 @@ def finish(
         scalars: alpha and beta.
         elements: the number of elements.
         source, result: device addresses.
-        too_large: address of an int32, for a result of an integer dtype. The int32 becomes 1 if an element
-            is outside the range of that dtype, or is so large (2^53) that float64 may have rounded it.
+        too_large: address of an int32, used if the result has an integer dtype. It becomes 1 if an element is
+            outside the range of that dtype, or so large (2^53) that float64 may have rounded it.
     """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(

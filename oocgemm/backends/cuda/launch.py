@@ -110,9 +110,8 @@ class Kernels:
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """Compile and load a kernel that is not a GEMM kernel; return a Python function that launches it.
 
-        The Python function takes a launch configuration, followed by the kernel's arguments as ctypes values.
-        The configuration is a `Launch`, or only a grid (x, y, z). A grid alone stands for thread blocks of
-        256 threads.
+        The function's first argument is a `Launch`, or the grid (x, y, z) for thread blocks of 256 threads.
+        The kernel's arguments follow as ctypes values.
         """
         key = source, entry, macros
         if key not in self._functions:

@@ -22,8 +22,8 @@ from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import workspace_layout
 
-# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. This
-# maximum is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
+# Maximum number of random numbers that are generated for an operand; a larger one repeats them. Not a power
+# of 2: otherwise many rows of 2^i elements would be equal.
 _BLOCK = 1_000_003
 _MIN_SAMPLES, _SAMPLES = 5, 25  # minimum and maximum number of samples per kernel
 
@@ -124,8 +124,8 @@ class Stopwatch:
         """Time several kernels in turns, each for about `seconds` and at least `_MIN_SAMPLES` times.
 
         The order is shuffled in each round, because a GPU at its power limit runs faster after a kernel that
-        drew little power. A launch takes a few microseconds on the host. If the product takes less than that
-        on the device, the result is the time of the launch.
+        drew little power. If a product takes less time than its launch on the host (some microseconds), the
+        result is the time of the launch.
 
         Args:
             contenders: kernels and their parameters; None as a kernel stands for cuBLAS.
@@ -136,8 +136,7 @@ class Stopwatch:
         for contender in contenders:
             self.seconds(*contender, call)  # warm-up: loads the code
             once = max(self.seconds(*contender, call), 1e-6)
-            # A sample is the mean time of several runs: 1 to 100, chosen so that they take about 1 ms
-            # together.
+            # A sample is the mean time of 1 to 100 runs, which take about 1 ms together.
             times.append((max(1, min(100, int(1e-3 / once))), once))
         rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]

@@ -15,8 +15,8 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import choose
 from oocgemm.kernels.spec import Call, Kernel, Params
 
-# Per device, the cuBLAS handles that no run uses. Handles are kept for later runs because creating one takes
-# 5 ms. Concurrent runs do not share a handle.
+# Device -> cuBLAS handles that no run uses. They are kept because creating one takes 5 ms. Concurrent runs do
+# not share a handle.
 _idle: dict[int, list[int]] = {}
 
 
@@ -59,8 +59,8 @@ class Multiplier:
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # cuBLAS may refuse k = 0, so our kernel "tiled" computes C = beta C. No elements are multiplied,
-            # so every precision gives the same result. "tiled" only offers native precision.
+            # cuBLAS may refuse k = 0, so our kernel "tiled" computes C = beta C. It only offers native
+            # precision, which makes no difference here: no elements are multiplied.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:

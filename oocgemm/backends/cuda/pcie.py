@@ -11,9 +11,8 @@ MAX_LANES = 32
 def link_limit(address: str, devices: Path = DEVICES) -> float | None:
     """Return the maximum rate of a device's PCI Express link in one direction, in bytes per second.
 
-    The rate is the maximum transfer rate per lane times the maximum number of lanes. It is an upper bound,
-    since the overhead of the encoding is not subtracted. The link's current speed is not used, because an
-    idle link slows down.
+    This is an upper bound: the maximum transfer rate per PCIe lane, times the maximum number of lanes. The
+    link's current speed is not used, because an idle link slows down.
 
     Args:
         address: PCI address of the device: domain, bus, device and function, such as 0000:1B:00.0.

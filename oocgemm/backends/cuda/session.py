@@ -1,9 +1,9 @@
 """Runs the operations of one plan on a CUDA device.
 
-All buffers on the device (slots) are in one allocation, the arena. Each kind of operation, such as copies to
-the device or multiplications, has a CUDA stream. If an operation must wait for another one, its stream waits
-for an event (`cuStreamWaitEvent`). So no host thread waits for the device. The exception is Prepare, which
-splits panels for emulated products: it reads a result of the device before it can continue.
+All buffers on the device (slots) are in one allocation, the arena. Each kind of operation has a CUDA stream.
+If an operation must wait for another one, its stream waits for an event (`cuStreamWaitEvent`), and no host
+thread is blocked. The exception is Prepare, which splits panels for emulated products: its thread waits for a
+result of the device.
 """
 
 import threading
@@ -46,21 +46,18 @@ from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.units import format_size
 from oocgemm.system.threads import start
 
-# The streams and their priorities; -1 is higher than 0. When a multiprocessor becomes free, the device runs
-# thread blocks of a high-priority stream first. So a Prepare, which is short and for which the next Multiply
-# waits, does not have to wait until all blocks of the current Multiply have run.
+# The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
+# stream first. So a Prepare does not have to wait until all blocks of the current Multiply have started.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
-# A product is computed before the first Multiply, only to make cuBLAS load its kernels. This is the maximum k
-# of that product, to keep it short.
+# Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The stream of the kernels that compute checksums. It is not the stream of the uploads, so one panel can be
-# uploaded while the checksums of the panel before it are computed.
+# The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
+# previous panel are computed.
 SUMS = "sums"
-# If emulation would not be accurate enough for a step, the step is multiplied without it: its precision is
-# then "native" (the dtype of the operands), not the problem's precision "emulated".
+# A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
 _NATIVE = {"emulated": "native"}
-# The products for which this process has made cuBLAS load its kernels: device, kernel name, dtype, op() of A
-# and of B, and precision.
+# The kinds of products for which cuBLAS has loaded its kernels in this process. A kind consists of device,
+# kernel name, dtype, op() of A, op() of B, and precision.
 _loaded: set[tuple[object, ...]] = set()
 
 
@@ -70,7 +67,7 @@ class CudaSession:
     Implements `oocgemm.backends.base.Session`.
     """
 
-    # A Prepare is not asynchronous: it waits until the device has found out how many moduli are needed.
+    # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
@@ -81,9 +78,9 @@ class CudaSession:
         self._host = HostMemory(self._device)
         self.pinner: Pinner | None = self._host.pinner
         self.host_arena: Array | None = None
-        # For each number of moduli, how many steps used it. 0 moduli mean that a step was not emulated.
+        # How many steps used each number of moduli; 0 counts the steps that were not emulated.
         self._steps: Counter[int] = Counter()
-        # For each slot of residues, the number of moduli of the residues that it contains.
+        # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
         self._loading: threading.Thread | None = None
         self.checksums: DeviceChecksums | None = None
@@ -126,15 +123,15 @@ class CudaSession:
 
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
-        # cuBLAS and our kernels are launched on cupy's current stream. So make `stream` the current one.
+        # All launches go to cupy's current stream.
         with self._device, self._streams[stream.lane]:
             yield
 
     def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
         """Make cuBLAS load its kernels in a thread, while the first blocks of A and B are read.
 
-        Does nothing if an earlier run of this process has made cuBLAS load the same kernels. Without this
-        thread, the first Multiply would load them, and keep the GIL for tens of milliseconds.
+        Otherwise the first Multiply would load them, and keep the GIL for tens of milliseconds. Does nothing
+        if they were loaded for an earlier run of this process.
         """
         p = self._problem
         kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
@@ -156,10 +153,7 @@ class CudaSession:
             stream.synchronize()
 
     def _await_loading(self) -> None:
-        """Wait until the product that makes cuBLAS load its kernels has ended.
-
-        That product writes to a slot for C, so no operation may start before it has ended.
-        """
+        """Wait until `_load_multiplier` has ended. It writes to a slot for C, so operations must wait."""
         loading = self._loading
         if loading is not None:
             loading.join()
@@ -182,9 +176,8 @@ class CudaSession:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                # A Multiply and the kernel that computes a panel's checksums can read the panel at the same
-                # time. So the Multiply waits for the copy of the panel, not for its checksums. But a Multiply
-                # or a Finish that overwrites an uploaded strip of C also waits for the strip's checksums.
+                # A Multiply only reads its panels. So it does not wait until their checksums are computed.
+                # But an operation that overwrites an uploaded strip of C waits for the strip's checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
@@ -200,9 +193,9 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that compute its checksums.
 
-        After an Upload, the checksums of its panel are computed on the checksum stream. Before a Download,
-        those of its strip are computed on the Download's own stream. The checksums of a Multiply or a Finish
-        are computed on the checksum stream at the same time as the operation, after the same waits.
+        After an Upload, the checksum stream computes the checksums of the uploaded block. While a Multiply or
+        a Finish runs, it updates or copies the expected checksums of C. Before a Download, the Download's own
+        stream computes the checksums of the strip.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
         uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
@@ -257,7 +250,7 @@ class CudaSession:
         self._arena = 0
         with self._device:
             for release, arguments in releases:
-                # After a failed launch every CUDA call raises. Ignore this, and release the rest.
+                # After a failed launch, every CUDA call raises. Release the rest all the same.
                 with suppress(Exception):
                     release(*arguments)
 
@@ -267,8 +260,7 @@ class CudaSession:
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the launches of an operation, but make none.
 
-        `submit` makes the launches later, while it has the lock that pinning and submitting share. Preparing
-        them first, without the lock, makes other threads wait less.
+        `submit` makes them later, under a lock. Preparing needs no lock, so other threads wait less.
         """
         match op.kind:
             case Kind.UPLOAD:
@@ -284,8 +276,7 @@ class CudaSession:
         raise AssertionError(f"{op} does not run on a device")
 
     def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the copies of an Upload or a Download. Pin those pages of the host slot that are not pinned
-        yet."""
+        """Prepare the copies of an Upload or a Download. Pin the block's host slot if necessary."""
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
@@ -293,7 +284,7 @@ class CudaSession:
         return block_copies(device, host, borders, stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the copy of a strip's checksums to the strip's host slot, where they follow the strip.
+        """Prepare the copy of a strip's checksums to the host slot, behind the strip.
 
         Returns an empty list if the device computes no checksums.
         """
@@ -327,7 +318,7 @@ class CudaSession:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
-        # The panel of op(A) has all rows of the tile. If only a strip is computed, skip the rows above it.
+        # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
         skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
@@ -367,16 +358,15 @@ class CudaSession:
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 
     def _check(self, op: Operation) -> None:
-        """Raise `ExecutionError` if an operation has cast or downloaded a strip with an element that does not
-        fit C's integer dtype."""
+        """Raise `ExecutionError` if the strip of a Finish or a Download has an element that does not fit C's
+        integer dtype."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
         finished = region is not None and region.slot.operand == "D"
         if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
             raise too_large(self._problem.c_dtype)
 
     def _load_finisher(self) -> None:
-        """Load the kernel that casts sums to C's dtype. Done before the run, because loading a kernel waits
-        until the device is idle."""
+        """Load the kernel that casts sums to C's dtype, before the run: loading waits for an idle device."""
         problem, kernels = self._problem, self._multiplier.kernels
         dtypes = problem.acc_dtype, problem.c_dtype
         if problem.exact:

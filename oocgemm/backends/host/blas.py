@@ -1,8 +1,8 @@
 """Compute ``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
 
-NumPy cannot add a product to an existing array: ``C += A @ B`` writes a temporary of C's size and reads it
-back. The function gemm of the BLAS can. This module finds NumPy's BLAS among the libraries mapped into the
-process and calls it through ctypes, which releases the GIL. If it finds no BLAS, NumPy multiplies in blocks.
+NumPy itself cannot add a product to an array without a temporary of that size. So this module finds NumPy's
+BLAS among the libraries mapped into the process, and calls it through ctypes, which releases the GIL. If it
+finds no BLAS, NumPy multiplies in blocks.
 """
 
 import ctypes
@@ -102,11 +102,9 @@ def blas_name() -> str:
 def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
     """Return the CPU family whose kernels OpenBLAS uses, and a family whose kernels are faster on this CPU.
 
-    Returns None if no faster kernels are known, or if NumPy's BLAS is not OpenBLAS.
-
-    OpenBLAS identifies CPUs by model number. It does not know CPUs that are newer than itself and uses slower
-    kernels on them. Another family can only be selected before the library is loaded, by the environment
-    variable OPENBLAS_CORETYPE.
+    Returns None if no faster kernels are known, or if NumPy's BLAS is not OpenBLAS. OpenBLAS does not know
+    CPUs that are newer than itself, and uses slow kernels on them. The environment variable
+    OPENBLAS_CORETYPE selects another family, but only before the library is loaded.
     """
     picked = _ask("get_corename")
     if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):

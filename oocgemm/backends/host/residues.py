@@ -1,15 +1,13 @@
 """Compute products of float64 or float32 matrices from residues modulo small numbers, in NumPy.
 
-The method is described in `oocgemm.planning.emulation`. `prepare` scales two panels (the blocks of op(A) and
-op(B) that one step multiplies) to integers and stores the residues of each element modulo several small
-numbers. `multiply` computes some rows of the product from the residues. The host has no fast int8 products,
-so residues are multiplied in float32, in parts so short along k that every sum is exact. This code is a
-reference for small sizes; it is not fast.
+`oocgemm.planning.emulation` describes the method. `prepare` scales two panels to integers and stores their
+residues modulo several small numbers. `multiply` computes some rows of the product from the residues, in
+float32 and in parts so short along k that every sum is exact. This code is a reference, and not fast.
 
-A plane is the matrix of the residues for one modulus. The residues of an m x k panel of op(A) and a k x n
-panel of op(B) are stored in one buffer, in the order below. N is the largest number of moduli that is tried
-for the dtype. pitch is k rounded up to a multiple of 16. Each row of op(A) and each column of op(B) is scaled
-by a power of two of its own; the buffer contains the exponents.
+A plane is the matrix of the residues for one modulus. The planes of an m x k panel of op(A) and a k x n panel
+of op(B) are stored in one buffer, as below. N is the largest number of moduli that is tried for the dtype.
+pitch is k rounded up to a multiple of 16. Each row of op(A) and each column of op(B) is scaled by a power of
+two, whose exponent is stored.
 
     planes of op(A)                                   int8 [N][m][pitch]
     planes of op(B)                                   int8 [N][n][pitch]
@@ -17,8 +15,7 @@ by a power of two of its own; the buffer contains the exponents.
     exponents of the columns of op(B)                 int32 [n]
     log2 of the 2-norms of these rows and columns     float64 [m + n]
 
-The planes of op(B) are transposed: a row of a plane is a column of op(B). So the planes of both panels are
-contiguous along k.
+The planes of op(B) are transposed, so that all planes are contiguous along k.
 """
 
 from dataclasses import dataclass
@@ -47,9 +44,8 @@ _SIDE = 256
 # Number of products of residues that float32 adds up exactly. The magnitude of a product is at most 2^14, and
 # float32 represents all integers up to 2^24.
 _DEPTH = 1 << 10
-# `measure_rows` counts the elements of a row that are not below a threshold, a multiple of the row's norm. If
-# the computed norm is rounded up, the threshold is too high, and an element equal to the exact threshold
-# would not be counted. Therefore thresholds are multiplied by this factor, which is slightly less than 1.
+# `measure_rows` counts the elements of a row that reach a multiple of the row's norm. This factor lowers the
+# multiple slightly, so that no element is missed if the computed norm is rounded up.
 _BELOW = 1 - 2.0**-30
 
 
@@ -70,8 +66,8 @@ class Planes:
 class Prepared:
     """The residues of a panel of op(A) and of a panel of op(B).
 
-    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as one
-    that is computed in the panels' dtype. The panels must then be multiplied in that dtype, without residues.
+    `number` is how many moduli were used. If it is 0, residues would not be accurate enough: the panels must
+    be multiplied in their own dtype.
     """
 
     number: int
@@ -128,9 +124,8 @@ def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
 def measure_rows(x: Array, norms: Array) -> PanelFacts:
     """Return `PanelFacts` of a panel, from which `suffices` bounds the error of its emulated product.
 
-    The fields `exact` and `grain` of the result have no meaning yet. They describe the rounding to integers,
-    which depends on the number of moduli; `split` sets them. This function also writes the base-2 logarithm
-    of each row's 2-norm to `norms`. For a row of zeros it writes -inf.
+    Only `split` sets the fields `exact` and `grain`, which depend on the number of moduli. This function also
+    writes the base-2 logarithm of each row's 2-norm to `norms`; -inf for a row of zeros.
     """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
@@ -175,9 +170,8 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # Find out whether any element was rounded. Either rounding to an integer has changed the scaled
-            # element, or the scaling has made a nonzero element underflow to 0. In the second case, fewer
-            # elements are nonzero than before.
+            # Find out whether any element was rounded, to an integer or, by the scaling, to 0. In the second
+            # case, fewer elements are nonzero than before.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
@@ -206,8 +200,8 @@ def workspace_bytes(n: int, depth: int) -> int:
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
     """Return the sizes, in bytes, of the four parts of `multiply`'s workspace.
 
-    In this order, the parts hold five blocks of C in float64; one block of C in float32; a block of residues
-    of op(A) in float32; and a block of residues of op(B) in float32.
+    The parts are: five blocks of C in float64; then, in float32, one block of C, one block of residues of
+    op(A), and one of op(B).
     """
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
