@@ -1,7 +1,7 @@
 """Choose the device and the host budget of a run.
 
-The caller passes both budgets, or one bound on all memory, which is divided into budgets. By default, a budget
-is a share of the free memory.
+The caller passes both budgets, or one bound on all memory, which is divided between them. By default, a
+budget is a share of the free memory.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ def within_budgets(
 def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
     """Split one memory bound, in bytes, into two budgets, and plan within them.
 
-    The device budget gets three quarters, and the host budget one quarter. If no plan fits, the memory is
-    divided as the smallest plan requires.
+    The device budget gets three quarters, and the host budget one quarter. If no plan fits, they are
+    changed so that the smallest plan fits.
     """
     budgets = Budgets(memory - memory // 4, memory // 4)
     try:

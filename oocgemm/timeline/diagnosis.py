@@ -44,8 +44,8 @@ OUTPUT_LANES = ("d2h", "encode", "write")  # the lanes that can be busy after th
 class Diagnosis:
     """What limits the speed of a run: for example storage, the link to the device, or compute.
 
-    `evidence` is a text with the rate of the limiting lane, its maximum rate, and the number of CPU cores that
-    other programs used. `contended` is set if other programs slowed the limiting lane down.
+    `evidence` is a text with the rate of the limiting lane, its maximum rate, and the number of CPU cores
+    that other programs used. `contended` is set if other programs slowed the limiting lane down.
     """
 
     verdict: Verdict
@@ -121,7 +121,7 @@ def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
 
 
 def _cores_contended(figures: Report) -> bool:
-    """Return whether other programs may have slowed the run down: hardly any CPU core was idle."""
+    """Return whether other programs used CPU cores while hardly any core was idle."""
     cpu = figures.cpu
     return bool(other_programs(figures) and cpu and cpu["own"] + cpu["others"] >= MIN_BUSY * cpu["cores"])
 

@@ -8,8 +8,8 @@ from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
 # Kinds of operations in the order of data flow. An operation waits for an earlier kind to use its data: a
-# Multiply needs an uploaded panel. It waits for a later kind to reuse a slot: a Read overwrites a panel, which
-# must first be uploaded.
+# Multiply needs an uploaded panel. It waits for a later kind to reuse a slot: a Read may overwrite a panel
+# only after the Upload of that panel.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
@@ -85,8 +85,9 @@ def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
 def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     """Return for each lane the highest rate that it can reach, and whether that rate was measured.
 
-    Rates are in flop/s for the lane "compute" and in bytes per second for all others. A rate is calibrated or,
-    if the lane was not calibrated, assumed by the plan's machine model. A lane without either is left out.
+    Rates are in flop/s for the lane "compute" and in bytes per second for all others. A calibrated
+    rate is preferred to that of the plan's machine model, which may be assumed. A lane without either is
+    left out.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})
