@@ -32,11 +32,11 @@ A later run finds one of these states:
     some tiles done, C marked      continue with the other tiles
     all tiles done                 remove the mark, and complete
 
-A tile whose files differ from its fingerprint is computed again. With beta != 0 this is impossible, since its
-old content no longer exists: `resume` is refused.
+A tile whose files differ from its fingerprint is computed again. With beta != 0 its old content no longer
+exists, so `resume` is refused.
 
-If the journal lost commits, beta would be applied twice to their tiles. Therefore the file `count` next to the
-journal contains the number of commits. If the journal lists fewer, `resume` is refused.
+If the journal lost commits, beta would be applied twice to their tiles. Therefore the file `count` next to
+the journal contains the number of commits. If the journal lists fewer, `resume` is refused.
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
 """

@@ -103,8 +103,8 @@ class PreparedJob:
     def _take_memory(self) -> tuple[Job, Session | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
-        The plan may no longer fit, if other programs have allocated memory. Then the job is planned once more,
-        since default budgets follow the free memory. The session is None if no tile is left to compute.
+        If the plan no longer fits, since other programs have allocated memory, the job is planned once more:
+        default budgets are shares of the free memory. The session is None if no tile is left to compute.
         """
         job, request = self._job, self._request
         for last in (False, True):

@@ -37,8 +37,8 @@ MAX_THREADS, THREADS_PER_CORE = 8, 2
 class Verification:
     """The result of `verify`. Its truth value is `ok`.
 
-    The check divides the columns of C into groups. In each row and group, it multiplies the elements by random
-    signs, and sums them. It compares these sums with the same sums for the product.
+    The check divides the columns of C into groups. In each row and group, it multiplies the elements by
+    random signs, and sums them. It compares these sums with the same sums for the product.
 
     Attributes:
         ok: whether C is the product within rounding error.
@@ -224,8 +224,8 @@ def fitting(
 ) -> tuple[str, ...]:
     """Return other transposes and orders of A and B with which the product has C's shape, as texts.
 
-    `a`, `b` and `c` are the shapes of the stored matrices. `given` tells whether the caller transposes A, and
-    whether B. This combination is not returned.
+    `a`, `b` and `c` are the shapes of the stored matrices. `given` tells whether the caller transposes A
+    and whether B. This combination is not returned.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -247,8 +247,8 @@ def fitting(
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
     """Raise `InputError` if C and the old C cannot be compared with the product.
 
-    Their shapes and dtypes must be those of the product, they must be different arrays, and beta != 0 requires
-    the old C. `hint` is the end of the message about a wrong shape.
+    Their shapes and dtypes must be those of the product, they must be different arrays, and beta != 0
+    requires the old C. `hint` is the end of the message about a wrong shape.
     """
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):

@@ -190,7 +190,7 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
 
 
 def _exposed(run: Run) -> str:
-    """Return a table of the time of compute and of each cause that the kernel waited for, longest first."""
+    """Return a table with the time of compute and the exposed time of each cause, longest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [
