@@ -11,8 +11,7 @@ from types import FrameType
 from oocgemm.system.threads import start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds that a run has to stop after a signal, before the process exits at once. Afterwards, the system needs
-# further time to reclaim the memory.
+# Seconds that a run has to stop after a signal, before the process exits at once.
 PATIENCE = 1.2
 
 

@@ -12,7 +12,7 @@ CRC-32 and a JSON object. A crash can cut off (tear) only the last line, which i
 A run writes in this order. `->` is an fsync of everything before it::
 
     lock the folder; header ->                                     C is unchanged so far
-    create C, or mark it as unfinished ->                          an attribute of a zarr array is the mark
+    create C, or mark it as unfinished ->                          the mark is an attribute of a zarr array
     for each tile, beta = 0:     write chunks to C -> done ->
     for each tile, beta != 0:    write chunks to redo/ -> commit -> count -> move them into C -> done ->
     remove the mark from C ->
@@ -315,7 +315,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if its CRC-32 is wrong, as in a line that a crash cut off."""
+    """Return the JSON object in a line; None if its CRC-32 is wrong."""
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         return None

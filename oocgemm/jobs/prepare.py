@@ -34,7 +34,8 @@ class Output:
 
     `matrix` is C. It is None if C does not exist: the run then creates C with `chunks` and `compressor`, or
     with defaults where they are None. `earlier` is what an earlier run left at C. It is None if C can have no
-    journal, as in memory. `identity` describes what the run computes: only a run of equal identity may resume it.
+    journal, as in memory. `identity` describes what the run computes: only a run of equal identity may
+    resume it.
     """
 
     matrix: Matrix | None

@@ -45,8 +45,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # The chart includes the dashed line, unless the limit is so high that the curve would be too low to
-        # read. An assumed limit may be wrong, so it is left out earlier than a measured one.
+        # The dashed line is left out if its rate, `limit`, is so high that the curve would be too low to read.
+        # An assumed limit may be wrong, so it is left out earlier than a measured one.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)

@@ -21,7 +21,7 @@ from oocgemm.timeline.verdict import verdict
 LINKS = ("read", "h2d", "d2h", "write")
 # Minimum seconds between two updates: of the bar on a terminal, and of the lines printed elsewhere.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
-# The display describes the last WINDOW_NS nanoseconds, but at most the time of the last MAX_RECENT operations.
+# The display describes the last WINDOW_NS nanoseconds, but at most the last MAX_RECENT operations.
 WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
@@ -31,9 +31,9 @@ Show = Callable[[float, str, str], None]
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
     """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
 
-    Yields None if `enabled` is False. The display shows the current tile, the elapsed time, and the mean rates
-    since the start. For the last seconds, it shows how busy each lane was, and what limited the run. On a
-    terminal, it also estimates the time left.
+    Yields None if `enabled` is False. The display shows the current tile, the elapsed time and the mean
+    rates. For the last seconds, it shows how busy each lane was, and what limited the run. On a terminal, it
+    also estimates the time left.
     """
     if not enabled:
         yield None

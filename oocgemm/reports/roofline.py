@@ -60,8 +60,8 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         budget: size in bytes of the square float64 tile that a vertical line marks.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # The horizontal axis includes `mark`, the flops per byte of a tile with `budget` bytes, and every point at
-    # which the line of a link meets the line of a kernel.
+    # The horizontal axis includes `mark`, the flops per byte of a tile with `budget` bytes, and every point
+    # at which the line of a link meets the line of a kernel.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())

@@ -179,8 +179,7 @@ def _figures(runs: Sequence[Run]) -> str:
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
     """Return a text that compares a run with the first one on the page.
 
-    If both computed the same product (`alike`), the text gives T of the run over T of the first. Otherwise,
-    it gives the flop rate of the run over that of the first.
+    It gives the ratio of T if both computed the same product (`alike`), otherwise that of the flop rates.
     """
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
