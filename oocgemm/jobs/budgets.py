@@ -19,9 +19,9 @@ def budgets_of(
 ) -> Budgets:
     """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
-    On cuda, these are 90% of the free device memory and half of the available RAM. On the host backend, they
-    are 37.5% and 12.5% of the available RAM. `free` returns the free device memory or, on the host backend,
-    the available RAM, in bytes.
+    On cuda, the device budget is 90% of the free device memory, the host budget half of the available RAM.
+    On the host backend, they are 37.5% and 12.5% of the available RAM. `free` returns the free device memory
+    or, on the host backend, the available RAM, in bytes.
     """
     on_host = backend == "host"
     if device_memory is not None:

@@ -267,8 +267,8 @@ class Journal:
     def move_into_c(self) -> None:
         """Move the journal of a complete .npy file from its folder to an extended attribute of that file.
 
-        A later `resume` needs the journal to find C complete: running again would apply beta a second time.
-        If the file system refuses the attribute, the journal stays in its folder.
+        A later `resume` needs the journal to know that C is complete: with beta != 0, running again would
+        apply beta twice. If the file system refuses the attribute, the journal stays in its folder.
         """
         first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
         c = stores.place(self.folder)

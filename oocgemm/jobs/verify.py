@@ -45,7 +45,7 @@ class Verification:
         shape: shape of C.
         rows, cols: ranges of rows and columns that contain every error in C; None if there is no error.
         wrong_rows: number of rows with errors.
-        excess: largest error of a sum / tolerance of that sum; the error itself if the tolerance is 0;
+        excess: largest ratio of the error of a sum to its tolerance; the error itself if the tolerance is 0;
             infinite if an Inf or NaN is wrong.
         miss_probability: upper bound on the probability that errors in a row and group cancel in all sums,
             so that the check misses them.

@@ -43,8 +43,8 @@ MAX_FIT_ERROR = 0.25
 MAX_SIMULATED = 4000
 # Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
-# A lane for which the kernel waited during less than this share of T was not the bottleneck. It may have run
-# below its maximum rate, so a measured rate below the model's is ignored.
+# A lane for which the kernel waited during less than this share of T may have run below its maximum rate.
+# Unless lanes share CPU cores, the fit then ignores a measured rate below the model's.
 NEGLIGIBLE_WAIT = 0.02
 
 
@@ -54,7 +54,7 @@ class Remedy:
 
     `seconds` is the predicted T after the change; None if it cannot be predicted. `why` says what the change
     improves or, if `seconds` is None, why it cannot be predicted. `settings` has the arguments of
-    `oocgemm.gemm` that make the change; it is empty if the change is not an argument.
+    `oocgemm.gemm` that make the change; it is empty if no argument makes it.
     """
 
     change: str
@@ -76,9 +76,8 @@ class _Change:
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the model before the fit. `outside` and `closed_outside` are measured seconds that no
-    prediction contains, and that are therefore added: `outside` to a simulated T, `closed_outside` to a T
-    computed from formulas.
+    `original` is the model before the fit. Predictions lack some of the measured seconds. `outside` is added
+    to a simulated T, `closed_outside` to a T computed from formulas.
     """
 
     plan: Plan
@@ -160,7 +159,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     read, write = scale("read"), scale("write", writes)
     # If reads from storage took longer than predicted, each byte took `late` seconds more. `late` is added to
     # the seconds per byte of both read rates, those of whole chunks (`read`) and of parts (`read_scattered`).
-    # `covered` is the number of bytes read: the time that reads would take at 1 byte per second.
+    # `covered` is the number of bytes read, computed as the seconds that reads take at 1 byte per second.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
@@ -312,8 +311,8 @@ def _planned(
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
     """Yield (tier, bytes) for each larger budget to try.
 
-    They are two, four and eight times the run's budget of the tier, but at most the share `USABLE` of its
-    memory. If `unified`, both tiers are in host memory, and only the device budget is varied.
+    They are two, four and eight times the run's budget of the tier, as far as the machine has enough memory.
+    If `unified`, both tiers are in host memory, and only the device budget is varied.
     """
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))

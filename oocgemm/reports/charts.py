@@ -45,7 +45,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # The dashed line is left out if its rate, `limit`, is so high that the curve would be too low to read.
+        # The dashed line is left out if its rate, `limit`, is so high that the curve would be hard to read.
         # An assumed limit may be wrong, so it is left out earlier than a measured one.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)

@@ -14,8 +14,8 @@ from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
 
-# If other programs used at least the share MIN_OTHERS of the CPU cores, the report says so. If the share
-# MIN_BUSY of the cores was busy too, it says that other programs slowed the run down.
+# If other programs used at least the share MIN_OTHERS of the CPU cores, the report says so. If at least the
+# share MIN_BUSY of the cores was busy in all, it says that other programs slowed the run down.
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8
 # The use of CPU cores is not reported for runs of fewer seconds: Linux counts it in ticks of 10 ms.
 MIN_CPU_WALL = 0.5

@@ -3,9 +3,8 @@
 T is the wall time.
 
 - compute: the time in which at least one Multiply ran. The compute share is this time / T.
-- copy overlap: the share of the time of copies in which a Multiply ran too. Copies are the operations on the
-  lanes h2d and d2h.
-- storage overlap: the same for the operations on the lanes read, decode, encode and write.
+- copy overlap: of the time in which the lane h2d or d2h was busy, the share in which a Multiply ran too.
+- storage overlap: the same for the lanes read, decode, encode and write.
 - exposed time: T - compute. Each instant of it is attributed to one cause.
 - shares: the compute share, and the exposed time of each cause / T. They add up to 1.
 - traffic: three numbers of bytes for each link. ``bytes`` crossed the link in the run. ``required`` would

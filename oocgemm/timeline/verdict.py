@@ -30,7 +30,7 @@ CAUSES = {
 class Verdict:
     """What limits the speed of a run.
 
-    `bound` is the cause with the largest share of T, such as ``compute`` or ``read``, and `share` is that
+    `bound` is the cause with the largest share of T, such as ``compute`` or ``read``. `share` is its
     share. If the run has no Multiply, `bound` is ``nothing``.
 
     `stall` is the cause other than ``compute`` with the largest share, `stall_share`. If the kernel never
@@ -54,9 +54,9 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """Return a text with the share of the largest stall or, if that limited the run, of compute.
+        """Return the text that follows `headline`; "" if the kernel never waited.
 
-        The text is empty if the kernel never waited.
+        For a compute-bound run, it gives the share of the largest stall; for any other run, that of compute.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'
