@@ -42,8 +42,8 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         os._exit(128 + number)
 
     def watch() -> None:
-        # Python calls `interrupt` only when the main thread returns from a library call, maybe too late. But a
-        # signal writes its number to the pipe at once, so this thread can end the process in time.
+        # Python calls `interrupt` only when the main thread returns from a library call, maybe too late. But
+        # a signal writes its number to the pipe at once, so this thread can end the process in time.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 
