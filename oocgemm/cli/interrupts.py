@@ -11,8 +11,7 @@ from types import FrameType
 from oocgemm.system.threads import start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds that a run has to stop after a signal. Then the process exits at once. The limit is short, since the
-# system needs further time after the exit to reclaim the memory of the process.
+# Seconds that a run has to stop after a signal, before the process exits at once.
 PATIENCE = 1.2
 
 
@@ -43,9 +42,8 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         os._exit(128 + number)
 
     def watch() -> None:
-        # Python calls `interrupt` only when the main thread returns from a library call. The call may take
-        # longer than `PATIENCE`. But a signal writes its number to the pipe at once, so that the thread that
-        # runs `watch` can end the process in time.
+        # Python calls `interrupt` only when the main thread returns from a library call, maybe too late. But
+        # a signal writes its number to the pipe at once, so this thread can end the process in time.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 

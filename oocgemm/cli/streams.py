@@ -1,8 +1,8 @@
 """Replace stdout and stderr by streams on which printing does not fail.
 
 A character that the encoding lacks is replaced by similar ASCII. If the reader of stdout has exited
-(``oocgemm run ... | head -1``), output is dropped, and the command continues to its own exit code. If stderr
-cannot be written, its output is dropped: a progress line must not make a run fail.
+(``oocgemm run ... | head -1``), output is dropped, and the command continues. If stderr cannot be written,
+its output is dropped: a progress line must not make a run fail.
 """
 
 import codecs
@@ -27,8 +27,8 @@ LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
 class _Descriptor(io.FileIO):
     """A raw output stream that drops all further output after its first error.
 
-    The first error is raised as `ExecutionError`. It is not raised if the stream is `lossy`, or if it means
-    that the reader of a pipe has exited.
+    This error is raised as `ExecutionError`, unless the stream is `lossy`, or is a pipe whose reader has
+    exited.
     """
 
     def __init__(self, number: int, *, lossy: bool) -> None:

@@ -1,7 +1,7 @@
 """Choose the device and the host budget of a run.
 
-Each is given by the caller or is a default share of the free memory. Instead, the caller can give one bound
-on all memory, of which both budgets are parts.
+The caller passes both budgets, or one bound on all memory, which is divided between them. By default, a
+budget is a share of the free memory.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ def budgets_of(
 ) -> Budgets:
     """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
-    On cuda, the shares are 90% of the free device memory and half of the available RAM. On the host backend,
-    both budgets are RAM, and the shares are 37.5% and 12.5% of the available RAM. `free` returns the free
-    memory of the device, or on the host backend the available RAM, in bytes.
+    On cuda, the device budget is 90% of the free device memory, the host budget half of the available RAM.
+    On the host backend, they are 37.5% and 12.5% of the available RAM. `free` returns the free device memory
+    or, on the host backend, the available RAM, in bytes.
     """
     on_host = backend == "host"
     if device_memory is not None:
@@ -63,9 +63,8 @@ def within_budgets(
 def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
     """Split one memory bound, in bytes, into two budgets, and plan within them.
 
-    The device budget, for blocks of A, B and C, gets three quarters. The host budget, for reading and
-    writing, gets one quarter. If the smallest plan requires more of one budget, that budget is enlarged to
-    what the plan requires, and the other one gets the rest.
+    The device budget gets three quarters, and the host budget one quarter. If no plan fits, they are
+    changed so that the smallest plan fits.
     """
     budgets = Budgets(memory - memory // 4, memory // 4)
     try:

@@ -14,9 +14,8 @@ from oocgemm.system.threads import start
 class Committer:
     """Makes finished tiles of C durable and records them. Its thread works while other tiles are computed.
 
-    With `redo`, a tile's new content is first made durable in files outside C, and then moved into C. This
-    is required if beta != 0: a tile is computed from its old content, which must stay in C until the new
-    content is durable.
+    With `redo`, a tile's new content is first made durable in files outside C, and then moved into C. If
+    beta != 0, this keeps the old content, from which the tile is computed, until the new one is durable.
     """
 
     def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:

@@ -82,9 +82,9 @@ class Destination:
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def file_systems(self) -> set[str]:
-        """Return the id of the file system that a new C is written to, as a set of one element.
+        """Return a set with the id of the file system that stores a new C.
 
-        The id is "elsewhere" for a URL. The set is empty if C is in memory.
+        For a URL, the id is "elsewhere". The set is empty if C is in memory.
         """
         if not self.path:
             return set()

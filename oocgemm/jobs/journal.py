@@ -1,11 +1,9 @@
 """The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
 The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
-CRC-32 and a JSON object. A line is durable before anything relies on it, so only the last line can be torn,
-that is, cut off by a crash. A torn line is ignored::
+CRC-32 and a JSON object. A crash can cut off (tear) only the last line, which is then ignored::
 
-    run       the header: what is computed, from which operands, and the plan. The journal with this line is
-              written to another file, which is then renamed into place
+    run       the header: what is computed, from which operands, and the plan
     commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
     done      the new content of a tile is durable, in C. The line includes a fingerprint of the tile's files
               (sizes, modification times)
@@ -14,7 +12,7 @@ that is, cut off by a crash. A torn line is ignored::
 A run writes in this order. `->` is an fsync of everything before it::
 
     lock the folder; header ->                                     C is unchanged so far
-    create C, or mark it as unfinished ->                          an attribute of a zarr array is the mark
+    create C, or mark it as unfinished ->                          the mark is an attribute of a zarr array
     for each tile, beta = 0:     write chunks to C -> done ->
     for each tile, beta != 0:    write chunks to redo/ -> commit -> count -> move them into C -> done ->
     remove the mark from C ->
@@ -23,10 +21,9 @@ A run writes in this order. `->` is an fsync of everything before it::
 
 With beta = 0, writing a tile is idempotent: a tile that is not done is computed again.
 
-With beta != 0, the new content of a tile is computed from the old one, which stays until the new one is
-durable. If a run is killed before the commit, the tile is computed again from the old content of C. If it is
-killed after the commit, the new content is moved into C: chunk files are renamed, blocks of a .npy file are
-copied. Moving is idempotent, so beta is applied to each tile exactly once.
+With beta != 0, the new content of a tile is computed from the old one. If a run is killed before the commit,
+the old content is still in C, and the tile is computed again. If it is killed after the commit, the next run
+moves the new content into C. Moving is idempotent, so beta is applied to each tile exactly once.
 
 A later run finds one of these states:
 
@@ -35,12 +32,11 @@ A later run finds one of these states:
     some tiles done, C marked      continue with the other tiles
     all tiles done                 remove the mark, and complete
 
-A tile whose files differ from its fingerprint counts as not done. With beta = 0 it is computed again. With
-beta != 0 the old content of the tile no longer exists, so `resume` is refused.
+A tile whose files differ from its fingerprint is computed again. With beta != 0 its old content no longer
+exists, so `resume` is refused.
 
-With beta != 0, a journal that has lost lines would cause beta to be applied twice to some tiles. Therefore
-the number of commits is stored in a file `count` next to the journal, before a committed tile is moved into
-C. If the journal lists fewer commits than this number, `resume` is refused.
+If the journal lost commits, beta would be applied twice to their tiles. Therefore the file `count` next to
+the journal contains the number of commits. If the journal lists fewer, `resume` is refused.
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
 """
@@ -69,8 +65,8 @@ FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
-# Number of attempts to lock, and seconds between them. One failure does not prove that a run has the lock: a
-# process that calls `owner` takes the lock for an instant.
+# Number of attempts to lock, and seconds between them. An attempt also fails while `owner` tests the lock in
+# another process.
 TRIES, PAUSE = 5, 0.02
 
 
@@ -78,8 +74,8 @@ TRIES, PAUSE = 5, 0.02
 class Record:
     """The content of a journal, as read from its file.
 
-    A tile is in at most one of `done` and `committed`. `files` maps done tiles to the fingerprints of their
-    files; in a .npy file, tiles have none. `complete` is None until all of C is durable.
+    `committed` has the tiles that are committed but not done. `files` maps done tiles to the fingerprints of
+    their files; in a .npy file, tiles have none. `complete` is None until all of C is durable.
     """
 
     header: dict[str, Any]
@@ -96,8 +92,7 @@ def read(folder: Path) -> Record | None:
 
     The journal is in `folder`, or in an extended attribute of a complete .npy file.
 
-    Raises `InputError` if the journal is unreadable, damaged, truncated or of another format. Raises it also
-    if there is no journal, but the file `count` in `folder` shows that tiles were committed.
+    Raises `InputError` if the journal is unreadable, damaged, of another format, or has lost lines.
     """
     path = folder / JOURNAL
     try:
@@ -174,9 +169,9 @@ def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_count(folder: Path, listed: int) -> None:
-    """Raise `InputError` if the journal has lost lines: `listed` is less than the number in the file `count`.
+    """Raise `InputError` if the journal has lost lines.
 
-    `listed` is the number of commits in the journal.
+    `listed` is the number of commits in the journal. The number in the file `count` must not be larger.
     """
     try:
         committed = int((folder / COUNT).read_bytes() or b"0")
@@ -217,9 +212,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Number of parent folders whose content `_sync_names` makes durable, the nearest first. The first two
-        # contain the directory entries of this folder and of C. Each parent that `_lock` is going to create
-        # adds one, since the directory entry of that parent is in the next one.
+        # Number of parent folders that `_sync_names` makes durable: two, which contain the directory entries
+        # of this folder and of C, and one more for each parent that `_lock` creates.
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
@@ -273,9 +267,8 @@ class Journal:
     def move_into_c(self) -> None:
         """Move the journal of a complete .npy file from its folder to an extended attribute of that file.
 
-        The journal is still needed: a later `resume` must know which run completed C. With beta != 0, running
-        again would apply beta a second time. If the file system refuses the attribute, the journal stays in
-        its folder.
+        A later `resume` needs the journal to know that C is complete: with beta != 0, running again would
+        apply beta twice. If the file system refuses the attribute, the journal stays in its folder.
         """
         first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
         c = stores.place(self.folder)
@@ -287,8 +280,7 @@ class Journal:
     def check_in_place(self) -> None:
         """Raise `OSError` if the locked folder was removed or replaced.
 
-        The caller must then stop writing. Otherwise it would leave parts of an array at a path that was
-        removed, or damage the C of another run, which has replaced the folder.
+        The caller must then stop writing: C was removed, or it now belongs to another run.
         """
         assert self._lock is not None
         with suppress(FileNotFoundError):
@@ -323,7 +315,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if its CRC-32 is wrong, as in a line that a crash cut off."""
+    """Return the JSON object in a line; None if its CRC-32 is wrong."""
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         return None

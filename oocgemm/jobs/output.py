@@ -28,8 +28,8 @@ from oocgemm.system.memory import available_memory
 class Target(ABC):
     """C while a run writes it.
 
-    A target is a context manager: an error in the `with` block calls `abandon`, the end of the block calls
-    `close`. `matrix` is C. `written` tells whether the run has begun to write to C.
+    As a context manager, it calls `abandon` if the `with` block raises, and `close` in any case. `matrix` is
+    C. `written` tells whether the run has begun to write to C.
     """
 
     matrix: Matrix
@@ -177,8 +177,7 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        # A zarr array contains the folder of its journal, which stays there. The folder next to a .npy file
-        # is removed. The file itself then stores the journal.
+        # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
         if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
 
@@ -188,12 +187,12 @@ class Journaled(Target):
             self._committer.stop()
             kept = self._committer.recorded
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
-        # Keep C and the journal if a later run can resume from finished tiles. Keep them also if the old C is
-        # partly overwritten: the journal then shows that C is unfinished.
+        # Keep C and the journal if a later run can resume. Keep them also if the old C may be overwritten in
+        # part: the journal then shows that C is unfinished.
         if self._earlier.resumed or kept or not untouched:
             return
         with suppress(OSError):
-            # Raises if the journal's folder was replaced. The files in it are then another run's.
+            # Raises if the folder now belongs to another run, whose files must not be removed.
             self._journal.check_in_place()
             if not self._creates:
                 self.matrix.set_finished(True)

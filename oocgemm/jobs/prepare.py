@@ -32,10 +32,10 @@ from oocgemm.stores import Matrix
 class Output:
     """What `prepare` found at C's destination.
 
-    `matrix` is C if it exists. If `matrix` is None, the run creates C with `chunks` and `compressor`, for
-    which None means the default. `earlier` is what an earlier run left at C. It is None if C can have no
-    journal, as in memory or a remote store. `identity` describes what the run computes: only a run of equal
-    identity may resume it.
+    `matrix` is C. It is None if C does not exist: the run then creates C with `chunks` and `compressor`, or
+    with defaults where they are None. `earlier` is what an earlier run left at C. It is None if C can have no
+    journal, as in memory. `identity` describes what the run computes: only a run of equal identity may
+    resume it.
     """
 
     matrix: Matrix | None
@@ -96,8 +96,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
     """Return where the checksums of a product are computed: "device" or "host".
 
-    On cuda it is the device, whose memory is far faster than that of the host. Products of int8 operands are
-    an exception, since the device has no checksum kernels for integers.
+    On cuda it is the device, whose memory is faster. Only for int8 operands it is the host, since the device
+    has no checksum kernels for integers.
     """
     return "device" if backend == "cuda" and not problem.exact else "host"
 
@@ -175,10 +175,7 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
 
 
 def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` if C overlaps an operand, or if C exists and options for a new C are given.
-
-    These options are `chunks` and `compressor`.
-    """
+    """Raise `InputError` if C overlaps an operand, or if C exists and chunks or a compressor are given."""
     for operand in (a, b):
         if output.matrix is None:
             c.check_apart(operand)
@@ -253,8 +250,8 @@ def _continued(
 ) -> Plan:
     """Return the plan that continues an interrupted run.
 
-    Raises `InputError` if another version of oocgemm began the run, and that version divides A and B along k
-    into other blocks than this version. The tiles of the two versions would differ in rounding.
+    Raises `InputError` if the run was begun by a version of oocgemm that divides A and B into other blocks
+    along k. Its tiles would be rounded differently.
     """
     plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:

@@ -43,8 +43,7 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     if not machine.unified:
         known |= {"h2d": machine.h2d, "d2h": machine.d2h}
     if any(x.layout.decode_bytes for x in sources):
-        # The rate of reading is left out. It counts encoded bytes, and it is unknown how many of these the
-        # run reads.
+        # The rate of reading is left out: it is unknown how many encoded bytes the run reads.
         known["decode"] = machine.decode
     elif not any(x.layout.in_memory for x in sources):
         known["read"] = machine.read

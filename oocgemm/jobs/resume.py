@@ -22,8 +22,8 @@ class Earlier:
     """The journal of an earlier run at C, and whether the new run resumes that run.
 
     `record` is the content of the journal in `folder`, or None if there is none yet. `resumed` tells whether
-    the new run continues the earlier one. `lost` tiles are recorded as done, but their files are missing or
-    have changed.
+    the new run continues the earlier one. `lost` has the finished tiles whose files are missing or have
+    changed.
     """
 
     folder: Path
@@ -73,10 +73,9 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     Raises `InputError` in these cases:
 
     - Another run is writing to C.
-    - An earlier run to C is unfinished, and `resume` is not set. With `overwrite`, the new run may replace
-      that run, unless beta != 0: the old C that it would read may be partly overwritten.
+    - An earlier run to C is unfinished, and `resume` is not set. If beta = 0, `overwrite` permits this.
     - `resume` is set, but C can have no journal.
-    - `resume` is set, and C exists without a journal. This is no error with `overwrite` or beta != 0.
+    - `resume` is set, and C exists without a journal. With `overwrite` or beta != 0, this is permitted.
     """
     folder = c.journal_folder
     if folder is None:
@@ -255,7 +254,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the operands whose files have changed between two results of `identify`.
 
-    Journals of earlier versions lack the times of inode change (ctime). Then these times are not compared.
+    Times of inode change (ctime) are compared only if the journal of the earlier run contains them.
     """
     for name, old in then["operands"].items():
         new = now["operands"][name]

@@ -103,9 +103,8 @@ class PreparedJob:
     def _take_memory(self) -> tuple[Job, Session | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
-        If other programs have allocated memory since the job was planned, the plan may no longer fit. Then
-        the job is planned once more. That helps if the budgets are defaults, which are shares of the memory
-        that is free at that time. The session is None if no tile is left to compute.
+        If the plan no longer fits, since other programs have allocated memory, the job is planned once more:
+        default budgets are shares of the free memory. The session is None if no tile is left to compute.
         """
         job, request = self._job, self._request
         for last in (False, True):
@@ -130,10 +129,9 @@ def execute(
     progress: Progress | None,
     cancel: Cancel,
 ) -> tuple[stores.Matrix, Recorder]:
-    """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
+    """Run a planned job, from the creation of C until C is durable; return C and the log of the run.
 
-    When this returns or raises, the session is closed and all memory is released. Only C and its journal
-    remain.
+    When this returns or raises, the session is closed and all memory is released.
 
     Args:
         job: what to run.
@@ -176,11 +174,10 @@ def execute(
 
 @contextmanager
 def _freeing(staging: Staging, session: ExitStack) -> Iterator[Callable[[], object]]:
-    """Unpin and free all memory in a thread while C is flushed to the disk. No operation may be left to run.
+    """Unpin and free all memory in a thread, while C is flushed to the disk. All operations must have ended.
 
-    Unpinning takes some 0.04 s per GiB. Yields a function that waits until the caller's operands are
-    unpinned. The context ends when all is free. Where the system refuses a thread, the slots are left to the
-    caller.
+    Yields a function that waits until the caller's operands are unpinned. The context ends when all memory
+    is free. If no thread can be started, only the operands are unpinned, and the caller frees the rest.
     """
 
     def free() -> None:
@@ -267,10 +264,9 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
 
 
 def _clear_frames(failure: BaseException) -> None:
-    """Clear the local variables of a failure's stack frames, and of the frames of its causes and contexts.
+    """Clear the local variables in the stack frames of an exception, its causes and its contexts.
 
-    These variables refer to the buffers of the run, which would otherwise stay allocated as long as the
-    exception exists.
+    They refer to the buffers of the run, which would stay allocated as long as the exception exists.
     """
     left, seen = [failure], set[int]()
     while left:

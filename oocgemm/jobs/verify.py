@@ -28,8 +28,8 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
-# A check uses at most 2 threads per core, and at most 8 threads in all. Two threads share a core, so that one
-# can compute while the other waits for the disk.
+# Maximum numbers of threads of a check, in all and per core. With two threads per core, one can compute while
+# the other reads from the disk.
 MAX_THREADS, THREADS_PER_CORE = 8, 2
 
 
@@ -37,20 +37,20 @@ MAX_THREADS, THREADS_PER_CORE = 8, 2
 class Verification:
     """The result of `verify`. Its truth value is `ok`.
 
-    The check divides the columns of C into groups. For each row and group it sums the elements of C with
-    random signs. It compares this sum with the sum of the product's elements with the same signs.
+    The check divides the columns of C into groups. In each row and group, it multiplies the elements by
+    random signs, and sums them. It compares these sums with the same sums for the product.
 
     Attributes:
         ok: whether C is the product within rounding error.
         shape: shape of C.
         rows, cols: ranges of rows and columns that contain every error in C; None if there is no error.
         wrong_rows: number of rows with errors.
-        excess: largest error of a sum, as a multiple of the tolerance of that sum; the error itself if the
-            tolerance is 0, and infinite if an Inf or NaN is wrong.
-        miss_probability: upper bound on the probability that the check misses the errors in one row and
-            group, because they cancel in all sums.
-        tolerance: largest tolerance of any sum. If only one element of a row and group is wrong, and its
-            error exceeds twice this value, it is always found.
+        excess: largest ratio of the error of a sum to its tolerance; the error itself if the tolerance is 0;
+            infinite if an Inf or NaN is wrong.
+        miss_probability: upper bound on the probability that errors in a row and group cancel in all sums,
+            so that the check misses them.
+        tolerance: largest tolerance of any sum. The only wrong element in a row and group is always found if
+            its error exceeds twice this value.
         bound: name of the model of rounding errors, "probabilistic" or "worst-case".
         false_alarm: upper bound on the probability that a correct C fails, by that model.
         instead: other transposes or orders of A and B that also give the product C's shape, as texts.
@@ -131,9 +131,8 @@ def verify(
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
     The method is Freivalds' (1977): it compares c @ x with op(a) @ (op(b) @ x) for random vectors x of signs.
-    If C is correct, each array is read once, except b in two cases. b is read once per block of rows of c if
-    neither op(b) @ x nor c @ x fits in memory. If columns of op(b) have Inf or NaN, b is read again to sum
-    the other columns. If C is wrong, the arrays are read again to find the wrong columns.
+    If C is correct, each array is read once. Only b may be read more often, if memory is small or if b has
+    Inf or NaN. If C is wrong, the arrays are read again to find the wrong columns.
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
@@ -223,10 +222,10 @@ def verify(
 def fitting(
     a: tuple[int, int], b: tuple[int, int], c: tuple[int, int], given: tuple[bool, bool]
 ) -> tuple[str, ...]:
-    """Return, as texts for a message, other transposes and orders of A and B that give the product C's shape.
+    """Return other transposes and orders of A and B with which the product has C's shape, as texts.
 
-    `a`, `b` and `c` are the shapes of the stored matrices. `given` has two flags: whether the caller
-    transposes A, and whether the caller transposes B. The caller's combination is not returned.
+    `a`, `b` and `c` are the shapes of the stored matrices. `given` tells whether the caller transposes A
+    and whether B. This combination is not returned.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -248,8 +247,8 @@ def fitting(
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
     """Raise `InputError` if C and the old C cannot be compared with the product.
 
-    That is the case if one of them has another shape or dtype than the product, if beta != 0 and the old C is
-    not given, or if both are the same array. `hint` ends the message about a wrong shape.
+    Their shapes and dtypes must be those of the product, they must be different arrays, and beta != 0
+    requires the old C. `hint` is the end of the message about a wrong shape.
     """
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):

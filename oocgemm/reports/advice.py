@@ -1,15 +1,12 @@
 """Suggest what to change after a run, and predict how much time the change saves.
 
-1. `fit` fits the plan's cost model to the run. Each lane gets the rate at which the model predicts the busy
-   time that was measured. The measured time before the first operation and after the last one is added.
-2. The planner plans the product again with each candidate change: larger budgets within the machine's memory,
-   another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel. It
-   chooses by the cost model before the fit, as it will do when the user runs the changed product.
-3. The fitted model predicts T of the original plan and of the changed plan. The predicted T after the change
-   is the measured T, times the prediction for the changed plan over that for the original plan.
+1. `fit` adjusts the rates in the plan's cost model, so that it predicts the busy times that the run had.
+2. `_changed` plans the product again with each candidate change, such as a larger budget or another tile.
+3. The fitted model predicts T of the run's plan and T of the changed plan. The measured T, times the ratio of
+   the two predictions, is the predicted T after the change.
 
-No saving is predicted if the fitted model predicts a T of the run itself that differs too much from the
-measured T (`MAX_FIT_ERROR`). None is predicted for faster storage either, whose rates were not measured.
+If the T that the fitted model predicts for the run itself is too far from the measured T (`MAX_FIT_ERROR`),
+no saving is predicted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +31,8 @@ from oocgemm.timeline.metrics import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
-# If no change saves 3% of T (MIN_GAIN), only general advice is given. Otherwise, of the changes that
-# save at least 80% of what the best one saves (COMPARABLE_GAIN), the easiest for the user is suggested.
+# A change is suggested only if the best one saves at least the share MIN_GAIN of T. An easier change is
+# suggested instead if it saves at least the share COMPARABLE_GAIN of what the best one saves.
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
 # Advice on a compute-bound run also covers the kernel's longest wait, if it took at least this share of T.
 MIN_STALL = 0.1
@@ -46,8 +43,8 @@ MAX_FIT_ERROR = 0.25
 MAX_SIMULATED = 4000
 # Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
-# If the kernel waited for a lane during less than this share of T, the lane may have run below its maximum
-# rate. A measured rate below the model's then does not prove the model wrong, so the fit keeps the model's.
+# A lane for which the kernel waited during less than this share of T may have run below its maximum rate.
+# Unless lanes share CPU cores, the fit then ignores a measured rate below the model's.
 NEGLIGIBLE_WAIT = 0.02
 
 
@@ -55,9 +52,9 @@ NEGLIGIBLE_WAIT = 0.02
 class Remedy:
     """A change that would make a run faster.
 
-    `seconds` is the predicted T after the change, or None if no saving can be predicted. `why` says what the
-    change improves or, if `seconds` is None, why no saving can be predicted. `settings` has the arguments of
-    `oocgemm.gemm` that make the change. It is empty if no argument can make it.
+    `seconds` is the predicted T after the change; None if it cannot be predicted. `why` says what the change
+    improves or, if `seconds` is None, why it cannot be predicted. `settings` has the arguments of
+    `oocgemm.gemm` that make the change; it is empty if no argument makes it.
     """
 
     change: str
@@ -79,10 +76,8 @@ class _Change:
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the model that the plan was made with. A predicted T lacks some measured seconds, which are
-    added to it. A simulation lacks `outside`, the time before the first operation and after the last one.
-    Formulas lack `closed_outside`: the time after the last operation, plus the delay of the first Multiply
-    beyond the start that the formulas predict.
+    `original` is the model before the fit. Predictions lack some of the measured seconds. `outside` is added
+    to a simulated T, `closed_outside` to a T computed from formulas.
     """
 
     plan: Plan
@@ -99,8 +94,8 @@ class Fitted:
         """
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
-        # `outside` includes the time of page faults, at the first writes to the memory of the run. On the
-        # host backend, `plan` may take `more` bytes than the run did. Their page faults take further time.
+        # `outside` includes the time of the run's page faults. On the host backend, a plan that occupies
+        # `more` bytes than the run did causes more page faults.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
@@ -111,7 +106,7 @@ class Fitted:
         return replace(self.plan, done=frozenset())
 
     def ratio(self, plan: Plan) -> float:
-        """Return the predicted T of `plan`, over the predicted T of the run's plan with all tiles."""
+        """Return the predicted T of `plan` divided by that of `whole`."""
         closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
         return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
@@ -126,9 +121,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     if plan is None or not figures.compute or timeline.unfinished:
         return None
     lanes = _modelled(plan)
-    # The model predicts how long each lane takes alone. Lanes that share CPU cores slow each other down while
-    # they run at once, so their measured busy times are longer. All measured busy times are therefore scaled
-    # by one factor, so that they add up to the time in which at least one lane was busy.
+    # The model predicts how long each lane takes alone, but lanes that share CPU cores slow each other down.
+    # So the measured busy times are multiplied by `crowding`. Their sum is then the time in which at least
+    # one lane was busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
@@ -140,15 +135,14 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
 
     def scale(lane: str, latency: float = 0.0) -> float:
-        """Return the measured rate of a lane over its rate in the model.
+        """Return the factor by which to multiply a lane's rate in the model.
 
-        That is the predicted busy time over the measured one. `latency`, the seconds that do not depend on
-        the rate, is first subtracted from both. A ratio below 1 is replaced by 1 if the kernel hardly waited
-        for the lane (`NEGLIGIBLE_WAIT`). It is never replaced for compute, nor if lanes share CPU cores.
+        It is the predicted busy time of the lane over the measured one. `latency` is the part of a busy time
+        that does not depend on the rate, in seconds.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
-        # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
-        # caller's arrays. Its rate was then not measured.
+        # A storage lane that moved no bytes has no measured rate: the device copied from or to the caller's
+        # arrays in place.
         if lane in STORAGE and not figures.lanes.get(lane, {}).get("bytes"):
             return 1.0
         if 2 * latency < min(busy, modelled):
@@ -163,9 +157,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
-    # If reads took longer than predicted, the excess per byte read, `late`, is added to the seconds per byte
-    # of both read rates: `read` (whole chunks) and `read_scattered` (parts of chunks). `covered` is the
-    # number of bytes read. It equals the seconds that a model with read rates of 1 byte per second predicts.
+    # If reads from storage took longer than predicted, each byte took `late` seconds more. `late` is added to
+    # the seconds per byte of both read rates, those of whole chunks (`read`) and of parts (`read_scattered`).
+    # `covered` is the number of bytes read, computed as the seconds that reads take at 1 byte per second.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
@@ -208,8 +202,7 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
     """Choose the change with the largest predicted saving, or an easier one that saves almost as much.
 
-    If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`. One reason
-    is that other programs slowed the run down: the measured rates are then lower than the machine's.
+    If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`.
     """
     if diagnosis.contended:
         return Remedy(
@@ -252,7 +245,7 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """Return sentences that name the lane that limited a run, and say how close it was to its maximum rate.
+    """Return sentences that name the lane that limited a run, and compare its rate with its maximum rate.
 
     The first sentence says if the run is unfinished. If `advise` is set, the last one says what to change.
     """
@@ -305,8 +298,8 @@ def _planned(
 ) -> Plan | None:
     """Plan the run's product again with these arguments. Return None if no plan satisfies them.
 
-    The planner chooses with the machine model `by`, by default that of the run's original plan. The returned
-    plan gets the fitted model instead, so that it predicts times at the rates of this run.
+    The planner uses the machine model `by`, by default the one before the fit. The returned plan contains the
+    fitted model, so that it predicts times at the rates of this run.
     """
     try:
         plan = make_plan(fitted.plan.problem, budgets, by or fitted.original, layouts, tile)
@@ -318,9 +311,8 @@ def _planned(
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
     """Yield (tier, bytes) for each larger budget to try.
 
-    The budgets are two, four and eight times the run's budget of that tier, as far as the share `USABLE` of
-    the machine's memory allows. If `unified`, device memory is host memory, and only the device budget is
-    varied.
+    They are two, four and eight times the run's budget of the tier, as far as the machine has enough memory.
+    If `unified`, both tiers are in host memory, and only the device budget is varied.
     """
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))
@@ -339,10 +331,10 @@ def _round(size: int) -> int:
 
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
-    """Return words such as "would shorten write by 20%" for the lane whose time a change shortens most.
+    """Say what a change improves, for example "would shorten write by 20%".
 
     `before` is the plan of the run, and `after` the plan with the change. `moved` maps each link to the bytes
-    that the run moved over it.
+    that crossed it in the run.
     """
     lanes, later = before.prediction.lanes, after.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
@@ -362,7 +354,7 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
 ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
 FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would gain most."
 CONTENDED = "Run it again while no other program uses the cores."
-# For each cause that the kernel can wait for, a sentence that says how to shorten the wait.
+# How to shorten exposed time, by its cause.
 ADVICE = {
     "read": "Put A and B on faster storage.",
     "decode": "Store A and B with a faster codec or uncompressed, or use a machine with more cores.",
@@ -384,7 +376,7 @@ ADVICE_IN_MEMORY = {
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
-    """Return advice on the cause that limited a run. If that is compute, add advice on a long stall."""
+    """Return advice on what limited a run. For a compute-bound run, it covers a long stall too."""
     found = diagnosis.verdict
     if found.bound != COMPUTE:
         return _against(found.bound, timeline)

@@ -16,7 +16,7 @@ MAX_TILES = 10_000
 
 
 def lane_class(cause: str) -> str:
-    """Return the CSS class that colours a lane, or a cause for which the kernel waited."""
+    """Return the CSS class that colours a lane or a cause of exposed time."""
     return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
@@ -45,9 +45,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # The chart is as high as the dashed line. If the limit is far above the highest rate of the run, the
-        # curve would be too low to read, so the line is left out. For a measured limit, far means at least 10
-        # times the highest rate. For an assumed limit, which may be wrong, it means at least 3 times.
+        # The dashed line is left out if its rate, `limit`, is so high that the curve would be hard to read.
+        # An assumed limit may be wrong, so it is left out earlier than a measured one.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)

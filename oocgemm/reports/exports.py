@@ -24,8 +24,8 @@ def export(
     `logs` has the paths of the logs, and `timelines` the timelines read from them. `outputs` maps ``html``,
     ``svg``, ``png`` and ``trace`` to the path to write, or to None. Only ``html`` takes several timelines.
 
-    Raises `InputError` if a path cannot be written or is one of `logs`, if a picture or trace is requested
-    for several timelines, or if a PNG is requested and resvg-py is not installed.
+    Raises `InputError` if a path cannot be written or is one of `logs`, if another output than ``html`` is
+    requested for several timelines, or if a PNG is requested without resvg-py.
     """
     wanted = {kind: path for kind, path in outputs.items() if path is not None}
     for kind, path in wanted.items():

@@ -45,7 +45,7 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def _shade(share: float) -> str:
-    # Round down to eighths, so that the full height means that the lane was always busy. Because of rounding
-    # errors, 99.75% of the time counts as always. Any activity gets at least one eighth, to be visible.
+    # Round down to eighths, so that full height means always busy; 0.02 allows for rounding errors. Any
+    # activity gets at least one eighth, to be visible.
     level = 0 if share <= 0 else max(1, min(8, int(share * 8 + 0.02)))
     return SHADES[level]

@@ -28,8 +28,8 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "data": _json([run_data(timeline) for _, timeline in runs]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    # Placeholders are searched only in the part of the template that is not yet filled. Inserted text that
-    # looks like a placeholder, such as the name of a run, is therefore not replaced.
+    # Inserted text, such as the name of a run, may look like a placeholder. It is not replaced, since each
+    # placeholder is searched only after the previous one, in the template's own text.
     text = _file("page.html")
     filled = []
     for name, part in parts.items():
@@ -41,15 +41,13 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
 def run_data(timeline: Timeline) -> dict[str, Any]:
     """Return the data from which the scripts of the page draw a run.
 
-    The spans are sorted by start and stored as columns, one list per field. Most numbers are stored so that
-    they are short:
+    The spans are sorted by start and stored as columns, one list per field:
 
     - ``start``: nanoseconds since the start of the previous span.
     - ``lane``, ``kind``, ``operand``, ``tile``, ``size``: indices into the lists of distinct values, which
       are also returned. A size is a pair of bytes and flops.
-    - ``after``: the index of the span, minus the index of its predecessor: the operation that ended last of
-      those that the span waited for, or may have waited for on its stream. ``after`` is 0 if there is no
-      predecessor, or if the recorded end of the predecessor is later than the start of the span.
+    - ``after``: the index of the span, minus the index of its `last_predecessor`. It is 0 if the span has
+      none, or if their times overlap.
     """
     spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
@@ -59,8 +57,7 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     tiles, sizes = _Index(), _Index()
     blockers = [last_predecessor(span, by_id, before) for span in spans]
     starts = [span.start for span in spans]
-    # The columns and `waits` are built before the returned dictionary: building them calls `_Index.of`, which
-    # collects distinct values, and the dictionary contains all of these.
+    # Building the columns and `waits` collects the distinct values, so it precedes the returned dictionary.
     columns = {
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
         "length": [span.end - span.start for span in spans],

@@ -19,11 +19,9 @@ from oocgemm.timeline.series import utilisation
 from oocgemm.timeline.verdict import verdict
 
 LINKS = ("read", "h2d", "d2h", "write")
-# Minimum seconds between two updates of the display. The first applies on a terminal, where the display is
-# redrawn. The second applies elsewhere, where every update prints a line.
+# Minimum seconds between two updates: of the bar on a terminal, and of the lines printed elsewhere.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
-# The display shows how busy each lane was, and what limited the run, in the last WINDOW_NS nanoseconds. Only
-# the last MAX_RECENT operations are kept. If these cover a shorter time, the display refers to that time.
+# The display describes the last WINDOW_NS nanoseconds, but at most the last MAX_RECENT operations.
 WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
@@ -33,10 +31,9 @@ Show = Callable[[float, str, str], None]
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
     """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
 
-    Yields None if `enabled` is False. The display shows the backend, the number of the current tile, the
-    elapsed time, and the mean flop/s and bytes per second over each link since the start. For the last
-    seconds, it shows the share of the time in which each lane was busy, and what limited the speed. On a
-    terminal, it also estimates the time left.
+    Yields None if `enabled` is False. The display shows the current tile, the elapsed time and the mean
+    rates. For the last seconds, it shows how busy each lane was, and what limited the run. On a terminal, it
+    also estimates the time left.
     """
     if not enabled:
         yield None
@@ -95,8 +92,8 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        # If strips are downloaded directly into the caller's array, their writes move no bytes. The number of
-        # finished tiles then follows from the downloaded bytes.
+        # If strips are downloaded in place, into the caller's array, no bytes are written. The downloaded
+        # bytes are counted instead.
         written = moved["write"] or moved["d2h"]
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
@@ -111,15 +108,14 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
 
 
 def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
-    """Return a text with the share of the last seconds in which each lane was busy, and what limited the run.
+    """Return a text that says how busy each lane was in the last seconds, and what limited the run.
 
-    `recent` has the operations that were recorded last, the oldest first. `multiplied` is set if all
-    multiplications have ended. If it is not set, the text says what limited the run up to the end of the last
-    Multiply in `recent`. The time after that end is left out: a Multiply is recorded only when it ends, so
-    the time of one that is still running would count as a stall.
+    `recent` has the operations that ended last, the oldest first. `multiplied` is set if all multiplications
+    have ended. Until then, one may be running, which is not yet in `recent` and would look like a stall. So
+    what limited the run is computed only up to the end of the last Multiply in `recent`.
     """
-    # If `recent` is full, it lacks older operations. Their lanes would appear idle before the end of the
-    # oldest operation in `recent`, so the time before that end is left out.
+    # If `recent` is full, it lacks older operations. The time before `known` is left out, since the lanes of
+    # those operations would look idle.
     known = recent[0].end if len(recent) == MAX_RECENT else 0
     until = max(span.end for span in recent)
     since = max(0, until - WINDOW_NS, known)

@@ -1,10 +1,9 @@
 """Draw the roofline of a machine: how many flop/s each link allows, against flops per byte.
 
 The method is that of Williams, Waterman and Patterson, *Roofline: an insightful visual performance model*
-(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements of A and B.
-In a square tile, m = n, this is m flops per element. The accumulator of a square tile has m^2 elements. The
-size of the accumulator therefore determines the flops per byte, and the horizontal axis has two scales: flops
-per byte below, and the size of the accumulator of a square float64 tile above.
+(2009). The horizontal axis has two scales: flops per byte over the link below, and the size of a square
+float64 tile that computes so many flops per byte above. A tile of m x m elements computes 2 m^2 k flops from
+2 m k elements of A and B, which are m flops per element.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,8 +43,7 @@ svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; }
 def roofline_of(found: Calibration, budget: int) -> str:
     """Return the roofline of a calibrated machine, as SVG.
 
-    `budget` is a device budget in bytes. A vertical line marks the flops per byte of the square float64 tile
-    whose accumulator takes all of it.
+    `budget` is a device budget in bytes. A vertical line marks a square float64 tile of this size.
     """
     links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
     roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
@@ -59,11 +57,11 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         title: heading of the picture.
         links: bytes per second of each link, by its label. Rates must be positive.
         roofs: flop/s of each kernel, by its label. Rates must be positive.
-        budget: size in bytes of a square float64 tile. A vertical line marks the flops per byte of this tile.
+        budget: size in bytes of the square float64 tile that a vertical line marks.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # The horizontal axis must include `mark`, the flops per byte of a tile with `budget` bytes. It must also
-    # include the point at which the line of any link meets the line of any kernel.
+    # The horizontal axis includes `mark`, the flops per byte of a tile with `budget` bytes, and every point
+    # at which the line of a link meets the line of a kernel.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())

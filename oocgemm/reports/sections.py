@@ -179,8 +179,7 @@ def _figures(runs: Sequence[Run]) -> str:
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
     """Return a text that compares a run with the first one on the page.
 
-    If both computed the same product (`alike`), the text gives T of the run over T of the first. Otherwise,
-    it gives the flop rate of the run over that of the first.
+    It gives the ratio of T if both computed the same product (`alike`), otherwise that of the flop rates.
     """
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
@@ -190,7 +189,7 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
 
 
 def _exposed(run: Run) -> str:
-    """Return a table of the time of compute and of each cause that the kernel waited for, longest first."""
+    """Return a table with the time of compute and the exposed time of each cause, longest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [

@@ -1,8 +1,7 @@
 """The Gantt chart as an SVG picture for papers: one line per lane, on white.
 
 An operation is a box, whose width is its duration. Boxes narrower than one SVG unit are merged into columns
-of one unit. The opacity of a column shows the share of its time that the merged boxes cover. Therefore the
-size of the file is bounded, however many operations a run has.
+of one unit, whose opacity shows how much of the column they cover. This bounds the size of the file.
 """
 
 from collections import defaultdict
@@ -18,7 +17,7 @@ from oocgemm.timeline.spans import Span, Timeline
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
 LEVELS = 10
-# Colours of lanes and of causes of waits: the palette of Okabe and Ito, as on the HTML page. Compute is grey.
+# Colours of lanes and of causes of exposed time: the palette of Okabe and Ito, as on the HTML page.
 COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
@@ -29,7 +28,7 @@ COLOURS = {
 def svg(timeline: Timeline, title: str = "") -> str:
     """Return the Gantt chart of all lanes as SVG.
 
-    A row below the lane "compute" shows what the kernel waited for.
+    A row below the lane "compute" shows the causes of exposed time.
     """
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(timeline.spans, rows(timeline.spans), strict=True):
@@ -65,8 +64,8 @@ def svg(timeline: Timeline, title: str = "") -> str:
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
     """Return the boxes of the operations on one row of a lane, as SVG paths.
 
-    Operations on B are lighter than those on A. On the lane "compute", every other step is lighter, so that
-    consecutive steps can be told apart.
+    Operations on B are lighter than those on A. Every other Multiply is lighter, so that consecutive steps
+    can be told apart.
     """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)
@@ -85,11 +84,10 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
 
 
 def _waits(causes: dict[str, list[Interval]], wall: int, y: float) -> list[str]:
-    """Return the row that shows what the kernel waited for, as SVG paths.
+    """Return the row of the causes of exposed time, as SVG paths.
 
-    `causes` maps each cause to the intervals in which the kernel waited for it. The row is drawn in columns
-    one SVG unit wide. Each column is a stack with one part per cause. The height of a part is the share of
-    the column's time in which the kernel waited for that cause.
+    `causes` maps each cause to its intervals. In every column, one SVG unit wide, the causes are stacked. The
+    height of a cause is its share of the column's time.
     """
     parts = []
     bottoms = [y + WAITS] * COLUMNS

@@ -30,8 +30,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     by_id = {span.id: span for span in spans}
 
     def track(span: Span) -> dict[str, int]:
-        # A lane has at most as many tracks as there are spans. Every lane gets a range of that many track
-        # numbers, so that the numbers of two lanes never coincide.
+        # Every lane gets its own range of track numbers. A lane has at most one track per span.
         return {"pid": span.device, "tid": lanes.index(span.lane) * (len(spans) + 1) + row[span.id]}
 
     named: set[tuple[int, int]] = set()
@@ -54,16 +53,15 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
-        # A panel that does not fill its slot leaves a part of the previous panel there. A span that uses the
-        # slot then waits for the uploads of both panels, but needs only the data of the later one. Therefore,
-        # if a span waited for several operations of the same kind and operand, only the one that was issued
-        # last gets an arrow.
+        # A panel that does not fill its slot leaves a part of an older panel there. A span that uses the slot
+        # waits for both uploads, but uses only the newer panel. So among operations of the same kind and
+        # operand, only the one that was issued last gets an arrow.
         sources = (by_id[number] for number in sorted(span.waits) if number in by_id)
         for source in {(s.kind, s.operand): s for s in sources if _feeds(s, span)}.values():
             flows += 1
             arrow = {"name": "data", "cat": "flow", "id": flows}
-            # An arrow starts and ends at the middle of an event. If it started at the event's end, rounding
-            # could put it after that end, and the viewer would drop the arrow.
+            # Arrows start and end in the middle of events. After rounding, an arrow at the end of an event
+            # could lie outside it, and the viewer would drop the arrow.
             yield {"ph": "s", **arrow, "ts": (source.start + source.end) / 2e3, **track(source)}
             yield {"ph": "f", "bp": "e", **arrow, "ts": (span.start + span.end) / 2e3, **place}
 
@@ -71,7 +69,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _feeds(source: Span, span: Span) -> bool:
     """Return whether a span uses the data of `source`, an operation that it waited for.
 
-    If not, `source` used a slot that the span overwrites. The span waited for the end of that use.
+    If not, `source` used a slot that the span overwrites.
     """
     order = {kind: place for place, kind in enumerate(FLOW)}
     return order.get(source.kind, -1) < order.get(span.kind, -1)

@@ -10,14 +10,11 @@ MAX_INTERVALS = 4000
 class BusyTime:
     """Sum time intervals in bounded memory.
 
-    Threads append the intervals in which they were busy. `total` is the sum of the lengths of all intervals.
-    `covered` is the length of their union: a second in which three threads were busy adds one second to
-    `covered` and three to `total`.
+    Threads append the intervals in which they were busy; appending is thread-safe. A second in which three
+    threads were busy adds one second to `covered` and three to `total`.
 
-    When `MAX_INTERVALS` intervals are stored, the oldest are replaced by the length of their union. An
-    interval that is appended after that adds to `covered` only its part after the end of the replaced ones.
-    The error is small, because threads append intervals roughly in the order of their ends. Appending is
-    thread-safe.
+    At most `MAX_INTERVALS` intervals are stored: old ones are replaced by the length of their union. If a
+    later interval overlaps the replaced ones, `covered` is slightly too small.
     """
 
     def __init__(self) -> None:

@@ -14,14 +14,13 @@ from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
 
-# The report mentions other programs if they used at least 10% of the CPU cores (MIN_OTHERS). It says that
-# they slowed the run down if, in addition, at least 80% of the cores were busy (MIN_BUSY).
+# If other programs used at least the share MIN_OTHERS of the CPU cores, the report says so. If at least the
+# share MIN_BUSY of the cores was busy in all, it says that other programs slowed the run down.
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8
-# For runs of fewer seconds than this, the use of CPU cores is not reported. Linux counts processor time in
-# ticks of 10 ms, which is too coarse for them.
+# The use of CPU cores is not reported for runs of fewer seconds: Linux counts it in ticks of 10 ms.
 MIN_CPU_WALL = 0.5
-# If the device is a GPU, the work of these causes needs no CPU cores. If one of them limits a run on a GPU,
-# other programs that use the CPU have not slowed the run down.
+# Causes that need no CPU cores if the device is a GPU. If one of them limits the run, other programs on the
+# CPU have not slowed it down.
 ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
 # The activity of each lane, as the subject of a sentence of the report. If the lane's arrays are in host
 # memory, the text in ACTIVITIES_IN_MEMORY is used instead.
@@ -45,9 +44,8 @@ OUTPUT_LANES = ("d2h", "encode", "write")  # the lanes that can be busy after th
 class Diagnosis:
     """What limits the speed of a run: for example storage, the link to the device, or compute.
 
-    `evidence` is a text that says how close the limiting lane was to its maximum rate, and how many CPU cores
-    other programs used. `contended` is set if the limiting lane needs CPU cores, and other programs used so
-    many of them that they slowed the run down.
+    `evidence` is a text with the rate of the limiting lane, its maximum rate, and the number of CPU cores
+    that other programs used. `contended` is set if other programs slowed the limiting lane down.
     """
 
     verdict: Verdict
@@ -69,9 +67,8 @@ class Diagnosis:
     def rest(self) -> str:
         """Return the part of `finding` after the headline.
 
-        For a compute-bound run, this part names the largest stall, such as waiting for reads, and its share
-        of T. For any other run, it explains the cause that the headline names, and gives the share of T in
-        which the kernel ran.
+        For a compute-bound run, it gives the largest stall, such as waiting for reads. For any other run, it
+        explains the headline, and gives the share of compute.
         """
         found = self.verdict
         if not found.beside:
@@ -96,9 +93,8 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
 def other_programs(figures: Report) -> str:
     """Return a sentence that says how many CPU cores other programs used.
 
-    Only the cores that this process may use are counted. The text is empty if other programs used less than
-    the share `MIN_OTHERS` of these cores, if the run was shorter than `MIN_CPU_WALL` seconds, or if the
-    system does not report the use of cores.
+    Only the cores that this process may use are counted. The text is empty if other programs used few of them
+    (`MIN_OTHERS`), if the run was short (`MIN_CPU_WALL`), or if the system does not report the use of cores.
     """
     cpu = figures.cpu
     if not cpu or figures.wall < MIN_CPU_WALL or cpu["others"] < MIN_OTHERS * cpu["cores"]:
@@ -117,7 +113,7 @@ def unfinished(figures: Report) -> str:
 def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
     """Return whether the arrays that a lane reads or writes are in host memory instead of storage.
 
-    These arrays are A and B for the lane "read", and C for "write". For all other lanes, return False.
+    Only the lanes "read" (A and B) and "write" (C) have such arrays. For all others, return False.
     """
     concerned = {"read": "AB", "write": "C"}.get(lane, "")
     operands = header.get("operands", {})
@@ -125,24 +121,16 @@ def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
 
 
 def _cores_contended(figures: Report) -> bool:
-    """Return whether this process and other programs kept at least the share `MIN_BUSY` of the cores busy.
-
-    Returns False if other programs used less than the share `MIN_OTHERS`.
-    """
+    """Return whether other programs used CPU cores while hardly any core was idle."""
     cpu = figures.cpu
     return bool(other_programs(figures) and cpu and cpu["own"] + cpu["others"] >= MIN_BUSY * cpu["cores"])
 
 
 def _bound_evidence(timeline: Timeline, figures: Report) -> str:
-    """Return a sentence that says how close the limiting lane was to its maximum rate.
+    """Return a sentence with the rate of the limiting lane and its maximum rate.
 
-    The limiting lane follows from the cause with the largest share of T:
-
-    - ``compute``: the lane "compute".
-    - ``tail``: of the lanes in `OUTPUT_LANES`, the one that was busiest after the last Multiply.
-    - a wait for a lane, such as ``read``: that lane.
-
-    For any other cause, such as ``start-up``, no lane limits the run, and the text is empty.
+    If the tail has the largest share of T, the limiting lane is the one that was busiest in the tail. The
+    text is empty if no lane limits the run, as for ``start-up``.
     """
     bound = figures.verdict.bound
     if bound == COMPUTE:
@@ -168,8 +156,7 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    # If no rate was measured, `limit` is an assumption for products in the operands' own precision. The rate
-    # of a tf32 or bf16 product is not compared with this assumption.
+    # An assumed `limit` is for products in the operands' precision, so it says nothing about tf32 and bf16.
     if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"

@@ -2,15 +2,13 @@
 
 The format is JSON lines:
 
-- The first line, the header, describes the run and names the columns.
-- Each span is a line, called a row. Rows are in the order in which oocgemm noticed that operations had ended.
-- Many spans have the same values in the fields of `COMMON`, such as the lane. These values are written once,
-  on a line of their own, before the first row that needs them. Such lines are numbered from 0 in the order of
-  the file. A row contains the number of such a line instead of the values.
-- A row stores the length of its span instead of the end. For each operation that the span waited for, it
-  stores the span's id minus that operation's id. These numbers are short, so that a row takes about 60 bytes.
-- The last line, the footer, stores T and the facts known only at the end. A log without a footer belongs to a
-  run that was stopped or is still running.
+- The header, the first line, describes the run and names the columns (`COLUMNS`).
+- A row, a JSON array, stores one span. Rows are written as operations end. ``length_ns`` is the end minus the
+  start. ``waits_back`` has, for each id in `Span.waits`, the span's own id minus that id.
+- An object with the keys `COMMON` stores values that many spans share. The column ``common`` of a row is the
+  number of its object, counted from 0 in the order of the file. The object is written before its first row.
+- The footer, the last line, stores T and the facts known only at the end. A log without it belongs to a run
+  that was stopped or is still running.
 """
 
 import json
@@ -37,19 +35,16 @@ COLUMNS = (
     *("id", "common", "tile_i", "tile_j", "step", "start_ns", "length_ns", "bytes", "flops"),
     "waits_back",
 )
-# Lines are collected in memory and flushed together: compressed and, if the log has a file, written to it. A
-# flush happens when there are FLUSH_LINES lines, or when a span is added more than FLUSH_SECONDS seconds
-# after the last flush. A killed run loses the lines that were not flushed.
+# Lines are collected before they are written. They are written when there are FLUSH_LINES of them, or when a
+# span is added more than FLUSH_SECONDS seconds after the last write. A killed run loses the collected lines.
 FLUSH_LINES, FLUSH_SECONDS = 1000, 1.0
-# Maximum size of the compressed log in memory, in bytes. 1 MiB holds about 50,000 operations. Whenever it is
-# exceeded, all of the log in memory is moved to the end of a temporary file.
+# Maximum bytes of compressed log in memory; 1 MiB holds about 50,000 operations. A larger log is moved to a
+# temporary file.
 MAX_IN_MEMORY = 1 << 20
-# The temporary file contains the compressed text of one flush after another. The length of each text comes
-# before it, as an integer of this many bytes.
+# In the temporary file, each compressed text is preceded by its length, an integer of this many bytes.
 _SIZE_BYTES = 4
 _LARGEST = 2**63
-# Fields of the tables "checks" and "cpu" of the header. A log is refused if it has one of these tables and a
-# field of that table is missing or not a number.
+# Fields that the objects "checks" and "cpu" of the header must have, as numbers, if the objects exist.
 _CHECK_FIELDS = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
 _CPU_FIELDS = ("cores", "own_seconds", "busy_seconds")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -58,14 +53,11 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class Recorder:
     """Record the spans of a run as they end, compressed to about 20 bytes per span.
 
-    At most `MAX_IN_MEMORY` compressed bytes stay in memory, and the rest goes to a temporary file. If the
-    temporary file cannot be written, the whole log stays in memory.
+    If `path` is given, the log is also written to that file, uncompressed. An existing file is replaced. The
+    constructor raises `OSError` if the file cannot be created. If a later write fails, the run continues:
+    `failure` is set to the error, and nothing more is written to the file.
 
-    If `path` is given, the log is also written to that file, uncompressed, and replaces an existing file. The
-    constructor raises `OSError` if the file cannot be created. If a later write to it fails, `failure` is set
-    to the error, nothing more is written to the file, and the run continues.
-
-    A recorder is not thread-safe: two threads must not call it at the same time.
+    A recorder is not thread-safe.
     """
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
@@ -123,10 +115,7 @@ class Recorder:
         )
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield the compressed text of each flush, the oldest first.
-
-        All texts in the temporary file are older than those in memory.
-        """
+        """Yield the compressed texts, the oldest first."""
         at = 0
         while self._spilled is not None and at < self._spilled_bytes:
             self._spilled.seek(at)

@@ -1,27 +1,19 @@
 """The figures of a run, computed from its timeline alone.
 
-T is the wall time. |X| is the time in which at least one operation of the set X ran. The sets are:
+T is the wall time.
 
-- compute: the Multiply operations.
-- copies: the operations on the lanes h2d and d2h.
-- storage: the operations on the lanes read, decode, encode and write.
-
-The figures are:
-
-- compute share: |compute| / T.
-- copy overlap: the time in which a copy and a Multiply ran at once, over |copies|.
-- storage overlap: the time in which a storage operation and a Multiply ran at once, over |storage|.
-- exposed time: T - |compute|. Each instant of it is attributed to one cause.
-- shares: |compute| / T, and for each cause its exposed time / T. Together, the shares add up to 1.
+- compute: the time in which at least one Multiply ran. The compute share is this time / T.
+- copy overlap: of the time in which the lane h2d or d2h was busy, the share in which a Multiply ran too.
+- storage overlap: the same for the lanes read, decode, encode and write.
+- exposed time: T - compute. Each instant of it is attributed to one cause.
+- shares: the compute share, and the exposed time of each cause / T. They add up to 1.
 - traffic: three numbers of bytes for each link. ``bytes`` crossed the link in the run. ``required`` would
-  cross it if every element crossed once. ``least`` is a lower bound: no schedule within the budgets moves
-  fewer bytes over the link.
-- efficiency: a lower bound of the run time, over T. The bound is the largest of these times, at the
-  calibrated rates in the timeline's header: the flops at the kernel's rate, the least bytes over each link at
-  the link's rate, and the decoded bytes at the rate of decoding.
+  cross it if every element crossed once. ``least`` is a lower bound for any schedule within the budgets.
+- efficiency: a lower bound of the run time / T. The bound is the longest of these times, at calibrated rates:
+  multiplying, moving the ``least`` bytes over each link, and decoding.
 
-A ratio is None if its denominator is 0. The efficiency is also None if the rates were not calibrated, or
-if the run is unfinished.
+A ratio is None if its denominator is 0, and the efficiency if rates are not calibrated or the run is
+unfinished.
 """
 
 import os
@@ -85,26 +77,25 @@ class Report:
 
     Times are in seconds. The figures are defined at the top of this module. Ratios may be None.
 
-    `checks` describes the checks of C, and is None if the run was not verified. Its fields are:
+    `checks` describes the checks of C, and is None if the run was not verified:
 
     - `tiles`, `blocks`: the numbers of tiles, and of blocks of their strips, that were checked.
-    - `undecided`: the number of blocks with nonfinite sums. Of these, only the positions of nonfinite
+    - `undecided`: the number of blocks with nonfinite sums. In these blocks, only the positions of nonfinite
       elements were checked.
     - `recomputed`: the tiles that were computed a second time, because their check failed.
-    - `seconds`: the time in which at least one host thread was checking. `share` is this time over T.
-    - `thread_seconds`: the time that host threads were checking, summed over the threads. `core_share` is
-      this sum over the core time of the run, which is T times the number of cores.
+    - `seconds`: the time in which at least one host thread was checking. `share` is `seconds` / T.
+    - `thread_seconds`: the same time, summed over the threads. `core_share` is `thread_seconds` / (T * number
+      of cores).
     - `tier`: where the checksums were computed, "host" or "device".
     - `device_seconds`: the time in which the device computed checksums.
 
-    `cpu` describes the use of the CPU, and is None if the system does not report processor time. `cores` is
-    the number of cores that this process may use. `own` is the mean number of cores that this process kept
-    busy during the run. `others` is that number for all other programs. It includes other virtual machines of
-    the same host.
+    `cpu` describes the use of the CPU, and is None if the system does not report processor time:
 
-    `unfinished` is set if the run was stopped or is still running. `wall` is then the time until the end of
-    the last recorded operation. The efficiency, the required bytes and the lower bounds are None, because
-    they are defined for a complete run only.
+    - `cores`: the number of cores that this process may use.
+    - `own`, `others`: the mean number of cores that this process, and all other programs, kept busy.
+
+    `unfinished` is set if the run was stopped or is still running. `wall` then ends with the last recorded
+    operation. The efficiency, ``required`` and ``least`` are None.
     """
 
     wall: float
@@ -207,10 +198,7 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Return for each cause the nanoseconds of exposed time that are attributed to it.
-
-    Exposed time is the time in which no Multiply ran. The returned values add up to it.
-    """
+    """Return the exposed time of each cause, in nanoseconds."""
     causes: defaultdict[str, int] = defaultdict(int)
     for start, end, cause in exposed_intervals(spans, wall):
         causes[cause] += end - start
@@ -218,17 +206,15 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 
 
 def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """Return the time in which no Multiply ran, as intervals (start, end, cause) in order.
+    """Return the exposed time as intervals (start, end, cause) in order.
 
-    A chain of operations explains each gap before a Multiply. The chain goes back in time:
+    Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
+    for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
+    so on. While one of these operations ran, its lane is the cause, except that ``d2h`` is reported as
+    ``accumulator``: the Multiply waited for a free accumulator.
 
-    1. It begins with the operation that ended last among those that the Multiply waited for.
-    2. The next one is the operation that ended last among those that the first one waited for, and so on.
-
-    The cause of an instant is the lane of that operation of the chain which ran then. ``d2h`` is reported
-    as ``accumulator``: a tile must be downloaded before its accumulator is free for the next tile. If no
-    operation of the chain ran, the cause is ``start-up`` before the first Multiply and ``issue`` later. All
-    time after the last Multiply has the cause ``tail``.
+    While none of them ran, the cause is ``start-up`` before the first Multiply, and ``issue`` later. After
+    the last Multiply, it is ``tail``.
     """
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
@@ -247,11 +233,10 @@ def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
 def _attributed(
     span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
 ) -> list[Wait]:
-    """Return the causes of the gap before `span`, as intervals (start, end, cause), the latest first.
+    """Return the causes of the gap before a Multiply, as intervals (start, end, cause), the latest first.
 
-    `exposed_intervals` describes how a chain of operations explains the gap. The time in which no operation
-    of the chain ran gets the cause `idle_cause`. `by_id` maps ids to spans. `before` is the result of
-    `stream_predecessors`.
+    `span` is the Multiply. `exposed_intervals` describes the method. `idle_cause` is the cause while none of
+    the delaying operations ran. `by_id` maps ids to spans. `before` is from `stream_predecessors`.
     """
     start, cursor = gap
     found: list[Wait] = []
@@ -272,10 +257,10 @@ def _attributed(
 
 
 def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """Return, of all predecessors of a span, the one that ended last, or None if there are none.
+    """Return the predecessor of a span that ended last; None if it has no predecessor.
 
-    Predecessors are the operations in `span.waits`, and the operation before the span on its stream, which
-    `before` gives (see `stream_predecessors`).
+    The predecessors are the operations in `span.waits`, and the one that `before` gives for the span.
+    `before` is from `stream_predecessors`.
     """
     candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
     return max(candidates, key=lambda s: s.end, default=None)
@@ -286,12 +271,11 @@ def _cause(span: Span) -> str:
 
 
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """Map the id of each span to the id of the operation of the same stream that it may have waited for.
+    """Map the id of each span to the id of an earlier operation of its stream, which may have delayed it.
 
-    Several threads may run the operations of one stream. The next operation of its queue starts when one of
-    the threads is free. Of the operations that were issued earlier on the stream, the one that ended last
-    before the span started is chosen, since it freed a thread. If none had ended by then, the operation that
-    was issued just before the span is chosen. The first operation of a stream is not in the result.
+    If several threads run the operations of a stream, an operation starts when a thread becomes free. The
+    earlier operation that ended last before the span started is therefore chosen. If none had ended, the
+    operation issued just before the span is chosen. The first operation of a stream is left out.
     """
     streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
@@ -302,8 +286,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            # Skip operations issued after the span, which the span cannot have waited for. Such an
-            # operation may seem to end before the span starts: device clocks are inexact, or it took no time.
+            # Skip operations that were issued after the span. They may seem to end before it starts, because
+            # device clocks are inexact.
             while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:
@@ -367,9 +351,8 @@ def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float 
 def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
     """Return the number of bytes that decoding produced.
 
-    If the run has a decode lane, these are the bytes of its operations. Otherwise, zarr decodes chunks
-    during a read. It decodes whole chunks, even if the read needs only parts of them. The bytes of each such
-    read are therefore multiplied by the operand's read amplification: bytes of whole chunks per byte needed.
+    Without operations on the lane decode, zarr decoded whole chunks during reads. The bytes of each read are
+    then multiplied by the operand's read amplification: bytes of whole chunks per byte needed.
     """
     lane = sum(span.bytes for span in spans if span.lane == "decode")
     if lane:
@@ -384,10 +367,9 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 
 
 def in_place(timeline: Timeline) -> str:
-    """Return a text that counts the panels and strips that bypassed the host slots, empty if none did.
+    """Return a text that counts the panels and strips that were copied in place; "" if none was.
 
-    The device copies such a panel or strip directly from or to the caller's array. It is recognised by its
-    Read or Write operation, which moves no bytes.
+    The Read or Write operation of such a panel or strip moves no bytes.
     """
     counts = []
     for kind, operands, blocks, where in (

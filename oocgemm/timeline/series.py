@@ -7,10 +7,9 @@ from typing import Any
 from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
-# Kinds of operations in the order of data flow. The order tells why one operation waited for another:
-# - The other one has an earlier kind: its data are used. A Multiply waits for the Upload of its panel.
-# - The other one has the same or a later kind: its slot is reused. A Read waits until the previous panel in
-#   its host slot has been uploaded.
+# Kinds of operations in the order of data flow. An operation waits for an earlier kind to use its data: a
+# Multiply needs an uploaded panel. It waits for a later kind to reuse a slot: a Read may overwrite a panel
+# only after the Upload of that panel.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
@@ -24,8 +23,8 @@ def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
     """Return for each span the number of the row on which it is drawn, counted from 0 within its lane.
 
     A span gets the first row that is free when it starts. If `exact` is set, spans of one row never overlap.
-    Otherwise, a span may start up to 5% of its length before the previous span of the row ends. Without this
-    tolerance, errors of a device's clock would move consecutive spans to different rows.
+    Otherwise, they may overlap by 5% of the later span: clocks of devices are inexact, and consecutive spans
+    should be drawn on one row.
     """
     free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
@@ -75,10 +74,7 @@ def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, floa
 
 
 def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
-    """Return for each tile the time at which its last operation of kind Multiply or Write ended.
-
-    Times are in nanoseconds since the run began.
-    """
+    """Return when the last Multiply or Write of each tile ended, in nanoseconds since the run began."""
     ends: dict[tuple[int, int], int] = {}
     for span in spans:
         if span.kind in ("multiply", "write"):
@@ -89,9 +85,9 @@ def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
 def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     """Return for each lane the highest rate that it can reach, and whether that rate was measured.
 
-    Rates are in flop/s for the lane "compute" and in bytes per second for all others. The timeline's header
-    contains calibrated rates. If the rate of a lane is not among them, it is taken from the plan's machine
-    model, where it may be assumed and not measured. If the model lacks it too, the lane is left out.
+    Rates are in flop/s for the lane "compute" and in bytes per second for all others. A calibrated
+    rate is preferred to that of the plan's machine model, which may be assumed. A lane without either is
+    left out.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})

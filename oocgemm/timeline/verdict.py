@@ -1,9 +1,8 @@
 """The verdict on a run: the cause that accounts for the largest share of its wall time T.
 
 Each instant of T is attributed to one cause, so that the shares of all causes add up to 1. The cause is
-``compute`` if at least one Multiply ran at that instant. All other causes are called stalls, and
-`oocgemm.timeline.metrics.exposed_intervals` chooses between them. Every report takes the verdict from this
-module, so that it always agrees with the table of causes.
+``compute`` if at least one Multiply ran at that instant. All other causes are called stalls:
+`oocgemm.timeline.metrics.exposed_intervals` determines them.
 """
 
 from collections.abc import Mapping
@@ -31,11 +30,11 @@ CAUSES = {
 class Verdict:
     """What limits the speed of a run.
 
-    `bound` is the cause with the largest share of the wall time T, such as ``compute`` or ``read``. `share`
-    is the share of this cause. If the run has no Multiply, `bound` is ``nothing``.
+    `bound` is the cause with the largest share of T, such as ``compute`` or ``read``. `share` is its
+    share. If the run has no Multiply, `bound` is ``nothing``.
 
-    `stall` is the cause with the largest share, apart from ``compute``. `stall_share` is the share of this
-    cause. If the kernel never waited, `stall` is empty.
+    `stall` is the cause other than ``compute`` with the largest share, `stall_share`. If the kernel never
+    waited, `stall` is empty.
     """
 
     bound: str
@@ -55,10 +54,9 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """Return the text that follows `headline`, with the share of a second cause.
+        """Return the text that follows `headline`; "" if the kernel never waited.
 
-        In a compute-bound run, this cause is the largest stall. In any other run, it is compute. The text is
-        empty if the kernel never waited.
+        For a compute-bound run, it gives the share of the largest stall; for any other run, that of compute.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'
@@ -80,8 +78,7 @@ def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[st
     """Return each cause's share of the wall time, the largest first.
 
     `compute` is the time in which any Multiply ran, `exposed` the time of each other cause, and `wall` the
-    wall time, all in the same unit. The result has the key "compute" even if no Multiply ran. It is empty if
-    `wall` is 0.
+    wall time, all in the same unit. If `wall` is 0, the result is empty.
 
     >>> shares(6.0, {"read": 1.0, "tail": 3.0}, 10.0)
     {'compute': 0.6, 'tail': 0.3, 'read': 0.1}
