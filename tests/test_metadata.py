@@ -222,3 +222,15 @@ def test_a_run_imports_zarr_only_for_arrays_that_need_it(
     assert set(done.stdout.split()) == loaded
     np.testing.assert_array_equal(zarr.open_array(tmp_path / "C", mode="r")[:], values @ values)
     assert zarr.open_array(tmp_path / "C", mode="r").attrs.asdict() == {}
+
+
+@pytest.mark.parametrize("size", [0.5, 1e300, [1], "7"])
+def test_a_setting_of_another_type_is_left_to_zarr_at_once(tmp_path: Path, size: object) -> None:
+    """A search of the range of allowed block sizes for a float would compare all of them."""
+    path = tmp_path / "stored"
+    zarr.create_array(path, shape=(4, 4), chunks=(2, 2), dtype="f8", compressors=BloscCodec(blocksize=0))
+    document = json.loads((path / "zarr.json").read_bytes())
+    assert read_metadata(str(path)) is not None
+    document["codecs"][-1]["configuration"]["blocksize"] = size
+    (path / "zarr.json").write_text(json.dumps(document))
+    assert read_metadata(str(path)) is None

@@ -121,7 +121,7 @@ def bench_group() -> None:
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="Time limit of a single product, in seconds. A product that would take a kernel longer is skipped.",
+    help="Time limit of a single product, in seconds. A kernel that needs longer for a product skips it.",
 )
 @click.option(
     "--svg",

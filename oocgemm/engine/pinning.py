@@ -24,9 +24,9 @@ from oocgemm.system.threads import start
 # because a larger call pins more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# The run waits for a block that is not pinned yet if at most this many times the block's bytes are left to
-# pin, the block included. Otherwise it copies the block to a pinned host slot, which takes about as long as
-# pinning four times the block's bytes.
+# The run waits until a block is pinned if the thread has to pin at most this many times the block's bytes
+# first. Otherwise it copies the block to a pinned host slot, which takes about as long as pinning four times
+# the block's bytes.
 MAX_WAIT_RATIO = 4
 
 

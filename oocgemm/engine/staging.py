@@ -81,7 +81,10 @@ class Staging:
         return self._slots.checksum_bytes(slot)
 
     def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-        """Yield (rows, columns, array) for each array of a block, with ranges of the stored operand."""
+        """Yield (rows, columns, array) for each group of columns of a panel or strip.
+
+        `rows` and `columns` are ranges of the operand as it is stored, before op().
+        """
         return located(self._plan, operation, columns)
 
     def upload_source(self, operation: Operation) -> Sequence[Array]:

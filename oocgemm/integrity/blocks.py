@@ -14,9 +14,9 @@ from oocgemm.planning.units import format_size
 # Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors, but take
 # longer: op(A) is multiplied once per group.
 GROUP = 1024
-# The check multiplies op(A) by random vectors once per group of columns, which takes about as long as reading
-# op(A). So the elements of op(A), times the number of groups, are at most this share of the elements of A, B
-# and C together.
+# Limits the number of groups of columns. The check multiplies op(A) by random vectors once per group, which
+# takes about as long as reading op(A). All these multiplications together may take this share of the time to
+# read A, B and C.
 MAX_SHARE = 1 / 2
 # Minimum rows of C, and minimum extent along k, of a block, unless the matrices are
 # smaller. If a chunk is larger, its extent is the minimum.

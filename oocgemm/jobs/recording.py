@@ -31,7 +31,10 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
 
 
 def rates(job: Job, c: Matrix) -> dict[str, float] | None:
-    """Return the calibrated rates that limit a run, in flop/s and bytes/s; None if one is unknown."""
+    """Return the calibrated rates of the kernel, the links and the stores of a run, by name.
+
+    They are in flop/s or bytes/s. Return None instead if any of them has not been measured.
+    """
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]

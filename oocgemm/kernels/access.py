@@ -37,7 +37,7 @@ def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the number of sectors of A and B that a kernel loads if each thread block loads them once.
+    """Return the number of sectors of A and B that all thread blocks of a kernel load.
 
     A thread block computes `rows` x `cols` elements of C. It loads its rows of op(A) and its columns of op(B)
     once, with coalesced accesses.

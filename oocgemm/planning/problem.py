@@ -45,8 +45,7 @@ DTYPES = {
         DType("float64", 8, "float64", ("float64",), planes=16),
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
         DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
-        # Sums over all steps are in float64. Only within a step, a GPU sums in int32: see
-        # planning/integers.py.
+        # Products of int8 are summed in int32 within a step, and in float64 over the steps: see integers.py.
         DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),

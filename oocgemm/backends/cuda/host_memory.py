@@ -133,7 +133,7 @@ class HostMemory:
             runtime.hostUnregister(address)
 
     def close(self) -> None:
-        """Unpin the slots, or keep their memory for the next run."""
+        """Keep the memory of `take_arena` for the next run. Unpin all other slots."""
         if self._arena is not None:
             arena, self._arena = self._arena, None
             other = _kept.setdefault(self._device.id, arena)

@@ -54,7 +54,7 @@ def explained(
 def per_second(amount: float, seconds: float) -> float:
     """Return `amount / seconds`, or infinity if `seconds` is 0.
 
-    If a median is infinite, `explained` measures again.
+    A caller that gets infinity repeats its measurement.
     """
     return amount / seconds if seconds > 0 else inf
 

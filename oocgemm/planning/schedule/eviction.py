@@ -47,8 +47,9 @@ class SlotCache:
         self._used = [-1] * count
         self._clock = 0
         self._where: dict[Panel, int] = {}
-        self._current: list[int] = []  # slots used by the current group of steps
-        self._latest: list[int] = []  # slots used by the group before it
+        # The slots of the panels that are placed together now, and of those that were placed together before.
+        self._current: list[int] = []
+        self._latest: list[int] = []
         self._heap: list[tuple[int, int, int]] = []
 
     def acquire(self, key: Panel, next_use: int) -> tuple[int, bool]:

@@ -82,8 +82,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # The minimum tile.m to try, besides `thin_m`. With fewer rows, a tile would leave more than 15/16 of the
-    # memory unused. A larger tile loads fewer bytes.
+    # Tiles with fewer rows would use less than 1/16 of the device memory. They are not tried, since larger
+    # tiles load fewer bytes.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})

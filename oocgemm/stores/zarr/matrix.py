@@ -322,7 +322,7 @@ class ZarrMatrix:
 
 
 def folder_identity(folder: Path) -> set[object]:
-    """Return the identity of a local array: a set of ("file", device, inode) of its folder."""
+    """Return what identifies a local array: one tuple, ("file", device, inode of the array's folder)."""
     status = os.stat(folder)
     return {("file", status.st_dev, status.st_ino)}
 

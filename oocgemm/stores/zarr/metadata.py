@@ -261,8 +261,13 @@ def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
     return (
         set(codec) == form
         and set(settings) == set(allowed)
-        and all(settings[name] in values for name, values in allowed.items())
+        and all(_allows(values, settings[name]) for name, values in allowed.items())
     )
+
+
+def _allows(values: Container[Any], value: Any) -> bool:
+    """Return whether `values` contains a value. To search a range for a float could take minutes."""
+    return (type(value) is int or not isinstance(values, range)) and value in values
 
 
 def _extents(stated: Any) -> tuple[int, int]:
