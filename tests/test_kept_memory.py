@@ -75,7 +75,9 @@ def test_concurrent_runs_do_not_share_memory(device: Device) -> None:
 def test_large_slots_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     backends.open_backend("cuda")
     monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "MAX_KEPT", 0)
-    assert opened(a_plan()).host_arena is None
+    session = opened(a_plan())
+    assert session.host_arena is None
+    session.close()
     np.testing.assert_array_equal(product(), A @ A)
     assert not device.memory.pinned
 
@@ -87,4 +89,15 @@ def test_refused_pinning_says_what_to_do(device: Device) -> None:
     assert not device.memory.pinned
     device.faults.clear()
     np.testing.assert_array_equal(product(), A @ A)
+    device.check()
+
+
+def test_a_run_with_large_slots_frees_what_was_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept would come on top of the host budget of the run."""
+    product()
+    assert device.memory.pinned
+    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "MAX_KEPT", 0)
+    session = opened(a_plan())
+    assert not device.memory.pinned
+    session.close()
     device.check()

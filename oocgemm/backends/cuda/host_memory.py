@@ -60,12 +60,13 @@ class HostMemory:
             BackendError: the system refuses to pin the memory.
         """
         (_, size), budget = slot_offsets(plan, "host", HOST_ALIGNMENT), plan.budgets.host
-        if size > MAX_KEPT:
-            return None
         arena = _kept.pop(self._device.id, None)
-        if arena is not None and not size <= arena.nbytes <= budget:
+        # Memory that this run does not use is freed: it would come on top of the run's budget.
+        if arena is not None and (size > MAX_KEPT or not size <= arena.nbytes <= budget):
             self._unpin(arena.ctypes.data)
             arena = None
+        if size > MAX_KEPT:
+            return None
         if arena is None:
             arena = allocate(min(max(MIN_KEPT, 1 << max(0, size - 1).bit_length()), max(size, budget)))
             arena[::PAGE] = 0  # faults in the pages
