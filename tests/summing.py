@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from oocgemm.backends.base import Array, DoneToken, Token, numpy_dtype
+from oocgemm.backends.base import Array, DoneToken, HostBlock, Token, numpy_dtype
 from oocgemm.backends.checksums import CutFields, DeviceChecksums, Multiplied, Summed
 from oocgemm.backends.host.backend import HostBackend, HostSession
 from oocgemm.backends.random_words import random_words
@@ -176,7 +176,7 @@ class SummingSession(HostSession):
 
         self.checksums = DeviceChecksums(plan, address, ModelDevice())
 
-    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> DoneToken:
         for token in after:
             token.synchronize()
         checksums = self.checksums
@@ -191,6 +191,7 @@ class SummingSession(HostSession):
             case Kind.FINISH:
                 checksums.with_finish(operation)
             case Kind.DOWNLOAD:
+                assert isinstance(host, list)  # strips that are checked have host slots
                 to = checksums.host_address(host[0].ctypes.data)
                 ctypes.memmove(to, checksums.device_address(operation), checksums.room.end)
         return token

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
+from oocgemm.backends.base import HostBlock
 from oocgemm.integrity.checksums.host import HostSums
 from oocgemm.planning import Kind, Operation
 from oocgemm.planning.search import slot_counts
@@ -68,9 +69,9 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     most = 0
     right = HostSums.submit
 
-    def submit(self: HostSums, operation: Operation) -> None:
+    def submit(self: HostSums, operation: Operation, host: HostBlock) -> None:
         nonlocal most
-        right(self, operation)
+        right(self, operation, host)
         sums = {id(x): x.sums.nbytes + x.norms.nbytes for x in list(self._panels.values())}
         tiles = ([x.product, x.norm, x.old, x.old_norm] for x in list(self._tiles.values()))
         most = max(most, sum(sums.values()) + sum(x.nbytes for tile in tiles for x in tile))

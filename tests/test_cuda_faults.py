@@ -1,7 +1,6 @@
 """Failures of a GPU: the CUDA backend on a fake CUDA device that fails on demand."""
 
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
-from oocgemm.backends.base import InPlace
 from oocgemm.errors import BackendError, ExecutionError, OutOfMemoryError
 from oocgemm.planning import (
     Budgets,
@@ -175,48 +173,6 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     assert device.memory.pinned == {begin: 4096, begin + 4096: 4096}
     assert device.count("cuMemcpyAsync") == 2
     session.close()
-    device.check()
-
-
-@pytest.mark.parametrize(
-    ("borders", "copies"), [([], 1), ([4096], 2), ([1280], 2), ([1408], 4), ([1408, 2048], 6)]
-)
-def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
-    device: Device, plan: Plan, borders: list[int], copies: int
-) -> None:
-    """The rows have 256 bytes and a pitch of 640 bytes.
-
-    A border between two rows splits the copy. A border inside a row also splits that row.
-    """
-    session, whole = opened(plan), allocate(32 * 640)
-    for part in np.split(whole, borders):
-        pin(part)
-    pinned = device.count("hostRegister")
-    block = whole.view(np.float64).reshape(32, 80)[:, :32]
-    at = [whole.ctypes.data + border for border in borders]
-    session.submit(first(plan, Kind.UPLOAD), InPlace(block, at), []).synchronize()
-    assert device.count("cuMemcpy2DAsync_v2") == copies
-    assert device.count("hostRegister") == pinned
-    session.close()
-
-
-def test_operands_are_pinned_while_no_operation_is_submitted(device: Device) -> None:
-    backends.open_backend("cuda")
-    memory = module("HostMemory").HostMemory(sys.modules["cupy.cuda"].Device(0))
-    slot = panel()
-    at, size = slot.ctypes.data, slot.nbytes
-    thread = threading.Thread(target=memory.pinner.pin, args=(at, size))
-    memory._waiting.add(0)  # as if a thread were waiting to use the driver
-    with memory.submitting():
-        thread.start()
-        thread.join(0.05)
-        assert not device.memory.pinned
-    thread.join(0.05)
-    assert not device.memory.pinned
-    memory._waiting.discard(0)
-    thread.join()
-    assert device.memory.pinned == {at: size}
-    memory.pinner.unpin(at)
     device.check()
 
 

@@ -1,4 +1,4 @@
-"""Runs copy panels and strips in place where the arrays are pinned, and unpin them at the end."""
+"""Operands in host memory: a device copies pinned ones directly, and others through pinned buffers."""
 
 import gc
 import mmap
@@ -12,128 +12,109 @@ import numpy as np
 import pytest
 
 import oocgemm
+from oocgemm import stores
 from oocgemm.backends.base import Array
-from oocgemm.backends.host.backend import HostBackend, HostSession
-from oocgemm.engine import pinning
-from oocgemm.errors import ExecutionError
-from oocgemm.machine import info as system
-from oocgemm.planning import MachineModel, default_model
+from oocgemm.backends.host.backend import HostBackend
+from oocgemm.planning import (
+    Budgets,
+    GemmProblem,
+    Kind,
+    Layout,
+    Layouts,
+    TileShape,
+    default_model,
+    make_plan,
+)
+from oocgemm.stores import arrays
+from oocgemm.system.memory import allocate
 from oocgemm.timeline import metrics as figures
-from tests.backends_here import needs_gpu, running_on
-from tests.fake_pinner import PLANS, FakePinner, on_its_own_pages, pin_small_parts
+from tests.backends_here import needs_gpu, running_on, staged
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_small_parts(monkeypatch)
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
 
 
-def product_in_place(a: Array, b: Array, fake: FakePinner, **options: Any) -> oocgemm.Result:
-    """Multiply on the host backend with host buffers, as a GPU has, and a fake pinner."""
+def held(rows: int, cols: int) -> Array:
+    return np.arange(rows * cols, dtype=np.float64).reshape(rows, cols) % 8
 
-    def model(backend: str, *known: object) -> MachineModel:
-        return replace(default_model(backend, 2), unified=False, io_threads=2, pin=1e12, memory=1e3)
 
-    with (
-        patch.object(system, "model", model),
-        patch.object(HostSession, "pinner", fake.pinner),
-        patch.object(HostBackend, "is_pinned", lambda self, address, size: fake.is_pinned(address, size)),
-    ):
+def product(a: Array, b: Array, *owned: Array, **options: Any) -> oocgemm.Result:
+    """Multiply on the host backend with copies to a device, as a GPU has. Their owner has pinned `owned`."""
+    ranges = [np.lib.array_utils.byte_bounds(x) for x in owned]
+
+    def is_pinned(self: HostBackend, address: int, size: int) -> bool:
+        return any(low <= address and address + size <= high for low, high in ranges)
+
+    with staged(2), patch.object(HostBackend, "is_pinned", is_pinned):
         return oocgemm.gemm(a, b, backend="host", **options)
-
-
-def in_place(result: oocgemm.Result) -> dict[str, tuple[int, int]]:
-    """Return, per operand, how many panels were read, and how many of them were copied directly."""
-    reads = [span for span in result.timeline.spans if span.kind == "read"]
-    return {
-        x: (sum(s.operand == x for s in reads), sum(s.operand == x and not s.bytes for s in reads))
-        for x in "AB"
-    }
 
 
 def integers(rows: int, cols: int) -> Array:
     return np.random.default_rng(rows).integers(-4, 5, (rows, cols)).astype(np.float64)
 
 
-@pytest.mark.parametrize("verify", [False, True])
+def kinds(result: oocgemm.Result, operands: str) -> set[str]:
+    """Return the kinds of the operations that moved blocks of some operands."""
+    return {span.kind for span in result.timeline.spans if span.operand in operands} - {"multiply"}
+
+
+def direct(result: oocgemm.Result) -> str:
+    """Return the operands that the device copied directly."""
+    return "".join(filter(result.plan.is_direct, "ABC"))
+
+
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, False), (False, True), (True, True)])
-def test_operands_are_multiplied_in_place_unless_verified(
-    trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `verify`, all panels go to host buffers, because the host computes checksums of them."""
-    monkeypatch.setattr(pinning, "MAX_WAIT_RATIO", 1000)
+def test_operands_in_memory_need_no_host_slots(trans_a: bool, trans_b: bool, pinned: bool) -> None:
     left, right = integers(300, 200), integers(200, 250)
     a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
-    options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "verify": verify}
-    fake = FakePinner()
-    result = product_in_place(a, b, fake, tile="128x96x40", **options)
+    options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b}
+    result = product(a, b, *((a, b) if pinned else ()), tile="128x96x40", **options)
     assert np.array_equal(result.out, left @ right)
-    counts = in_place(result)
-    if verify:
-        assert counts["A"][1] == counts["B"][1] == 0
-    else:
-        # The last panel of a row may be too narrow to be copied directly.
-        assert all(0 < there <= read for read, there in counts.values())
-        moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
-        assert moved < result.plan.traffic["read"]
-    lying = sum(there for _, there in counts.values())
-    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied directly from the caller's arrays"  # noqa: E501
-    assert figures.in_place(result.timeline) == (said if lying else "")
-    uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
-    assert uploaded == result.plan.traffic["h2d"]
-    assert not fake.ranges
+    assert kinds(result, "AB") == {"upload"}
+    assert kinds(result, "C") == {"download"}
+    assert direct(result) == ("AB" if pinned else "")
+    assert result.plan.traffic["read"] == result.plan.traffic["write"] == 0
+    moved = {kind: sum(s.bytes for s in result.timeline.spans if s.kind == kind) for kind in KINDS}
+    assert moved == {"upload": result.plan.traffic["h2d"], "download": result.plan.traffic["d2h"]}
+    assert ("directly" in figures.in_place(result.timeline)) == pinned
 
 
-def test_operands_that_cannot_be_pinned_are_copied() -> None:
-    a, b, fake = integers(300, 200), integers(200, 250), FakePinner(0)
-    result = product_in_place(a, b, fake, tile="128x96x40")
-    assert np.array_equal(result.out, a @ b)
-    assert all(not there for _, there in in_place(result).values())
+KINDS = "upload", "download"
 
 
-def strips(result: oocgemm.Result) -> tuple[int, int]:
-    """Return how many blocks of rows of C were written, and how many of them directly by the device."""
-    writes = [span for span in result.timeline.spans if span.kind == "write"]
-    return len(writes), sum(not span.bytes for span in writes)
+def test_verified_operands_pass_through_host_slots() -> None:
+    """On the host backend, checksums are computed in host slots."""
+    a, b, c = integers(300, 200), integers(200, 250), integers(300, 250)
+    result = product(a, b, a, b, c, c=c, tile="128x96x40", verify=True)
+    assert np.array_equal(c, a @ b)
+    assert direct(result) == ""
+    assert kinds(result, "C") == {"download", "write"}
+    assert kinds(result, "AB") == {"read", "upload"}
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 @pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
-def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols: int, tile: str) -> None:
-    """All panels are copied directly. C is written directly too, and elements around it do not change."""
-    a, b, old, fake = integers(rows, 200), integers(200, cols), integers(rows, cols), FakePinner()
+def test_elements_around_c_do_not_change(beta: float, rows: int, cols: int, tile: str, pinned: bool) -> None:
+    a, b, old = integers(rows, 200), integers(200, cols), integers(rows, cols)
     c = np.full((rows, cols + 10), 7.0)
     c[:, :cols] = old
-    fake.own(a, b, c)
-    result = product_in_place(a, b, fake, c=c[:, :cols], beta=beta, tile=tile)
+    result = product(a, b, *((a, b, c) if pinned else ()), c=c[:, :cols], beta=beta, tile=tile)
     assert np.array_equal(c[:, :cols], a @ b + beta * old)
     assert np.all(c[:, cols:] == 7)
-    assert not fake.calls
-    assert all(read == there for read, there in in_place(result).values())
-    count, there = strips(result)
-    assert count == there > 1
-    assert f"{there} of {count} strips of C copied directly to the caller's array" in figures.in_place(
-        result.timeline
-    )
-    down = sum(span.bytes for span in result.timeline.spans if span.kind == "download")
-    assert down == result.plan.traffic["d2h"]
+    assert direct(result) == ("ABC" if pinned else "")
+    assert kinds(result, "C") == ({"download", "upload"} if beta else {"download"})
+    assert ("strips of C copied directly" in figures.in_place(result.timeline)) == pinned
 
 
-def test_partly_pinned_arrays_are_copied() -> None:
-    a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner(0)
-    fake.own(a[:299], b[1:], c[:, :249])
-    result = product_in_place(a, b, fake, c=c, tile="128x96x40")
+def test_partly_pinned_arrays_are_not_copied_directly() -> None:
+    a, b, c = integers(300, 200), integers(200, 250), integers(300, 250)
+    result = product(a, b, a[:299], b[1:], c[:, :249], c=c, tile="128x96x40")
     assert np.array_equal(c, a @ b)
-    assert all(not there for _, there in in_place(result).values())
-    assert strips(result)[1] == 0
-
-
-def test_verified_strips_are_not_downloaded_in_place() -> None:
-    a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner()
-    fake.own(a, b, c)
-    result = product_in_place(a, b, fake, c=c, tile="128x96x40", verify=True)
-    assert np.array_equal(c, a @ b)
-    assert strips(result)[1] == 0
+    assert direct(result) == ""
 
 
 def test_operands_are_freed_when_their_owner_drops_them() -> None:
@@ -142,7 +123,7 @@ def test_operands_are_freed_when_their_owner_drops_them() -> None:
     kept = [weakref.ref(array) for array in (a, b, c)]
     gc.disable()
     try:
-        result = oocgemm.gemm(a, b, c=c, backend="host", tile="128x96x40")
+        result = product(a, b, c=c, tile="128x96x40")
         assert result.report.wall
         del a, b, c, result
         assert not any(one() is not None for one in kept)
@@ -150,32 +131,13 @@ def test_operands_are_freed_when_their_owner_drops_them() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("allows", [1, 3, 6])
-def test_a_product_of_partly_pinned_operands_is_right(allows: int) -> None:
-    a, b, fake = integers(300, 200), integers(200, 250), FakePinner(allows)
-    result = product_in_place(a, b, fake, tile="128x96x40")
-    assert np.array_equal(result.out, a @ b)
-    assert not fake.ranges
-
-
-def test_a_failed_run_unpins_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, fake = integers(300, 200), integers(200, 250), FakePinner()
-
-    def fail(*arguments: Any) -> None:
-        raise OSError("no more")
-
-    monkeypatch.setattr(HostSession, "_multiply", fail)
-    with pytest.raises(ExecutionError, match="no more"):
-        product_in_place(a, b, fake, tile="128x96x40")
-    assert fake.calls
-    assert not fake.ranges
-
-
 GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
     "A B": lambda: (integers(1500, 1100), integers(1100, 1300), {}),
     "odd": lambda: (integers(1501, 1103), integers(1103, 1301), {}),
     "X X^T": lambda: ((x := integers(1500, 1100)), x, {"trans_b": True}),
     "part of a row": lambda: (integers(1500, 1700)[:, 3:1103], integers(1100, 1301)[:, 1:], {}),
+    "every second column": lambda: (integers(700, 1100)[:, ::2], integers(1100, 500)[::2], {}),
+    "byte order": lambda: (integers(700, 1100).astype(">f8"), integers(1100, 500), {}),
     "checked": lambda: (integers(1500, 1100), integers(1100, 1300), {"verify": True}),
     "emulated": lambda: (integers(1500, 1100), integers(1100, 1300), {"compute": "emulated"}),
     "float32": lambda: (
@@ -190,30 +152,27 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
     ("backend", "case"),
     [
         *(pytest.param("cuda", name, marks=needs_gpu) for name in GPU),
-        pytest.param("fake-cuda", "odd", marks=pytest.mark.slow),
-        pytest.param("fake-cuda", "X X^T", marks=pytest.mark.slow),
+        *(pytest.param("fake-cuda", x, marks=pytest.mark.slow) for x in ("odd", "X X^T", "byte order")),
         ("fake-cuda", "part of a row"),
+        ("fake-cuda", "every second column"),
+        ("fake-cuda", "checked"),
     ],
 )
 @pytest.mark.parametrize("owned", [False, True])
-def test_a_gpu_copies_pinned_operands_in_place(
-    backend: str, case: str, owned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A, B and C are copied directly.
-
-    After the run only memory that the caller had pinned is still pinned.
-    """
+@pytest.mark.parametrize("host", ["512MiB", "2MiB"])
+def test_a_gpu_copies_from_and_to_memory(backend: str, case: str, owned: bool, host: str) -> None:
     with running_on(backend) as engine:
-        copied_in_place(case, owned, engine, monkeypatch)
+        copied(case, owned, host, engine)
 
 
-def copied_in_place(case: str, owned: bool, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def copied(case: str, owned: bool, host: str, engine: dict[str, Any]) -> None:
     import cupy
     from cupy.cuda import runtime
 
-    monkeypatch.setattr(PLANS, "COPIES_DURING_UPLOADS", 1e-6)
     a, b, options = GPU[case]()
-    c = np.ones((a.shape[0], b.shape[0] if options.get("trans_b") else b.shape[1]), a.dtype)
+    if options.get("verify"):
+        host = "512MiB"
+    c = np.ones((a.shape[0], b.shape[0] if options.get("trans_b") else b.shape[1]), a.dtype.newbyteorder("="))
     if owned:
         a, b, c = map(on_its_own_pages, (a, b, c))
         for x in (a, b, c):
@@ -221,32 +180,134 @@ def copied_in_place(case: str, owned: bool, engine: dict[str, Any], monkeypatch:
     expected = a @ (b.T if options.get("trans_b") else b)
     for _ in range(2):
         c[...] = 1
-        result = oocgemm.gemm(
-            a, b, c, alpha=2, beta=3, tile="512x640x256", device_memory="512MiB", **engine | options
-        )
+        budgets = {"device_memory": "512MiB", "host_memory": host}
+        every: dict[str, Any] = budgets | engine | options
+        result = oocgemm.gemm(a, b, c, alpha=2, beta=3, tile="512x640x256", **every)
         assert np.array_equal(c, 2 * expected + 3)
-        read, there = map(sum, zip(*in_place(result).values(), strict=True))
-        assert 0 < there <= read
-        written, there = strips(result)
-        assert there == (written if owned and not options.get("verify") else 0)
+        assert kinds(result, "AB") <= {"upload", "prepare"}
+        assert ("write" in kinds(result, "C")) == bool(options.get("verify"))
+        if owned and a.dtype.isnative:
+            assert "B" in direct(result)
         for x in (a, b, c):
             if not hasattr(cupy, "asarray"):  # the fake device checks at its end which memory is pinned
                 break
-            assert np.array_equal(cupy.asarray(x).get(), x)
+            assert np.array_equal(cupy.asarray(np.ascontiguousarray(x)).get(), x)
+    oocgemm.release()
     for x in (a, b, c) if owned else ():
         runtime.hostUnregister(x.ctypes.data)
 
 
-@pytest.mark.parametrize("case", [pytest.param("read-only", marks=needs_gpu)])
-def test_a_gpu_copies_memory_that_cannot_be_pinned(
-    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    """The operand is in memory that the process may only read."""
-    monkeypatch.setattr(PLANS, "COPIES_DURING_UPLOADS", 1e-6)
-    whole = integers(1500, 1100)
+def on_its_own_pages(array: Array) -> Array:
+    copy = allocate(array.nbytes).view(array.dtype)[: array.size].reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu), "fake-cuda"])
+def test_a_failed_copy_ends_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the operand and the range. The next run works."""
+    a, b = integers(700, 600), integers(600, 500)
+    right = arrays.ArrayMatrix.read
+
+    def read(self: Any, rows: Any, cols: Any, out: Array) -> None:
+        if self.name == "B" and rows[0] >= 100:
+            raise ValueError("damaged")
+        right(self, rows, cols, out)
+
+    with running_on(backend) as engine:
+        with monkeypatch.context() as broken:
+            broken.setattr(arrays.ArrayMatrix, "read", read)
+            with pytest.raises(oocgemm.ExecutionError, match=r"reading B\[.*damaged"):
+                oocgemm.matmul(a, b, tile="256x256x64", **engine)
+        assert np.array_equal(oocgemm.matmul(a, b, tile="256x256x64", **engine), a @ b)
+        oocgemm.release()
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu), "fake-cuda"])
+def test_memory_that_the_process_may_only_read(backend: str, tmp_path: Any) -> None:
+    whole = integers(500, 400)
     (tmp_path / "a").write_bytes(whole.tobytes())
     with open(tmp_path / "a", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     a = np.frombuffer(mapped, np.float64).reshape(whole.shape)
-    result = oocgemm.gemm(a, whole, trans_b=True, backend="cuda", tile="512x640x256", device_memory="1GiB")
-    assert np.array_equal(result.out, whole @ whole.T)
+    with running_on(backend) as engine:
+        options: dict[str, Any] = {"tile": "128x160x64", "device_memory": "1GiB"} | engine
+        assert np.array_equal(oocgemm.gemm(a, whole, trans_b=True, **options).out, whole @ whole.T)
+        oocgemm.release()
+
+
+WIDE = held(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("array", "wide"),
+    [
+        (WIDE, 8),
+        (WIDE[:, :5], 5),
+        (WIDE[:, :48], 8),
+        (WIDE[:, :32][:, ::2], 0),
+        (WIDE[::-1], 0),
+        (WIDE.T, 0),
+        (WIDE[:, :4].copy(), 4),  # the rows are contiguous
+        (WIDE.astype(">f8"), 0),
+        # The address is no multiple of 8.
+        (np.frombuffer(bytearray(8 * 64 + 1), np.float64, 64, 1).reshape(8, 8), 0),
+        (np.broadcast_to(WIDE[:1], (32, 64)), 0),
+    ],
+)
+def test_rows_long_enough_are_copied_directly(array: Array, wide: int) -> None:
+    assert stores.open_matrix("A", array).layout.zero_copy_width == wide
+
+
+def test_files_are_not_copied_directly(tmp_path: Any) -> None:
+    np.save(tmp_path / "a.npy", WIDE)
+    for source in (tmp_path / "a.npy", np.load(tmp_path / "a.npy", mmap_mode="r")):
+        assert stores.open_matrix("A", source).layout.zero_copy_width == 0
+
+
+def test_panels_of_pinned_arrays_are_wide() -> None:
+    """The link is slower for narrow panels."""
+    pageable = Layout(in_memory=True, zero_copy_width=4096)
+    pinned, n = replace(pageable, pinned=True), 24576
+    problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
+    cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
+    through, straight = (make_plan(problem, budgets, cuda, Layouts(x, x, x)) for x in (pageable, pinned))
+    assert all(map(straight.is_direct, "ABC"))
+    assert not any(map(through.is_direct, "ABC"))
+    assert straight.tile.k >= pinned.zero_copy_width / 2
+    assert max(plan.prediction.lanes["read"] for plan in (straight, through)) < 1e-3
+    assert straight.prediction.total <= through.prediction.total
+    assert not {op.kind for op in straight.schedule()} & {Kind.READ, Kind.WRITE}
+    narrow = cuda.upload_rate(pinned, (8192, 2048))
+    assert narrow == cuda.upload_rate(pinned, (8192, 4096), (8192, 1024))
+    assert narrow < cuda.upload_rate(pinned, (8192, 4096)) == cuda.h2d
+    assert cuda.upload_rate(pageable, (8192, 4096)) == min(cuda.h2d, cuda.memory)
+    # A thin panel is copied directly only if most panels of its operand are wide.
+    assert pinned.is_direct((8192, 4096), (8192, 512))
+    assert not pinned.is_direct((8192, 4096), (8192, 511))
+    assert not pinned.is_direct((8192, 1024))
+    assert not pageable.is_direct((8192, 4096))
+
+
+@pytest.mark.parametrize("checked", ["", "device", "host"])
+def test_checked_runs_have_host_slots_for_what_the_host_checks(checked: str) -> None:
+    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=True)
+    problem = GemmProblem(8192, 8192, 8192, "float64", "float64", "float64", "float64", checked=checked)
+    plan = make_plan(
+        problem, Budgets(1 << 30, 1 << 30), default_model("cuda", 16), Layouts(memory, memory, memory),
+        TileShape(4096, 4096, 2048),
+    )  # fmt: skip
+    slots = plan.slots
+    assert (slots.host_a > 0, slots.host_b > 0, slots.host_c > 0) == (
+        (checked == "host", checked == "host", checked != "")
+    )
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 1 << 20, 48 << 10])
+def test_the_ring_is_within_the_host_budget(budget: int) -> None:
+    memory = Layout(in_memory=True)
+    problem = GemmProblem(600, 600, 600, "float64", "float64", "float64", "float64")
+    machine = replace(default_model("cuda", 16), host_reserve=0)
+    plan = make_plan(problem, Budgets(1 << 30, budget), machine, Layouts(memory, memory, memory))
+    assert 0 < plan.footprint.host["ring"] <= budget // 4
+    assert plan.footprint.host_total <= budget

@@ -8,7 +8,6 @@ import pytest
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning import (
     Budgets,
-    Kind,
     Layout,
     Layouts,
     Op,
@@ -111,21 +110,6 @@ def test_a_tile_fills_the_multiprocessors() -> None:
     )
     assert plan.machine.wave_quantization("float32", plan.tile.m, plan.tile.n) < 1.005
     assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # so that rows begin at multiples of 128 bytes
-
-
-@pytest.mark.parametrize(
-    ("pinned", "checked", "width", "copied"),
-    [(True, "", 8192, False), (False, "", 8192, True), (True, "device", 8192, True), (True, "", 1024, True)],
-)
-def test_a_pinned_c_is_downloaded_in_place(pinned: bool, checked: str, width: int, copied: bool) -> None:
-    """The device writes to a pinned C itself if blocks of rows are wide and the host need not check them."""
-    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=pinned)
-    p = replace(problem(8192, width, 8192), checked=checked)
-    machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
-    plan = make_plan(p, Budgets(GIB, GIB), machine, on)
-    assert any(plan.is_zero_copy(op) for op in plan.schedule() if op.kind is Kind.WRITE) is not copied
-    least = p.m * p.n * 8 / machine.memory
-    assert (plan.prediction.lanes["write"] > least) is copied
 
 
 def test_a_tile_is_not_divided_into_many_strips() -> None:

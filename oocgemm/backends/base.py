@@ -19,36 +19,39 @@ from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.planning.tiling import round_up
+from oocgemm.planning.tiling import Range, round_up
 from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
 
 
-class InPlace(tuple[Array, ...]):
-    """A block of an operand that the device copies from or to the caller's memory directly (zero-copy).
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A block of an operand in memory that its owner has pinned: the device copies from or to it directly.
 
-    It is a tuple of one array, a view of the caller's memory. `borders` are the addresses inside the array
-    where one pinned range ends and the next begins. CUDA refuses a copy that crosses such an address.
+    `array` is a view of the owner's memory.
     """
 
-    borders: Sequence[int]
-
-    def __new__(cls, block: Array, borders: Sequence[int]) -> Self:
-        self = super().__new__(cls, (block,))
-        self.borders = borders
-        return self
+    array: Array
 
 
-class Pinner(NamedTuple):
-    """Two functions that pin and unpin the caller's memory for a device.
+@dataclass(frozen=True, slots=True)
+class Pageable:
+    """A block of an operand in memory that is not pinned: it is copied through pinned buffers.
 
-    `pin(address, bytes)` pins whole pages. `unpin(address)` unpins the range that `pin` pinned at the same
-    address. Both raise the driver's error.
+    Attributes:
+        array: a view of the owner's memory.
+        move: copies some rows and columns of the block, counted from its first ones, to an array for an
+            Upload, or from an array for a Download. The array is contiguous. Many threads call this.
     """
 
-    pin: Callable[[int, int], object]
-    unpin: Callable[[int], object]
+    array: Array
+    move: Callable[[Range, Range, Array], None]
+
+
+# The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
+# the stored block; or a block in the memory of the operand's owner.
+HostBlock = Sequence[Array] | Pinned | Pageable
 
 
 class Stream(NamedTuple):
@@ -81,15 +84,10 @@ class Token(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """The handle of an operation that has already ended, because the submitting thread ran it.
-
-    `moved` is False for a Read or a Write that copied no bytes, because the data is in the caller's memory
-    (zero-copy).
-    """
+    """The handle of an operation that has already ended, because the submitting thread ran it."""
 
     start: int
     end: int
-    moved: bool = True
 
     def synchronize(self) -> None:
         return
@@ -121,13 +119,11 @@ class Session(Protocol):
 
     Attributes:
         checksums: None unless the plan asks the device to compute checksums.
-        asynchronous: kinds of operations for which `submit` returns at once. Any thread may submit these, but
-            only one thread at a time.
-        pinner: None if the device needs no pinned memory.
+        asynchronous: kinds of operations for which `submit` returns at once, unless their host memory is
+            `Pageable`. Any thread may submit these, but only one thread at a time.
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
     """
 
-    pinner: Pinner | None
     host_arena: Array | None
     asynchronous: Collection[Kind]
 
@@ -137,13 +133,13 @@ class Session(Protocol):
     def worker(self, stream: Stream) -> AbstractContextManager[None]:
         """Prepare the calling thread to submit the operations of one stream."""
 
-    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> Token:
         """Start an operation of the device when the operations in `after` have ended; return its handle.
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: for an Upload or a Download, the block in host memory. Either the contiguous arrays in a
-                host slot, each of some columns of the stored block; or an `InPlace`.
+            host: for an Upload or a Download, the block in host memory. If it is `Pageable`, the call returns
+                when the block has been read or written, and several threads may make such calls at once.
             after: handles of the operations that this one waits for.
         """
 

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-from oocgemm.backends.base import Array, DoneToken, Session, Stream, Token
+from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -39,6 +39,9 @@ MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 # Completion poll interval, in seconds. Waking a thread at each completion instead would take the GIL from the
 # threads that submit and decode.
 POLL_INTERVAL = 4e-3
+# Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
+# are copied, other threads begin the next block.
+PAGEABLE_WORKERS = 3
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
@@ -57,8 +60,8 @@ class Verifier(Protocol):
         """
         ...
 
-    def submit(self, operation: Operation) -> None:
-        """Note an operation that is about to be submitted to the device."""
+    def submit(self, operation: Operation, host: HostBlock) -> None:
+        """Note an operation that is about to be submitted to the device, with its host memory."""
         ...
 
 
@@ -196,7 +199,7 @@ class Run:
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
             item = operation, waits, completion
-            if operation.kind in self._session.asynchronous:
+            if operation.kind in self._session.asynchronous and not self._staging.is_pageable(operation):
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
                 # If it is not ready, it is submitted when the last operation that it waits for has been.
                 if _ready(item):
@@ -250,6 +253,7 @@ class Run:
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
         workers = store_workers if on_store and self._plan.candidate.io_threads > 1 else 1
+        workers = PAGEABLE_WORKERS if self._staging.is_pageable(operation) else workers
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 
     def _queue(
@@ -308,9 +312,7 @@ class Run:
         # If device and host share one memory, Reads and Writes use the device slots directly.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
-        if on_host and not reading and self._staging.is_in_place(region.slot):
-            columns = []  # the Download has copied to the caller's C: nothing is left to write
-        elif on_host:
+        if on_host:
             columns = self._staging.columns(region.slot, operation)
         else:
             columns = [self._session.view(operation, region)]
@@ -321,8 +323,7 @@ class Run:
             self._staging.transfer(operation, columns)
         else:
             passed = self._verifier.transfer(self._staging, operation, columns)
-        moved = not (on_host and self._staging.is_in_place(region.slot))
-        token = DoneToken(start, perf_counter_ns(), moved)
+        token = DoneToken(start, perf_counter_ns())
         if self._finished is not None and not reading and passed:
             self._count_written(operation)
         return token
@@ -342,14 +343,14 @@ class Run:
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         """Submit an operation that runs on the device to the backend."""
-        host: Sequence[Array] = []
+        host: HostBlock = []
         if operation.kind is Kind.UPLOAD:
             host = self._staging.upload_source(operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.prepare_download(operation)
-            self.wrote = self.wrote or self._staging.is_in_place(operation.writes[0].slot)
+            self.wrote = self.wrote or self._plan.slots.streams("C")
         if self._verifier is not None:
-            self._verifier.submit(operation)
+            self._verifier.submit(operation, host)
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
@@ -366,8 +367,6 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
-                if isinstance(completion.token, DoneToken) and not completion.token.moved:
-                    operation = operation._replace(bytes=0)
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_located_error(error, operation))

@@ -52,7 +52,7 @@ class Transfers:
         Raises:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
-        self._each(operation, columns, self._writers, self._write, reading=False)
+        self._each(operation, columns, self._writers, self.write_part, reading=False)
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
@@ -120,7 +120,20 @@ class Transfers:
         if on_part is not None:
             on_part(rows, cols, out)
 
-    def _write(self, matrix: Matrix, rows: Range, cols: Range, data: Array) -> None:
+    def read_part(self, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
+        """Read a part of a matrix into `out`. After an error that may go away, try again.
+
+        Raises:
+            ExecutionError: the part cannot be read; the message names the store and the range.
+        """
+        self._read(None, matrix, rows, cols, out)
+
+    def write_part(self, matrix: Matrix, rows: Range, cols: Range, data: Array) -> None:
+        """Write a part of a matrix.
+
+        Raises:
+            ExecutionError: the part cannot be written; the message names the store and the range.
+        """
         try:
             matrix.write(rows, cols, data)
         except Exception as error:

@@ -3,9 +3,9 @@
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -142,7 +142,6 @@ def execute(
     """
     with ExitStack() as cleanup, _disk_errors():
         cpu = CpuTimes.now()
-        pinned = cleanup.enter_context(ExitStack())  # unpins last, once the device has stopped copying
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.callback(session.close)
@@ -151,11 +150,9 @@ def execute(
         cleanup.callback(log.close)
         facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
         kernels: list[str] = []
-        await_unpinned: Callable[[], object] = nullcontext
         if session is not None:
             operands = {"A": job.a, "B": job.b, "C": target.matrix}
-            staging = Staging(job.plan, operands, session.pin, session.pinner, session.host_arena)
-            pinned.callback(staging.release)
+            staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)
             facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
@@ -164,20 +161,18 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            await_unpinned = cleanup.enter_context(_freeing(staging, opened))
+            cleanup.enter_context(_freeing(staging, opened))
         target.seal()
-        await_unpinned()
         facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
 
 
 @contextmanager
-def _freeing(staging: Staging, session: ExitStack) -> Iterator[Callable[[], object]]:
+def _freeing(staging: Staging, session: ExitStack) -> Iterator[None]:
     """Unpin and free all memory in a thread, while C is flushed to the disk. All operations must have ended.
 
-    Yields a function that waits until the caller's operands are unpinned. The context ends when all memory
-    is free. If no thread can be started, only the operands are unpinned, and the caller frees the rest.
+    The context ends when all memory is free. If no thread can be started, the caller frees it.
     """
 
     def free() -> None:
@@ -188,12 +183,11 @@ def _freeing(staging: Staging, session: ExitStack) -> Iterator[Callable[[], obje
 
     with ThreadPoolExecutor(1, thread_name_prefix="oocgemm-free") as pool:
         try:
-            unpinned, freed = pool.submit(staging.release), pool.submit(free)
+            freed = pool.submit(free)
         except RuntimeError:
-            staging.release()
-            yield nullcontext
+            yield
             return
-        yield unpinned.result
+        yield
         freed.result()
 
 

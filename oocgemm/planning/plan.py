@@ -14,16 +14,16 @@ from oocgemm.planning.cost.footprint import (
     required_bytes,
 )
 from oocgemm.planning.cost.loads import estimate_loads
-from oocgemm.planning.cost.machine import COPIES_DURING_UPLOADS, MachineModel
+from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.predict import Prediction, predict, read_amplification
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.operations import Operation, Schedule
+from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
-from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape, length
+from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, format_time
 
 
@@ -164,8 +164,17 @@ class Plan:
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        required = required_bytes(self.problem, self.coverage)
-        return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
+        required, sizes = required_bytes(self.problem, self.coverage), self.problem.itemsizes
+        if self.slots.unified:
+            return required | {"h2d": 0, "d2h": 0}
+        # The device copies from or to the arrays of operands without host slots: nothing is read or written.
+        unread = {
+            "A": self.coverage.rows * self.problem.depth * sizes["A"],
+            "B": self.problem.depth * self.coverage.cols * sizes["B"],
+            "C": required["write"] if self.problem.reads_c else 0,
+        }
+        required["read"] -= sum(size for operand, size in unread.items() if self.slots.streams(operand))
+        return required | ({"write": 0} if self.slots.streams("C") else {})
 
     @cached_property
     def least(self) -> dict[str, int]:
@@ -174,9 +183,10 @@ class Plan:
         The smaller the memory, the larger the bound. The bound on "h2d" follows from the device budget, the
         bound on "read" from the sum of both budgets.
         """
-        once = self.required
+        once, memory = self.required, self.budgets.device + self.budgets.host
+        streams = any(map(self.slots.streams, "ABC"))
         return {
-            "read": min_bytes(self.problem, self.budgets.device + self.budgets.host, self.coverage),
+            "read": once["read"] if streams else min_bytes(self.problem, memory, self.coverage),
             "h2d": 0 if self.slots.unified else min_bytes(self.problem, self.budgets.device, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
@@ -192,41 +202,13 @@ class Plan:
         """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
         return read_amplification(self.setting, self.tile)
 
-    @cached_property
-    def operands_to_pin(self) -> set[str]:
-        """Operands, "A" or "B", whose host arrays the run pins, so that a GPU copies from them directly.
+    def is_direct(self, operand: str) -> bool:
+        """Tell whether the device copies the blocks of an operand directly from or to the caller's array.
 
-        Panels of an operand that is not pinned are first copied to pinned slots (staged). The choice
-        minimizes the time to pin and unpin arrays, plus the time by which staging delays the multiplications.
+        The caller has pinned the array then. Blocks of a pageable array pass through the ring.
         """
-        problem, machine, k = self.problem, self.machine, self.problem.depth
-        if not machine.pin:
-            return set()
-        sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
-        copied = {"A": self.loads.a_read, "B": self.loads.b_read}
-        eligible = {x for x in sizes if self._panels[x][0].allows_zero_copy(self._panels[x][1])}
-        pinned = {x for x in eligible if self._panels[x][0].pinned}
-
-        def seconds(chosen: set[str]) -> float:
-            staged = sum(copied[x] for x in copied.keys() - chosen - pinned)
-            staging = staged / (COPIES_DURING_UPLOADS * machine.memory)
-            late = max(0.0, staging - self.prediction.lanes["compute"])
-            return late + 2 * sum(sizes[x] for x in chosen) / machine.pin
-
-        choices = (set[str](), {"A"}, {"B"}, {"A", "B"})
-        return min((x for x in choices if x <= eligible - pinned), key=seconds)
-
-    def is_zero_copy(self, operation: Operation) -> bool:
-        """Tell whether the device copies an operation's block directly from or to the caller's array."""
-        layout, panel = self._panels[operation.operand]
-        rows, cols = operation.block
-        block = length(rows), length(cols)
-        if not layout.pinned:
-            return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
-        # C is checked by checksums in host slots. A direct copy would bypass them.
-        if operation.operand == "C" and self.problem.checked:
-            return False
-        return layout.is_direct(panel, block)
+        layout, panel = self._panels[operand]
+        return self.slots.streams(operand) and layout.is_direct(panel)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
@@ -269,6 +251,7 @@ class Plan:
             "chunks": list(self.chunks),
             "steps": self.steps,
             "slots": asdict(self.slots),
+            "direct": "".join(filter(self.is_direct, "ABC")),
             "traversal": str(self.candidate.traversal),
             "candidate": asdict(self.candidate),
             "budget": asdict(self.budgets),

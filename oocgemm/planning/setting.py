@@ -44,6 +44,18 @@ class Setting:
     layouts: Layouts
     budgets: Budgets
 
+    def streams(self, layout: Layout) -> bool:
+        """Whether blocks of an operand with this layout go between its array and the GPU without host slots.
+
+        So do those of arrays in host memory, unless the host computes checksums: it does so in host slots.
+        """
+        return layout.in_memory and not self.machine.unified and self.problem.checked != "host"
+
+    @property
+    def streams_c(self) -> bool:
+        """Whether blocks of C need no host slots. If checksums are computed, C is checked in host slots."""
+        return self.streams(self.layouts.c) and not self.problem.checked
+
     @property
     def host_caches_panels(self) -> bool:
         """Whether it pays to cache panels of A and B in host slots, so that they are not read again.

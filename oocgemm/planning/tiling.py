@@ -144,9 +144,9 @@ class Layout:
     Arrays in host memory:
 
     - `in_memory`: the array is in host memory, not in a file.
-    - `zero_copy_width`: minimum contiguous elements per row of a panel for a direct copy to the device,
-      without a staging buffer; 0 means that no panel may be copied directly.
-    - `pinned`: the caller has pinned the array. Half of `zero_copy_width` then suffices.
+    - `zero_copy_width`: half of this many contiguous elements per row of a block suffice for a direct copy
+      between the array and the device, without a pinned buffer; 0 means that no block may be copied directly.
+    - `pinned`: the caller has pinned the array. Blocks of other arrays are never copied directly.
     """
 
     read_chunk: Shape = (1, 1)
@@ -219,18 +219,15 @@ class Layout:
         """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
-    def allows_zero_copy(self, panel: Shape) -> bool:
-        """Whether rows of panels of shape `panel` are long enough for direct copies to the device."""
-        return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
-
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
-        """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
+        """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.
 
         If `thin` is given, it is the shape of the thin panels at the start of the run, and the result is
         about them. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE` elements.
         """
         row = (thin or panel)[self.contiguous]
-        return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
+        wide = 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
+        return self.pinned and wide and self.zero_copy_width <= THIN_PANEL_EASE * row
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
         """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""

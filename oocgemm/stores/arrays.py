@@ -22,14 +22,10 @@ MAX_PREFETCH_RATIO = 16
 # A block of a memory map is copied in parts that span about this many bytes of the file. The pages of each
 # copied part are removed from the resident set of the process, which therefore stays small.
 BAND_BYTES = 4 << 20
-# An array of the caller is pinned, so that the GPU can copy directly from it, only if it has at least
-# MIN_PINNED bytes. The memory from its first to its last element must have at most MAX_PINNED_RATIO times its
-# size, because all this memory is pinned, and pinning takes time.
-MIN_PINNED = 256 << 20
-MAX_PINNED_RATIO = 2
-# The GPU copies a block directly from a pinned array if the rows of the block have at least this many bytes.
-# Shorter rows are gathered in a pinned buffer first. On an H200, while a kernel ran, direct copies reached
-# 31-36 GB/s with rows of 16 KiB, 48-53 GB/s with 32 KiB, and 54 GB/s with 96 KiB.
+# `Layout.zero_copy_width` of an array in bytes: with rows of half this size, the GPU copies blocks directly
+# from a pinned array. Shorter rows are gathered in pinned buffers first. On an H200,
+# while a kernel ran, direct copies reached 31-36 GB/s with rows of 16 KiB, 48-53 GB/s with 32 KiB, and
+# 54 GB/s with 96 KiB.
 MIN_ROW_BYTES = 32 << 10
 # The CUDA driver copies two-dimensional blocks only if their rows begin less than this many bytes apart.
 MAX_STRIDE = 1 << 31
@@ -179,7 +175,7 @@ def memory(matrix: Matrix) -> Array:
 def span(matrix: Matrix) -> tuple[int, int]:
     """Return the address of a matrix in memory, and the bytes from there to the end of the last element.
 
-    This is the range of memory that must be pinned.
+    This is the range of memory that must be pinned for direct copies.
     """
     low, high = np.lib.array_utils.byte_bounds(memory(matrix))
     return low, high - low
@@ -188,19 +184,12 @@ def span(matrix: Matrix) -> tuple[int, int]:
 def _min_row_elements(array: Array) -> int:
     """Return `Layout.zero_copy_width` of an array.
 
-    This is the minimum row length, in elements, of blocks that the GPU copies directly. 0 means that it
-    copies no block of this array directly: the array is too small, too sparse in memory, not contiguous along
+    It is 0 if the GPU can copy no block of this array directly: the array is empty, not contiguous along
     rows, or not in native byte order.
     """
-    rows, cols = map(int, array.shape)
-    (stride, step), size = array.strides, int(array.itemsize)
+    cols, (stride, step), size = int(array.shape[1]), array.strides, int(array.itemsize)
     contiguous = step == size and cols * size <= stride < MAX_STRIDE and array.ctypes.data % size == 0
-    if (
-        not contiguous
-        or array.nbytes < MIN_PINNED
-        or rows * stride > MAX_PINNED_RATIO * array.nbytes
-        or not array.dtype.isnative
-    ):
+    if not contiguous or not array.size or not array.dtype.isnative:
         return 0
     return min(cols, -(-MIN_ROW_BYTES // size))
 

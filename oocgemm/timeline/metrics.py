@@ -367,16 +367,17 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 
 
 def in_place(timeline: Timeline) -> str:
-    """Return a text that counts the panels and strips that were copied in place; "" if none was.
+    """Return a text that counts the panels and strips that the device copied from or to the caller's arrays.
 
-    The Read or Write operation of such a panel or strip moves no bytes.
+    It is empty if there are none. Such arrays are pinned, and their blocks need no buffers on the host.
     """
+    direct = timeline.header.get("plan", {}).get("direct", "")
     counts = []
     for kind, operands, blocks, where in (
-        ("read", "AB", "panels of A and B", "from the caller's arrays"),
-        ("write", "C", "strips of C", "to the caller's array"),
+        ("upload", "AB", "panels of A and B", "from the caller's arrays"),
+        ("download", "C", "strips of C", "to the caller's array"),
     ):
-        spans = [span for span in timeline.spans if span.kind == kind and span.operand in operands]
-        if direct := sum(not span.bytes for span in spans):
-            counts.append(f"{direct} of {len(spans)} {blocks} copied directly {where}")
+        spans = [span.operand for span in timeline.spans if span.kind == kind and span.operand in operands]
+        if count := sum(operand in direct for operand in spans):
+            counts.append(f"{count} of {len(spans)} {blocks} copied directly {where}")
     return ", ".join(counts)

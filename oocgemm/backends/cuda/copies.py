@@ -7,27 +7,37 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from oocgemm.backends.base import Array, InPlace
+from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.borders import cut
 
 
-def block_copies(
+def array_copy(device: int, array: Array, stream: Any, *, uploading: bool) -> cuda_calls.Launch:
+    """Prepare the copy of a block that is a view of a pinned array, whose rows are contiguous."""
+    height, width = array.shape[0], array.shape[1] * array.itemsize
+    pitch = max(width, array.strides[0])
+    if pitch == width or height == 1:
+        to, source = (device, array.ctypes.data)[:: 1 if uploading else -1]
+        return cuda_calls.copy(to, source, height * width, stream)
+    onto, origin = ((device, width), (array.ctypes.data, pitch))[:: 1 if uploading else -1]
+    return cuda_calls.copy_rows(onto, origin, width, height, stream)
+
+
+def slot_copies(
     device: int, host: Sequence[Array], borders: Sequence[int], stream: Any, *, uploading: bool
 ) -> list[cuda_calls.Launch]:
-    """Prepare the copies of a block, one or several: CUDA refuses copies that cross borders of pinned ranges.
+    """Prepare the copies of a block in a host slot: CUDA refuses copies that cross borders of pinned ranges.
 
     Args:
         device: address of the block in device memory.
-        host: the block in host memory. Either the contiguous arrays in a host slot, each of some columns of
-            the block; or an `InPlace`, a view of the caller's memory.
-        borders: addresses where one pinned range ends and the next begins. For a host slot, also the start
-            of the first range and the end of the last.
+        host: the contiguous arrays in the slot, each of some columns of the block.
+        borders: the start of the slot's first pinned range, the borders between ranges, and the end of the
+            last one.
         stream: the stream of the copies.
         uploading: copy from host to device if true, from device to host if false.
     """
     launches: list[cuda_calls.Launch] = []
-    if len(host) == 1 and not isinstance(host, InPlace):
+    if len(host) == 1:
         start, size = host[0].ctypes.data, host[0].nbytes
         for begin, end in pairwise(borders):
             part = min(end, start + size) - begin

@@ -1,95 +1,112 @@
-"""Pins host memory that a device copies from and to: host slots (buffers), and operands of the caller.
+"""Pinned host memory: host slots, and the ring for blocks of pageable arrays.
 
 While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel. Such
-a thread keeps the GIL, so all of Python would stop. Therefore memory is pinned in parts, and pinning and
-submitting take turns by a lock. Operands are pinned only while no thread waits to submit.
+a thread keeps the GIL, so all of Python would stop. Therefore slots are pinned in parts, and pinning and
+submitting take turns by a lock.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from time import sleep
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Array, Pinner, slot_offsets
+from oocgemm.backends.base import Array, slot_offsets
+from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
+from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
 PART = 16 << 20
-# Interval, in seconds, at which a thread that pins an operand polls whether other threads wait to submit.
-POLL_INTERVAL = 50e-6
 # If all host slots together have at most this many bytes, they stay allocated and pinned for the next run of
-# the process. To fault in and pin their pages takes 0.1 s per GiB, which is long for a small product.
+# the process. To fault in and pin their pages takes 0.1 s per GiB, which is long for a small product. The
+# ring, which has at most 144 MiB, is kept too.
 MAX_KEPT = 128 << 20
 # At least this many bytes are allocated, so that small runs of several sizes can use the same memory.
 MIN_KEPT = 4 << 20
 # Size of a page in bytes. Memory is faulted in by one write per page.
 PAGE = 4096
-# The memory that is kept between runs: device number -> array.
-_kept: dict[int, Array] = {}
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept for the next run on a device: memory for host slots, and the ring."""
+
+    arena: Array | None = None
+    ring: Ring | None = None
+
+    def free(self) -> None:
+        """Unpin and free the memory."""
+        if self.arena is not None:
+            runtime.hostUnregister(self.arena.ctypes.data)
+            self.arena = None
+        if self.ring is not None:
+            ring, self.ring = self.ring, None
+            ring.close()
+
+
+# By device number.
+_kept: dict[int, Kept] = {}
 
 
 class HostMemory:
-    """Pins and unpins host memory for one device. Remembers which parts of host slots are pinned."""
+    """The pinned host memory of one run. Remembers which parts of host slots are pinned."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         # Address of a host slot -> addresses where its pinned ranges begin, and where the last one ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
-        # Ids of the threads that wait for `_driver`. A thread that pins operands is not included.
-        self._waiting: set[int] = set()
-        self._arena: Array | None = None
-        self.pinner = Pinner(self._pin_operand, self._unpin)
+        self._own = Kept()
 
-    def take_arena(self, plan: Plan) -> Array | None:
-        """Return pinned, resident memory for all host slots of a plan; None if it exceeds `MAX_KEPT`.
+    @property
+    def ring(self) -> Ring:
+        """The ring, for a plan that has one."""
+        assert self._own.ring is not None
+        return self._own.ring
 
-        This is memory that an earlier run has left, if its size fits the slots and the plan's host budget.
-        `close` keeps the memory for the next run.
+    def take(self, plan: Plan) -> Array | None:
+        """Take what an earlier run has left, if it fits the plan. What does not fit is freed.
+
+        Memory that this run does not use would come on top of its budget.
+
+        Returns:
+            Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`.
 
         Raises:
             BackendError: the system refuses to pin the memory.
         """
         (_, size), budget = slot_offsets(plan, "host", HOST_ALIGNMENT), plan.budgets.host
-        arena = _kept.pop(self._device.id, None)
-        # Memory that this run does not use is freed: it would come on top of the run's budget.
-        if arena is not None and (size > MAX_KEPT or not size <= arena.nbytes <= budget):
-            self._unpin(arena.ctypes.data)
-            arena = None
-        if size > MAX_KEPT:
+        kept, shape = _kept.pop(self._device.id, Kept()), ring_shape(plan.setting)
+        unfit = Kept()
+        if kept.arena is not None and (not 0 < size <= MAX_KEPT or not size <= kept.arena.nbytes <= budget):
+            unfit.arena, kept.arena = kept.arena, None
+        if kept.ring is not None and kept.ring.shape != shape:
+            unfit.ring, kept.ring = kept.ring, None
+        self._own = kept
+        unfit.free()
+        if kept.ring is None and shape is not None:
+            kept.ring = Ring(self._device, shape)
+        if not 0 < size <= MAX_KEPT:
             return None
-        if arena is None:
+        if kept.arena is None:
             arena = allocate(min(max(MIN_KEPT, 1 << max(0, size - 1).bit_length()), max(size, budget)))
             arena[::PAGE] = 0  # faults in the pages
             self._register(arena.ctypes.data, arena.nbytes)
-        self._arena = arena
-        return arena[:size]
+            kept.arena = arena
+        return kept.arena[:size]
 
-    @contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Hold the lock that makes pinning and submitting take turns.
-
-        A thread that pins operands lets all threads that wait here go first.
-        """
-        thread = threading.get_ident()
-        self._waiting.add(thread)
-        try:
-            self._driver.acquire()
-        finally:
-            self._waiting.discard(thread)
-        try:
-            yield
-        finally:
-            self._driver.release()
+    def submitting(self) -> AbstractContextManager[object]:
+        """Return the lock that makes pinning and submitting take turns."""
+        return self._driver
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
         """Pin the first `size` bytes of a host slot, except what is pinned already.
@@ -104,7 +121,8 @@ class HostMemory:
             BackendError: the system refuses to pin the memory.
         """
         end = round_up(address + size, HOST_ALIGNMENT)
-        if self._arena is not None and 0 <= address - self._arena.ctypes.data < self._arena.nbytes:
+        arena = self._own.arena
+        if arena is not None and 0 <= address - arena.ctypes.data < arena.nbytes:
             return [address, end]  # the arena is one pinned range
         borders = self._slots.setdefault(address, [address])
         while borders[-1] < end:
@@ -123,35 +141,30 @@ class HostMemory:
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
 
-    def _pin_operand(self, address: int, size: int) -> None:
-        while self._waiting:
-            sleep(POLL_INTERVAL)
-        with self._driver, self._device:
-            runtime.hostRegister(address, size, 0)
+    def close(self, *, keep: bool) -> None:
+        """Keep what `take` returned for the next run if `keep`, otherwise free it. Unpin all other slots.
 
-    def _unpin(self, address: int) -> None:
-        with self._device:
-            runtime.hostUnregister(address)
-
-    def close(self) -> None:
-        """Keep the memory of `take_arena` for the next run. Unpin all other slots."""
-        if self._arena is not None:
-            arena, self._arena = self._arena, None
-            other = _kept.setdefault(self._device.id, arena)
-            if other is not arena:  # a concurrent run has returned its memory
-                with suppress(Exception):
-                    self._unpin(arena.ctypes.data)
+        No copy may be in flight.
+        """
+        own, self._own = self._own, Kept()
+        if keep:
+            other = _kept.setdefault(self._device.id, own)
+            if other is not own:  # a concurrent run has left its memory
+                keep = False
+        # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
+        if not keep:
+            with suppress(Exception):
+                own.free()
         for borders in self._slots.values():
             for begin in borders[:-1]:
-                # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
                 with suppress(Exception):
-                    self._unpin(begin)
+                    runtime.hostUnregister(begin)
         self._slots = {}
 
 
 def release() -> None:
     """Unpin and free the memory that is kept for the next run."""
     while _kept:
-        device, arena = _kept.popitem()
+        device, kept = _kept.popitem()
         with cupy.cuda.Device(device):
-            runtime.hostUnregister(arena.ctypes.data)
+            kept.free()

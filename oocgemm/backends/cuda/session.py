@@ -20,8 +20,9 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import (
     Array,
-    InPlace,
-    Pinner,
+    HostBlock,
+    Pageable,
+    Pinned,
     Stream,
     Token,
     device_offsets,
@@ -30,7 +31,7 @@ from oocgemm.backends.base import (
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
-from oocgemm.backends.cuda.copies import block_copies
+from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock, CudaToken, Work
 from oocgemm.backends.cuda.host_memory import HostMemory
@@ -51,6 +52,8 @@ from oocgemm.system.threads import start
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
+# The name of the stream of copies through the ring: a stream of each of its threads.
+RING = "ring"
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
@@ -76,7 +79,6 @@ class CudaSession:
         self._tile_rows = plan.grid.rows
         self._arena = 0
         self._host = HostMemory(self._device)
-        self.pinner: Pinner | None = self._host.pinner
         self.host_arena: Array | None = None
         # How many steps used each number of moduli; 0 counts the steps that were not emulated.
         self._steps: Counter[int] = Counter()
@@ -107,7 +109,7 @@ class CudaSession:
                     )
                 if self._problem.finishes:
                     self._load_finisher()
-                self.host_arena = self._host.take_arena(plan)
+                self.host_arena = self._host.take(plan)
                 self._clock = Clock(self._device)
                 self._begin_loading(plan, device, kernel)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
@@ -159,12 +161,35 @@ class CudaSession:
             loading.join()
             self._loading = None
 
-    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
         self._await_loading()
+        if isinstance(host, Pageable):
+            return self._copy_pageable(operation, host, after)
         launches = self._launches(operation, host, self._streams[operation.stream])
         waits = operation.kind not in self.asynchronous
         with nullcontext() if waits else self._host.submitting():
             return self._enqueue(operation, launches, after)
+
+    def _copy_pageable(self, op: Operation, block: Pageable, after: Sequence[Token]) -> CudaToken:
+        """Copy a block of a pageable array through the ring. Returns when the array has been read or written.
+
+        The threads of the ring have streams of their own, which wait for the operations in `after`.
+        """
+        waits = []
+        for token in after:
+            if isinstance(token, CudaToken):
+                waits.append(token.end)
+            else:
+                token.synchronize()
+        uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
+        address = self._address((op.writes if uploading else op.reads)[0])
+        copy = ring.upload if uploading else ring.download
+        own = copy(address, block, waits, self._streams[op.stream])
+        if self.checksums is not None:
+            with self._host.submitting():
+                return self._sum_upload(op, own, self.checksums)
+        check = partial(self._check, op) if self._problem.exact else None
+        return CudaToken(RING, own, own.end, self._clock, check)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
@@ -197,14 +222,10 @@ class CudaSession:
         a Finish runs, it updates or copies the expected checksums of C. Before a Download, the Download's own
         stream computes the checksums of the strip.
         """
-        name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
-        uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
+        stream, beside = self._streams[op.stream], self._streams[SUMS]
         match op.kind:
             case Kind.UPLOAD:
-                own = Work.on(stream, launches)
-                cuda_calls.wait(beside, own.end)
-                sums = self._sums(beside, checksums.after_upload, op)
-                name, end = SUMS, sums.end
+                return self._sum_upload(op, Work.on(stream, launches), checksums)
             case Kind.MULTIPLY | Kind.FINISH:
                 take = checksums.with_multiply if op.kind is Kind.MULTIPLY else checksums.with_finish
                 sums, own = self._sums(beside, take, op), Work.on(stream, launches)
@@ -216,11 +237,19 @@ class CudaSession:
                 end = own.end
             case _:
                 own = Work.on(stream, launches)
-                return CudaToken(name, own, own.end, self._clock)
-        return CudaToken(
-            name, own, end, self._clock,
-            noting=lambda: checksums.busy.append(sums.interval(self._clock)), uploaded=uploaded,
-        )  # fmt: skip
+                return CudaToken(op.stream, own, own.end, self._clock)
+        noting = partial(self._note_sums, checksums, sums)
+        return CudaToken(op.stream, own, end, self._clock, noting=noting)
+
+    def _sum_upload(self, op: Operation, own: Work, checksums: DeviceChecksums) -> CudaToken:
+        """Enqueue the checksums of an uploaded block, behind the launches `own` of its Upload."""
+        cuda_calls.wait(self._streams[SUMS], own.end)
+        sums = self._sums(self._streams[SUMS], checksums.after_upload, op)
+        noting = partial(self._note_sums, checksums, sums)
+        return CudaToken(SUMS, own, sums.end, self._clock, noting=noting, uploaded=op.writes[0].slot)
+
+    def _note_sums(self, checksums: DeviceChecksums, sums: Work) -> None:
+        checksums.busy.append(sums.interval(self._clock))
 
     @staticmethod
     def _sums(stream: Any, take: Callable[[Operation], None], op: Operation) -> Work:
@@ -241,10 +270,15 @@ class CudaSession:
 
     def close(self) -> None:
         self._await_loading()
+        try:
+            with self._device:
+                runtime.deviceSynchronize()
+            sound = True
+        except Exception:  # after a failed launch, every CUDA call raises
+            sound = False
         releases = (
-            (runtime.deviceSynchronize, ()),
             (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  the attribute is missing if __init__ failed early
-            (self._host.close, ()),
+            (partial(self._host.close, keep=sound), ()),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = 0
@@ -257,7 +291,9 @@ class CudaSession:
     def pin(self, host: Sequence[Array]) -> None:
         self._host.pin_slot(host[0].ctypes.data, sum(group.nbytes for group in host))
 
-    def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+    def _launches(
+        self, op: Operation, host: Sequence[Array] | Pinned, stream: Any
+    ) -> list[cuda_calls.Launch]:
         """Prepare the launches of an operation, but make none.
 
         `submit` makes them later, under a lock. Preparing needs no lock, so other threads wait less.
@@ -266,7 +302,8 @@ class CudaSession:
             case Kind.UPLOAD:
                 return self._copies(op, host, stream)
             case Kind.DOWNLOAD:
-                return self._copies(op, host, stream) + self._checksums(op, host, stream)
+                copies = self._copies(op, host, stream)
+                return copies if isinstance(host, Pinned) else copies + self._checksums(op, host, stream)
             case Kind.PREPARE:
                 return [cuda_calls.in_python(partial(self._prepare, op))]
             case Kind.MULTIPLY:
@@ -275,13 +312,14 @@ class CudaSession:
                 return [cuda_calls.in_python(partial(self._finish, op))]
         raise AssertionError(f"{op} does not run on a device")
 
-    def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+    def _copies(self, op: Operation, host: Sequence[Array] | Pinned, stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the copies of an Upload or a Download. Pin the block's host slot if necessary."""
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
+        if isinstance(host, Pinned):
+            return [array_copy(device, host.array, stream, uploading=uploading)]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        borders = host.borders if isinstance(host, InPlace) else self._host.pin_slot(start, size)
-        return block_copies(device, host, borders, stream, uploading=uploading)
+        return slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the copy of a strip's checksums to the host slot, behind the strip.

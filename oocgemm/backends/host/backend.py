@@ -17,7 +17,9 @@ from oocgemm.backends.base import (
     Array,
     Checksums,
     DoneToken,
-    Pinner,
+    HostBlock,
+    Pageable,
+    Pinned,
     Stream,
     Token,
     device_offsets,
@@ -38,7 +40,6 @@ class HostSession:
     """Runs the operations of one plan on the CPU, each in the thread that submits it."""
 
     checksums: Checksums | None = None
-    pinner: Pinner | None = None
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
@@ -58,9 +59,15 @@ class HostSession:
     def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
-    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> DoneToken:
         # There is nothing to wait for: a token in `after` exists only when its operation has ended.
         start = perf_counter_ns()
+        if isinstance(host, Pageable):
+            rows, cols = host.array.shape
+            device = self.view(operation, (*operation.writes, *operation.reads)[0])
+            host.move((0, rows), (0, cols), device)
+            return DoneToken(start, perf_counter_ns())
+        host = [host.array] if isinstance(host, Pinned) else host
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array, Checksums
+from oocgemm.backends.base import Array, Checksums, HostBlock
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.checksums.device import DeviceSums
@@ -104,12 +104,12 @@ class Checks:
         staging.transfer(operation, columns)
         return True
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, host: HostBlock) -> None:
         """Prepare the check of an operation that is being submitted to the device.
 
         If the host computes checksums, update them. If a GPU does, record the digests that it must find.
         """
-        self._sums.submit(operation)
+        self._sums.submit(operation, host)
 
     def failing(self) -> Plan:
         """Return a plan that computes again only the tiles of which a strip failed its check."""

@@ -36,8 +36,9 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import Array, Checksums, numpy_dtype, stored_shape
+from oocgemm.backends.base import Array, Checksums, HostBlock, Pageable, Pinned, numpy_dtype, stored_shape
 from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
+from oocgemm.engine.blocks import stored_block
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.host import StripSums
 from oocgemm.integrity.rounding import wide_dtype
@@ -130,18 +131,24 @@ class DeviceSums:
         if operation.operand == "C":
             staging.transfer(operation, columns, digest)
         else:
-            for part in staging.groups(operation, staging.transfer(operation, columns)):
+            staging.transfer(operation, columns)
+            for part in staging.groups(operation, columns):
                 digest(*part)
         self._digests[operation.writes[0].slot] = digest.value
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, host: HostBlock) -> None:
         """Record which digests the device must find when it executes an operation.
 
-        For an Upload, the source's digest is recorded for the target. For a Multiply, the digests of its two
-        panels are passed to the device. Call this method before each operation is submitted.
+        For an Upload, the digest of its source `host` is recorded for the target. For a Multiply, the digests
+        of its two panels are passed to the device. Call this method before each operation is submitted.
         """
         if operation.kind is Kind.UPLOAD:
-            digest = self._digests[operation.reads[0].slot]
+            if isinstance(host, Pinned | Pageable):
+                whole = self._digest(operation)
+                whole(*stored_block(self._plan, operation), host.array)
+                digest = whole.value
+            else:
+                digest = self._digests[operation.reads[0].slot]
             if operation.operand == "C":
                 self._old[operation.tile, operation.m] = digest
             else:

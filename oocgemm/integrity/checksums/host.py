@@ -14,7 +14,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from oocgemm.backends.base import Array, numpy_dtype
+from oocgemm.backends.base import Array, HostBlock, numpy_dtype
 from oocgemm.backends.random_words import signs
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
@@ -188,7 +188,7 @@ class HostSums:
         if sums.nonfinite is not None:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, host: HostBlock) -> None:
         """Update the checksums for an operation that is being submitted.
 
         For an Upload, copy the checksums of the uploaded panel. For a Multiply, add the product of the

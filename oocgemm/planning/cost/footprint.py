@@ -6,6 +6,7 @@ from math import sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import GemmProblem
@@ -107,7 +108,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
     """Return the bytes that a candidate occupies on the device and on the host."""
     problem, machine = setting.problem, setting.machine
     tile, slots = candidate.tile, candidate.slots
-    size = slot_bytes(problem, tile, slots.strip)
+    size, ring = slot_bytes(problem, tile, slots.strip), ring_shape(setting)
     device = {
         "C": slots.c * size["device", "C"],
         "A": slots.a * size["device", "A"],
@@ -122,6 +123,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "B": slots.host_b * size["host", "B"],
         "C": slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
+        "ring": ring.bytes if ring is not None else 0,
         "checks": host_check_bytes(problem, tile, slots, candidate.io_threads),
         "reserve": machine.host_reserve,
     }

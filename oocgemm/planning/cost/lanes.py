@@ -27,7 +27,6 @@ class PanelStream:
     - `read`: bytes that the whole run reads. `panel`: bytes of one panel. `tile`: bytes of all panels that
       one tile needs.
     - `slots`, `host_slots`: numbers of buffers for panels on the device and on the host.
-    - `direct`: the device copies panels from the caller's array, without buffers on the host.
     """
 
     lane: str
@@ -38,12 +37,11 @@ class PanelStream:
     tile: int
     slots: int
     host_slots: int
-    direct: bool
 
     @property
     def faulted(self) -> float:
         """Bytes read into host slots that were not used before. Page faults slow these reads down."""
-        return 0.0 if self.direct else min(self.read, self.host_slots * self.panel)
+        return min(self.read, self.host_slots * self.panel)
 
 
 def panel_streams(
@@ -65,7 +63,6 @@ def panel_streams(
             prod(panel) * size,
             prod(of_tile) * size,
             *counts,
-            layout.is_direct(panel),
         )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]
@@ -104,9 +101,8 @@ def lane_seconds(
         first = lanes["prepare"] / steps
     for s in streams:
         lanes[s.lane] += s.read / s.rate + s.faulted * machine.arena_seconds_per_byte
-        if s.host_slots:
-            faults = machine.arena_seconds_per_byte * s.panel if s.faulted else 0.0
-            first += s.panel / s.upload_rate + faults
+        if not slots.unified:
+            first += s.panel / s.upload_rate + min(s.faulted, s.panel) * machine.arena_seconds_per_byte
         first += s.panel / s.rate
     c_bytes = problem.m * problem.n * problem.itemsizes["C"]
     c_in = c_bytes if problem.reads_c else 0
@@ -121,7 +117,7 @@ def lane_seconds(
     if not slots.unified:
         up = loads.a_up / streams[0].upload_rate + loads.b_up / streams[1].upload_rate + c_in / machine.h2d
         lanes["h2d"] = up + 2 * steps * machine.copy_latency
-        lanes["d2h"] = c_bytes / machine.d2h
+        lanes["d2h"] = c_bytes / machine.download_rate(layouts.c, (slots.strip, n))
     return lanes, first
 
 
@@ -133,8 +129,10 @@ def count_copies(
     `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips
     (blocks of rows) in which C is moved.
     """
-    panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
-    if not slots.unified:
-        panels += loads.a_up / panel_a + loads.b_up / panel_b if problem.depth else 0.0
-    each = 1 if slots.unified else 2
+    panels = 0.0
+    if problem.depth:
+        panels += 0.0 if slots.streams("A") else loads.a_read / panel_a
+        panels += 0.0 if slots.streams("B") else loads.b_read / panel_b
+        panels += 0.0 if slots.unified else loads.a_up / panel_a + loads.b_up / panel_b
+    each = 1 if slots.unified or slots.streams("C") else 2
     return panels + strips * (each + (each if problem.reads_c else 0) + int(problem.finishes))

@@ -17,9 +17,12 @@ from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
-# Bytes per second, so many that they take no time: the rate of reads that are skipped, because the device
-# copies directly from the caller's array.
+# Bytes per second, so many that they take no time: the rate of reads and writes that the run does not need,
+# because the device copies from or to the caller's array.
 INSTANT = 1e15
+# Maximum number of threads that copy between pageable arrays and pinned buffers. On an H100's host with 16
+# cores, 12 threads reached 93% of the rate of 16.
+MAX_COPY_THREADS = 12
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -30,8 +33,6 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
 # Rate of copies of separate rows of 8 to 16 KiB to the device, relative to the rate of contiguous copies.
 # Both were measured during multiplications.
 NARROW_ROWS = 0.6
-# During uploads, the host copies pageable arrays into pinned slots at this fraction of `MachineModel.memory`.
-COPIES_DURING_UPLOADS = 0.75
 # Seconds per byte that the host takes to compute the digest of a panel after it has read the panel.
 DIGEST_SECONDS_PER_BYTE = 2.5e-12
 # Time to multiply a tile strip by strip (in blocks of rows), relative to the time to multiply it at once.
@@ -85,8 +86,7 @@ class MachineModel:
     - `h2d`, `d2h`: copies from host to device, and from device to host.
     - `read`: reads of whole chunks. `read_scattered`: reads of half of each chunk's columns.
     - `decode`: output of the decoders. `write`: writes to storage.
-    - `memory`: copies from arrays in host memory into slots.
-    - `pin`: pinning of the caller's arrays; 0 if nothing needs pinning.
+    - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
     - `prepare`: input of the kernel that splits panels into residue planes, for emulated products.
 
     Times, in seconds:
@@ -114,7 +114,6 @@ class MachineModel:
     decode: float
     memory: float
     write: float
-    pin: float = 0.0
     prepare: float = 600e9
     half_width: float = 32
     copy_latency: float = 10e-6
@@ -145,6 +144,11 @@ class MachineModel:
         because threads that issue operations had to wait for a core and the GIL.
         """
         return self.cores if self.shares_cores else self.cores - 1
+
+    @property
+    def copy_threads(self) -> int:
+        """Number of threads that copy between pageable arrays and pinned buffers, in each direction."""
+        return max(1, min(MAX_COPY_THREADS, self.cores * 3 // 4))
 
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
         """Return the seconds of `flops` operations, done in products of m x k by k x n blocks.
@@ -192,17 +196,19 @@ class MachineModel:
 
         If `thin` is given, return the rate for thin panels of that shape at the start of the run instead.
         """
-        narrow = (
-            layout.allows_zero_copy(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
-        )
+        if layout.in_memory and not layout.is_direct(panel, thin):
+            return min(self.h2d, self.memory)
+        narrow = layout.in_memory and (thin or panel)[layout.contiguous] < layout.zero_copy_width
         return NARROW_ROWS * self.h2d if narrow else self.h2d
+
+    def download_rate(self, layout: Layout, strip: Shape) -> float:
+        """Return the bytes per second at which blocks of rows of C of shape `strip` are downloaded."""
+        return min(self.d2h, self.memory) if layout.in_memory and not layout.is_direct(strip) else self.d2h
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
         """Return the bytes per second at which panels of shape `panel` are read from an array."""
         if layout.in_memory:
-            if not self.pin or not layout.allows_zero_copy(panel):
-                return self.memory
-            return INSTANT if layout.is_direct(panel) else self.pin
+            return self.memory
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
@@ -246,8 +252,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(32e9, 2.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(33e9, 4.2e9 * cores),
-            pin=50e9,
+            memory=min(42e9, 4.2e9 * cores),
             step_latency=60e-6,
             issue=150e-6,
             write=1.6e9,

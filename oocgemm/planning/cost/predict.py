@@ -101,11 +101,10 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     # tile: its last steps and, with one accumulator, the first steps of the next tile.
     strips = ceil_div(m, slots.strip)
     write_rate = strip_rate(setting, (slots.strip, n))
+    down = machine.download_rate(setting.layouts.c, (slots.strip, n))
     # If the host slots have room for a whole tile, it is downloaded without waits for storage.
     roomy = not slots.unified and slots.host_c >= strips
-    drain = tile_bytes / (
-        machine.d2h if roomy else write_rate if slots.unified else min(machine.d2h, write_rate)
-    )
+    drain = tile_bytes / (down if roomy else write_rate if slots.unified else min(down, write_rate))
     if problem.reads_c:
         drain += tile_bytes / machine.h2d
     step = lanes["compute"] / (tiles * grid.steps)

@@ -11,6 +11,8 @@ def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> 
     Only bytes of the panel count, but the time to read the other bytes of its chunks is included. So is the
     time in which the host computes the panel's digest, if the device computes checksums.
     """
+    if setting.streams(layout):
+        return INSTANT
     rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
     return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate
 
@@ -22,5 +24,4 @@ def strip_rate(setting: Setting, strip: Shape) -> float:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
-    # A C with checksums is never downloaded directly into its array, because it is checked in host slots.
-    return INSTANT if layout.is_direct(strip) and not setting.problem.checked else machine.memory
+    return INSTANT if setting.streams_c else machine.memory

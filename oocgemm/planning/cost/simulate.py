@@ -6,7 +6,6 @@ registers operations with completion events. The simulation registers them with 
 
 from collections.abc import Iterator
 
-from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.cost.machine import STRIP_OVERHEAD
 from oocgemm.planning.cost.price import panel_rate, strip_rate
 from oocgemm.planning.schedule.hazards import HazardTracker
@@ -21,7 +20,9 @@ _WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
 def _rate(operation: Operation, setting: Setting) -> float:
-    """Return the bytes per second of a Read, an Upload or a Write."""
+    """Return the bytes per second of a Read, an Upload, a Download or a Write."""
+    if operation.kind is Kind.DOWNLOAD:
+        return setting.machine.download_rate(setting.layouts.c, _shape(operation))
     if operation.kind is Kind.WRITE:
         return strip_rate(setting, _shape(operation))
     layout, shape = _operand(operation, setting)
@@ -53,7 +54,7 @@ def duration(operation: Operation, setting: Setting) -> float:
         case Kind.UPLOAD:
             return operation.bytes / _rate(operation, setting) + machine.copy_latency
         case Kind.DOWNLOAD:
-            return operation.bytes / machine.d2h + machine.copy_latency
+            return operation.bytes / _rate(operation, setting) + machine.copy_latency
         case Kind.MULTIPLY:
             m, n, k = length(operation.m), length(operation.n), length(operation.k)
             # A strip takes only the small STRIP_OVERHEAD, because `MachineModel.strip_rows` has chosen its
@@ -72,15 +73,12 @@ def duration(operation: Operation, setting: Setting) -> float:
 
 def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, float]]:
     """Yield operations with their modelled seconds. The first read into a buffer includes its page faults."""
-    m, n, k = extents(setting.problem, schedule.grid.tile)
-    panels, touched = {"A": (m, k), "B": (k, n)}, set[Slot]()
+    touched = set[Slot]()
     for operation in schedule:
         seconds = duration(operation, setting)
         if operation.kind is Kind.READ:
-            slot, (layout, _) = operation.writes[0].slot, _operand(operation, setting)
-            shape = _shape(operation)
-            direct = layout.is_direct(panels.get(operation.operand, shape), shape)
-            if slot not in touched and not direct:
+            slot = operation.writes[0].slot
+            if slot not in touched:
                 touched.add(slot)
                 seconds += operation.bytes * setting.machine.arena_seconds_per_byte
         yield operation, seconds

@@ -11,7 +11,7 @@ No wait is written by hand anywhere in this project.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -113,14 +113,11 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
         block = (op.operand, op.block)
         match op.kind:
             case Kind.READ:
-                if (
-                    op.operand != "C"
-                    or op.writes[0].slot.operand != "C"
-                    or op.writes[0].slot.tier is Tier.HOST
-                ):
-                    contents[op.writes[0].slot] = block
+                target = op.writes[0].slot
+                if (op.operand, target.operand) != ("C", "C") or target.tier is Tier.HOST:
+                    contents[target] = block
             case Kind.UPLOAD:
-                _require(contents.get(op.reads[0].slot) == block, op)
+                _require(not op.reads or contents.get(op.reads[0].slot) == block, op)
                 if op.operand != "C" or op.writes[0].slot.operand == "D":
                     contents[op.writes[0].slot] = block
             case Kind.PREPARE:
@@ -145,24 +142,42 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
                         _require(sums[region.slot].get(op.m) == (op.tile, steps), op)
-                contents[op.writes[0].slot] = ("C", op.block)
+                if op.kind is Kind.DOWNLOAD and schedule.slots.streams("C"):
+                    _require(op.reads[0].slot.operand == "C" or contents.get(op.reads[0].slot) == block, op)
+                    _note_written(op, written, chunks, extents)
+                else:
+                    contents[op.writes[0].slot] = ("C", op.block)
             case Kind.WRITE:
                 source = op.reads[0].slot
                 if source.tier is Tier.DEVICE and source.operand == "C":
                     _require(sums[source].get(op.m) == (op.tile, steps), op)
                 else:
                     _require(contents.get(source) == block, op)
-                written[op.n].append(op.m)
-                for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
-                    _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)
+                _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    expected_area = sum(map(grid.elements, schedule.tiles))
+    _check_area(written, sum(map(grid.elements, schedule.tiles)))
+
+
+def _note_written(
+    op: Operation,
+    written: Mapping[Range, list[Range]],
+    chunks: tuple[int, int],
+    extents: tuple[int, int],
+) -> None:
+    """Note the block of C that an operation writes. Check that it begins and ends at borders of chunks."""
+    written[op.n].append(op.m)
+    for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
+        _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)
+
+
+def _check_area(written: Mapping[Range, Sequence[Range]], expected: int) -> None:
+    """Check that blocks of C are disjoint, and have the expected number of elements together."""
     area = sum(length(n) * length(m) for n, ranges in written.items() for m in ranges)
     disjoint = all(a[1] <= b[0] for ranges in written.values() for a, b in pairwise(sorted(ranges)))
-    if area != expected_area or not disjoint:
+    if area != expected or not disjoint:
         raise ScheduleError(
-            f"{area} elements of C are written instead of {expected_area}, or some are written twice"
+            f"{area} elements of C are written instead of {expected}, or some are written twice"
         )
 
 

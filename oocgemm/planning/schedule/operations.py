@@ -216,7 +216,10 @@ class Schedule:
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
             return {"read": read, "h2d": 0, "d2h": 0, "write": c}
-        return {"read": read, "h2d": up, "d2h": c, "write": c}
+        # The device copies from or to the arrays of operands without host slots: nothing is read or written.
+        passed = {"A": loads.a_read, "B": loads.b_read, "C": c_in}
+        read = int(sum(size for operand, size in passed.items() if not self.slots.streams(operand)))
+        return {"read": read, "h2d": up, "d2h": c, "write": 0 if self.slots.streams("C") else c}
 
     @property
     def elements(self) -> int:
@@ -247,6 +250,9 @@ class Schedule:
         device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot), 0, elements)
         if self.slots.unified:
             yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded)
+            return
+        if self.slots.streams(operand):
+            yield Operation(Kind.UPLOAD, operand, tile, step, (), (device,), m, n, k, size)
             return
         host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
@@ -309,8 +315,11 @@ class Schedule:
         if self.slots.unified:
             yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded)
             return
-        yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
-        yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
+        sources: tuple[Region, ...] = ()
+        if not self.slots.streams("C"):
+            sources = (host,)
+            yield Operation(Kind.READ, "C", tile, 0, (), sources, rows, n, bytes=size, coded=coded)
+        yield Operation(Kind.UPLOAD, "C", tile, 0, sources, targets, rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
         """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
@@ -327,6 +336,9 @@ class Schedule:
         coded = "C" in self.coded
         if self.slots.unified:
             yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size, coded=coded)
+            return
+        if self.slots.streams("C"):
+            yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), sums, rows, n, bytes=size)
             return
         yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)

@@ -179,9 +179,8 @@ class Placing:
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
-        host_a, host_b = (None, None) if slots.unified else (slots.host_a, slots.host_b)
-        self._a = Panels(tiles, steps, 0, slots.a, host_a)
-        self._b = Panels(tiles, steps, 1, slots.b, host_b)
+        self._a = Panels(tiles, steps, 0, slots.a, None if slots.unified else slots.host_a or None)
+        self._b = Panels(tiles, steps, 1, slots.b, None if slots.unified else slots.host_b or None)
         self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:

@@ -63,7 +63,8 @@ class Slots:
     """Numbers of slots (buffers) of each kind, and how tiles of C drain (are downloaded and written).
 
     - `a`, `b`, `c`: device slots for panels of op(A), panels of op(B) and accumulators (tiles of C).
-    - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C.
+    - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C. An operand without host
+      slots is in host memory, and the device copies from or to its array (`streams`).
     - `finish`: device slots for finished strips (D). `planes`: device slots for residues (P).
     - `unified`: device and host share one memory, so that there are no host slots.
     - `strip`: a tile drains in strips of this many rows.
@@ -106,6 +107,10 @@ class Slots:
         the whole download overlaps it.
         """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
+
+    def streams(self, operand: str) -> bool:
+        """Whether blocks of an operand go between its array and the device without host slots."""
+        return not self.unified and self.count(Tier.HOST, operand) == 0
 
     def count(self, tier: Tier, operand: str) -> int:
         """Return the number of slots (buffers) of an operand on a tier."""

@@ -4,6 +4,7 @@ from math import inf, isqrt, lcm
 
 from oocgemm.planning import integers
 from oocgemm.planning.cost.footprint import workspace_per_element
+from oocgemm.planning.cost.machine import INSTANT
 from oocgemm.planning.emulation import MAX_DEPTH
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
@@ -33,8 +34,9 @@ def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
     """Return the bytes per second of the slowest link that panels cross, for tiles of shape (m, n, k)."""
     machine, layouts = setting.machine, setting.layouts
     m, n, k = tile
-    stores = min(machine.store_rate(layouts.a, (m, k)), machine.store_rate(layouts.b, (k, n)))
-    return stores if machine.unified else min(stores, machine.h2d)
+    panels = (layouts.a, (m, k)), (layouts.b, (k, n))
+    stores = (machine.store_rate(*panel) for panel in panels if not setting.streams(panel[0]))
+    return min(*stores, *(machine.upload_rate(*panel) for panel in panels if not machine.unified), INSTANT)
 
 
 def _usual_depths(setting: Setting, memory: int) -> list[int]:

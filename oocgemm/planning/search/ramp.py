@@ -68,7 +68,7 @@ def _waited(setting: Setting, tile: TileShape, ramp: int) -> float:
             (layouts.a, (problem.m, depth), (m, k), (m, thin_k), problem.itemsizes["A"]),
             (layouts.b, (depth, problem.n), (k, n), (thin_k, n), problem.itemsizes["B"]),
         ):
-            faults = 0.0 if layout.is_direct(panel) else machine.arena_seconds_per_byte
+            faults = 0.0 if setting.streams(layout) else machine.arena_seconds_per_byte
             read += prod(thin) * size * (1 / panel_rate(setting, layout, whole, panel) + faults)
             uploaded = max(read, uploaded) + prod(thin) * size / machine.upload_rate(layout, panel, thin)
         waited = max(waited, uploaded - multiplied)

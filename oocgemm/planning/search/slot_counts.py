@@ -12,7 +12,6 @@ from math import ceil
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.footprint import Candidate, extents, footprint, slot_bytes
 from oocgemm.planning.cost.loads import estimate_loads
-from oocgemm.planning.cost.price import strip_rate
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
@@ -68,7 +67,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
     bases = [(base, host_free)]
     if caches and SLOW_STORE_FACTOR * machine.read <= machine.h2d:
         strip = min(base.strip, round_up(ceil_div(base.strip, 64), setting.c_chunks(tile)[0]))
-        lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
+        host_a, host_b, host_c = (min(1, count) for count in (base.host_a, base.host_b, base.host_c))
+        lean = replace(base, host_a=host_a, host_b=host_b, host_c=host_c, strip=strip)
         bases.append((lean, _free(setting, tile, lean, io_threads)[1]))
     device = size["device", "A"], size["device", "B"]
     room = free if machine.unified else host_free
@@ -86,7 +86,10 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
             for (fewest, spare), (on_device, on_host) in product(bases, priorities):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
                 checks = panel_checksum_bytes(problem, tile, fewest.strip)
-                host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
+                host = (
+                    0 if base.host_a == 0 else size["host", "A"] + checks[0],
+                    0 if base.host_b == 0 else size["host", "B"] + checks[1],
+                )
                 sizes = fewest.host_a, fewest.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
                 in_turn = fewest is not base
@@ -224,7 +227,7 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     Each operand gets two slots on the device. On the host, it gets up to three: with only one, reads and
     uploads cannot overlap, and a third absorbs variations in the time of reads.
     """
-    problem, machine, budgets = setting.problem, setting.machine, setting.budgets
+    problem, machine, budgets, layouts = setting.problem, setting.machine, setting.budgets, setting.layouts
     unit = setting.c_chunks(tile)[0]
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
     # Strips (blocks of rows) should be large, since each takes several operations. Smaller ones are tried if
@@ -241,10 +244,12 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     )
     finish = 2 if problem.finishes else 0
     two = machine.shares_cores or not setting.host_caches_panels
+    through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     for host in (0,) if machine.unified else (2, 1) if two else (3, 2, 1):
         for rows in strips:
+            host_a, host_b, host_c = (host * needed for needed in through_slots)
             slots = Slots(
-                *(2, 2, c, host, host, host, finish, rows),
+                *(2, 2, c, host_a, host_b, host_c, finish, rows),
                 planes=2 if problem.planes else 0,
                 unified=machine.unified,
             )
@@ -275,10 +280,8 @@ def _draining(
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
-    to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
-    seconds = (
-        m * n * problem.itemsizes["C"] / (machine.write if base.unified else min(to_memory, machine.d2h))
-    )
+    down = machine.download_rate(setting.layouts.c, (base.strip, n))
+    seconds = m * n * problem.itemsizes["C"] / (machine.write if base.unified else down)
     several = m < problem.m or n < problem.n
     wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)
     for drain in range(wanted, 1, -1):

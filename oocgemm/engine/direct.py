@@ -1,0 +1,28 @@
+"""Blocks that go between an operand in host memory and the device without a host slot."""
+
+from collections.abc import Callable
+
+from oocgemm.backends.base import Pageable, Pinned
+from oocgemm.engine.blocks import stored_block
+from oocgemm.planning import Operation, Plan
+from oocgemm.planning.tiling import Range
+from oocgemm.stores import Array, Matrix, memory
+
+# Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
+Transfer = Callable[[Matrix, Range, Range, Array], None]
+
+
+def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Transfer) -> Pinned | Pageable:
+    """Return the block of an Upload or a Download in the memory of `matrix`.
+
+    `transfer` copies parts of a pageable block from or to the matrix.
+    """
+    (top, bottom), (left, right) = stored_block(plan, operation)
+    array = memory(matrix)[top:bottom, left:right]
+    if plan.is_direct(operation.operand):
+        return Pinned(array)
+
+    def move(rows: Range, cols: Range, part: Array) -> None:
+        transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
+
+    return Pageable(array, move)
