@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from oocgemm.backends.base import Pageable, Pinned
 from oocgemm.engine.blocks import stored_block
-from oocgemm.planning import Operation, Plan
+from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array, Matrix, memory
+from oocgemm.stores import Array, Matrix, is_mapped, memory
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]
@@ -21,6 +23,15 @@ def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Trans
     array = memory(matrix)[top:bottom, left:right]
     if plan.is_direct(operation.operand):
         return Pinned(array)
+
+    if not is_mapped(matrix):
+        uploading = operation.kind is Kind.UPLOAD
+
+        def copy(rows: Range, cols: Range, part: Array) -> None:
+            found = array[slice(*rows), slice(*cols)]
+            np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
+
+        return Pageable(array, copy)
 
     def move(rows: Range, cols: Range, part: Array) -> None:
         transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)

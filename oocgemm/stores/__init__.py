@@ -1,6 +1,6 @@
 """Open and create the matrices of a product: files, NumPy arrays, lazy arrays, and what plugins add."""
 
-from oocgemm.stores.arrays import by_rows, memory, span
+from oocgemm.stores.arrays import by_rows, is_mapped, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import create_output, load, load_without_cupy, new_layout, open_matrix, reserve
@@ -22,6 +22,7 @@ __all__ = [
     "clear",
     "create_output",
     "exists",
+    "is_mapped",
     "is_path",
     "load",
     "load_without_cupy",

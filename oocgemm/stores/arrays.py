@@ -54,7 +54,7 @@ class Arrays(Store):
         Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
         """
         refuse_zarr_options("an ndarray", chunks, compressor)
-        return Layout(in_memory=True)
+        return Layout(in_memory=True, itemsize=problem.itemsizes["C"])
 
 
 class ArrayLikes(Store):
@@ -88,8 +88,11 @@ class ArrayMatrix:
         self._map = _underlying_map(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
+        self.mapped = self._map is not None
         self.layout = Layout(
-            in_memory=True, zero_copy_width=_min_row_elements(array) if self._map is None else 0
+            in_memory=True,
+            itemsize=self.dtype.itemsize,
+            zero_copy_width=0 if self.mapped else _min_row_elements(array),
         )
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -170,6 +173,12 @@ def memory(matrix: Matrix) -> Array:
     """Return the NumPy array of a matrix, which must be an `ArrayMatrix`."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.array
+
+
+def is_mapped(matrix: Matrix) -> bool:
+    """Return whether a matrix in memory is a memory map of a file, whose pages may have to be read first."""
+    assert isinstance(matrix, ArrayMatrix)
+    return matrix.mapped
 
 
 def span(matrix: Matrix) -> tuple[int, int]:

@@ -4,14 +4,17 @@ Several threads work on one block. To upload, a thread copies a piece of the blo
 buffers, and issues the copy to the device on its own stream. While the device copies, the thread fills its
 next buffer. A download goes the other way. So the memory of a run does not depend on the size of its blocks,
 and copies on the host and over the link overlap within a block.
+
+Threads take pieces from one queue per direction. To hand over a piece and to take the GIL again after a copy
+costs tens of microseconds. So pieces are large, and no other call of a piece releases the GIL.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
+from itertools import count
+from queue import Empty, SimpleQueue
 from time import perf_counter_ns
 from typing import Any
 
@@ -23,31 +26,38 @@ from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.ring import DOWNLOAD_BUFFERS, UPLOAD_BUFFERS, RingShape
+from oocgemm.planning.cost.ring import BUFFERS, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
+from oocgemm.system.threads import start
 
-# A block is cut into one piece per thread, but not into smaller pieces than this many bytes, because handing
-# a piece to another thread takes tens of microseconds.
-MIN_PIECE = 1 << 20
 PAGE = 4096
+# Blocks that are copied at the same time in one direction have different streams for their ends, unless there
+# are more blocks than this.
+JOINS = 4
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 _Piece = tuple[Range, Range, int]
-# Copies one piece: its rows and columns, a buffer for it, and its byte in the block.
-_Move = Callable[["Lane", Range, Range, int], None]
 
 
 class Lane:
-    """The stream and the pinned buffers that one thread uses at a time."""
+    """The stream and the pinned buffers of one thread."""
 
     def __init__(self, memory: Array, buffers: int) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.block = -1  # number of the block that the stream has waited for
         size = memory.nbytes // buffers
         self._buffers = [memory[i * size : (i + 1) * size] for i in range(buffers)]
         # Per buffer, the event after the latest copy from or to it.
         self._events = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(buffers)]
         self._turn = 0
+        self.pending: Callable[[], None] | None = None  # finishes the latest piece
+
+    def finish(self) -> None:
+        """Finish the latest piece, if that is left to do."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
 
     def next_buffer(self) -> tuple[Array, Any]:
         """Return a buffer and its event, when the latest copy from or to the buffer has ended."""
@@ -58,159 +68,211 @@ class Lane:
         return self._buffers[self._turn], event
 
 
+_Move = Callable[[Lane, _Piece], tuple[Any, Callable[[], None] | None]]
+
+
+class Copying:
+    """A block that is being copied.
+
+    Attributes:
+        number: of the block, unique in the process.
+        move: issues the copy of one piece by the means of a lane. Returns the event after the copy, and what
+            is left to do when the thread has issued its next copy; None if nothing is.
+        waits: events that the copies wait for.
+        join: the stream that waits for the copies of all pieces.
+        error: the first error of a piece. No further piece is copied then.
+    """
+
+    _numbers = count()
+
+    def __init__(self, move: _Move, waits: Sequence[Any], join: Any, pieces: int) -> None:
+        self.number = next(self._numbers)
+        self.move, self.waits, self.join = move, waits, join
+        self.error: BaseException | None = None
+        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+        self._unstarted, self._issued = iter([self._start]), 0
+        self._left, self._counting, self._ended = pieces, threading.Lock(), threading.Lock()
+        self._ended.acquire()
+
+    def copy(self, lane: Lane, piece: _Piece) -> None:
+        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
+        late = None
+        try:
+            if self.error is None:
+                if lane.block != self.number:
+                    for event in self.waits:
+                        cuda_calls.wait(lane.stream, event)
+                    lane.block = self.number
+                for start_event in self._unstarted:  # in the first thread only
+                    self._issued = perf_counter_ns()
+                    cuda_calls.record(start_event, lane.stream)
+                event, late = self.move(lane, piece)
+                cuda_calls.wait(self.join, event)
+        except BaseException as error:
+            self.error = self.error or error
+        lane.finish()  # of the piece before this one
+        lane.pending = partial(self._finish, late)
+        if late is None:
+            lane.finish()
+
+    def _finish(self, late: Callable[[], None] | None) -> None:
+        """Do what is left to do for a piece, and count the piece as copied."""
+        try:
+            if late is not None and self.error is None:
+                late()
+        except BaseException as error:
+            self.error = self.error or error
+        with self._counting:
+            self._left -= 1
+            if not self._left:
+                self._ended.release()
+
+    def work(self) -> Work:
+        """Wait until the last piece has been handed to the device; raise the first error."""
+        self._ended.acquire()
+        if self.error is not None:
+            raise self.error
+        cuda_calls.record(self._end, self.join)
+        return Work(self._start, self._issued, self._end)
+
+
 class Direction:
-    """The threads and lanes for copies in one direction."""
+    """The threads and lanes for copies in one direction. One more lane is for blocks of a single piece."""
 
-    def __init__(self, device: Any, memory: Array, threads: int, buffers: int, name: str) -> None:
-        size = memory.nbytes // threads
+    def __init__(self, device: Any, shape: RingShape, name: str) -> None:
+        self._device = device
+        self._memory = allocate(shape.lanes * BUFFERS * shape.piece)
+        with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
+            list(pool.map(partial(_touch, self._memory, shape.lanes), range(shape.lanes)))
+        try:
+            with device:
+                runtime.hostRegister(self._memory.ctypes.data, self._memory.nbytes, 0)
+        except runtime.CUDARuntimeError as error:
+            raise BackendError(
+                f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
+                "pass a smaller --host-memory, or raise ulimit -l"
+            ) from error
+        size = BUFFERS * shape.piece
         with device:
-            lanes = [Lane(memory[i * size : (i + 1) * size], buffers) for i in range(threads)]
-        self._device, self._threads = device, threads
-        self._lanes: SimpleQueue[Lane] = SimpleQueue()
-        for lane in lanes:
-            self._lanes.put(lane)
-        self._pool = ThreadPoolExecutor(threads, f"oocgemm-{name}")
+            lanes = [Lane(self._memory[i * size : (i + 1) * size], BUFFERS) for i in range(shape.lanes)]
+            self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
+        self._turns = count()
+        self._single, self._using_single = lanes.pop(), threading.Lock()
+        self._queue: SimpleQueue[tuple[Copying, _Piece] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"oocgemm-{name}-{i}", daemon=True)
+            for i, lane in enumerate(lanes)
+        ]
+        for thread in self._threads:
+            start(thread)
 
-    def copy(self, pieces: Sequence[_Piece], move: _Move, waits: Sequence[Any], stream: Any) -> Work:
+    def copy(self, pieces: Sequence[_Piece], move: _Move, waits: Sequence[Any]) -> Work:
         """Copy the pieces of a block; return when the last copy has been issued.
 
-        Args:
-            pieces: what to copy.
-            move: copies one piece, on the stream of a lane.
-            waits: events that the copies wait for.
-            stream: the stream on which the end of all copies is recorded.
+        `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
-        start, issued = cupy.cuda.Event(block=True), list[int]()
-        unstarted, left = iter([start]), iter(pieces)
-
-        def take() -> Any:
-            """Copy pieces until none is left. Returns the event after the last copy; None without a piece."""
-            done = None
-            lane = self._lanes.get()
+        copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(pieces))
+        if len(pieces) == 1 and self._using_single.acquire(blocking=False):
             try:
-                with self._device:
-                    for rows, cols, at in left:
-                        if done is None:
-                            for event in waits:
-                                cuda_calls.wait(lane.stream, event)
-                            done = cupy.cuda.Event(block=True, disable_timing=True)
-                        for begin in unstarted:  # of one thread, and once
-                            issued.append(perf_counter_ns())
-                            cuda_calls.record(begin, lane.stream)
-                        move(lane, rows, cols, at)
-                    if done is not None:
-                        cuda_calls.record(done, lane.stream)
-            except BaseException:
-                deque(left, maxlen=0)  # empties the iterator: the other threads start no further piece
-                raise
+                copying.copy(self._single, pieces[0])
+                self._single.finish()
             finally:
-                self._lanes.put(lane)
-            return done
-
-        if len(pieces) == 1:
-            ends = [take()]
+                self._using_single.release()
         else:
-            futures = [self._pool.submit(take) for _ in range(min(self._threads, len(pieces)))]
-            wait(futures)
-            ends = [future.result() for future in futures]
-        for event in ends:
-            if event is not None:
-                cuda_calls.wait(stream, event)
-        end = cupy.cuda.Event(block=True)
-        cuda_calls.record(end, stream)
-        return Work(start, issued[0], end)
+            for piece in pieces:
+                self._queue.put((copying, piece))
+        return copying.work()
+
+    def _serve(self, lane: Lane) -> None:
+        with self._device:
+            while True:
+                try:
+                    item = self._queue.get_nowait()
+                except Empty:
+                    lane.finish()
+                    item = self._queue.get()
+                if item is None:
+                    break
+                copying, piece = item
+                copying.copy(lane, piece)
+                del item, copying  # while it waits, the thread shall keep no block alive
+            lane.finish()
 
     def close(self) -> None:
-        """Join the threads. No copy may be in flight."""
-        self._pool.shutdown(wait=True)
+        """Join the threads, and unpin and free the buffers. No copy may be in flight."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        with self._device:
+            runtime.hostUnregister(self._memory.ctypes.data)
 
 
 class Ring:
-    """The pinned buffers and the threads of one device. `close` frees them."""
+    """The pinned buffers and the threads of one device. A direction gets them with its first copy."""
 
     def __init__(self, device: Any, shape: RingShape) -> None:
-        """Pin no memory yet: each direction gets its buffers with its first copy."""
         self.shape = shape
         self._device = device
         self._opening = threading.Lock()
-        self._memory: list[Array] = []
-        self._up: Direction | None = None
-        self._down: Direction | None = None
+        self._directions: dict[str, Direction] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of pinned memory."""
-        return sum(memory.nbytes for memory in self._memory)
-
-    def upload(self, address: int, block: Pageable, waits: Sequence[Any], stream: Any) -> Work:
+    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
         """Copy a block to a device address, once the events in `waits` have completed.
 
         Returns when the block has been read. Raises the errors of `block.move`.
         """
-        with self._opening:
-            if self._up is None:
-                self._up = self._open(UPLOAD_BUFFERS, "upload")
 
-        def move(lane: Lane, rows: Range, cols: Range, at: int) -> None:
+        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
+            rows, cols, at = piece
             buffer, event = lane.next_buffer()
             part = _view(buffer, block, rows, cols)
             block.move(rows, cols, part)
             cuda_calls.make(cuda_calls.copy(address + at, part.ctypes.data, part.nbytes, lane.stream))
             cuda_calls.record(event, lane.stream)
+            return event, None
 
-        return self._up.copy(self._pieces(block), move, waits, stream)
+        return self._direction("upload").copy(self._pieces(block), move, waits)
 
-    def download(self, address: int, block: Pageable, waits: Sequence[Any], stream: Any) -> Work:
+    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
         """Copy a block from a device address, once the events in `waits` have completed.
 
         Returns when the block has been written. Raises the errors of `block.move`.
         """
-        with self._opening:
-            if self._down is None:
-                self._down = self._open(DOWNLOAD_BUFFERS, "download")
 
-        def move(lane: Lane, rows: Range, cols: Range, at: int) -> None:
+        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
+            rows, cols, at = piece
             buffer, event = lane.next_buffer()
             part = _view(buffer, block, rows, cols)
             cuda_calls.make(cuda_calls.copy(part.ctypes.data, address + at, part.nbytes, lane.stream))
             cuda_calls.record(event, lane.stream)
-            event.synchronize()
-            block.move(rows, cols, part)
 
-        return self._down.copy(self._pieces(block), move, waits, stream)
+            def write() -> None:
+                event.synchronize()
+                block.move(rows, cols, part)
 
-    def _open(self, buffers: int, name: str) -> Direction:
-        """Allocate and pin the buffers of one direction."""
-        threads = self.shape.threads
-        memory = allocate(threads * buffers * self.shape.piece)
-        with ThreadPoolExecutor(threads) as pool:  # faults in the pages
-            list(pool.map(partial(_touch, memory), range(threads), [threads] * threads))
-        try:
-            with self._device:
-                runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
-        except runtime.CUDARuntimeError as error:
-            raise BackendError(
-                f"the system refuses to pin {format_size(memory.nbytes)} of host memory ({error}): "
-                "pass a smaller --host-memory, or raise ulimit -l"
-            ) from error
-        self._memory.append(memory)
-        return Direction(self._device, memory, threads, buffers, name)
+            return event, write
+
+        return self._direction("download").copy(self._pieces(block), move, waits)
+
+    def _direction(self, name: str) -> Direction:
+        with self._opening:
+            if name not in self._directions:
+                self._directions[name] = Direction(self._device, self.shape, name)
+            return self._directions[name]
 
     def _pieces(self, block: Pageable) -> list[_Piece]:
         """Cut a block into pieces of whole rows, or of parts of a row, that fit into a buffer."""
         (rows, cols), itemsize = block.array.shape, block.array.itemsize
         row = cols * itemsize
-        size = min(self.shape.piece, max(MIN_PIECE, ceil_div(rows * row, self.shape.threads)))
+        each = max(MIN_PIECE, ceil_div(rows * row, self.shape.lanes - 1))
+        size = min(self.shape.piece, each)
         return list(_cut(rows, cols, row, max(1, size // row), max(1, size // itemsize)))
 
     def close(self) -> None:
         """Join the threads, and unpin and free the buffers. No copy may be in flight."""
-        for direction in (self._up, self._down):
-            if direction is not None:
-                direction.close()
-        with self._device:
-            while self._memory:
-                runtime.hostUnregister(self._memory.pop().ctypes.data)
+        while self._directions:
+            self._directions.popitem()[1].close()
 
 
 def _cut(rows: int, cols: int, row: int, height: int, width: int) -> Iterator[_Piece]:
@@ -227,6 +289,6 @@ def _view(buffer: Array, block: Pageable, rows: Range, cols: Range) -> Array:
     return buffer[: shape[0] * shape[1] * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _touch(memory: Array, part: int, parts: int) -> None:
+def _touch(memory: Array, parts: int, part: int) -> None:
     size = memory.nbytes // parts
     memory[part * size : (part + 1) * size : PAGE] = np.uint8(0)

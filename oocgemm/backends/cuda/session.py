@@ -52,7 +52,7 @@ from oocgemm.system.threads import start
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The name of the stream of copies through the ring: a stream of each of its threads.
+# The name of the stream of copies through the ring, which has its own streams.
 RING = "ring"
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
@@ -184,7 +184,7 @@ class CudaSession:
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
         address = self._address((op.writes if uploading else op.reads)[0])
         copy = ring.upload if uploading else ring.download
-        own = copy(address, block, waits, self._streams[op.stream])
+        own = copy(address, block, waits)
         if self.checksums is not None:
             with self._host.submitting():
                 return self._sum_upload(op, own, self.checksums)

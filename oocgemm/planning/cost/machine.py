@@ -20,9 +20,11 @@ CODEC_WORKERS = 4
 # Bytes per second, so many that they take no time: the rate of reads and writes that the run does not need,
 # because the device copies from or to the caller's array.
 INSTANT = 1e15
-# Maximum number of threads that copy between pageable arrays and pinned buffers. On an H100's host with 16
-# cores, 12 threads reached 93% of the rate of 16.
-MAX_COPY_THREADS = 12
+# Maximum number of threads that copy between pageable arrays and pinned buffers. On hosts of H100s with 16
+# cores, 12 threads were between 10% slower and 10% faster than 8.
+MAX_COPY_THREADS = 8
+# Rate of such copies if the rows of a block are shorter than 4 KiB, relative to longer rows.
+SHORT_ROW, SHORT_ROWS = 4096, 0.5
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -197,13 +199,22 @@ class MachineModel:
         If `thin` is given, return the rate for thin panels of that shape at the start of the run instead.
         """
         if layout.in_memory and not layout.is_direct(panel, thin):
-            return min(self.h2d, self.memory)
+            return min(self.h2d, self._copy_rate(layout, thin or panel))
         narrow = layout.in_memory and (thin or panel)[layout.contiguous] < layout.zero_copy_width
         return NARROW_ROWS * self.h2d if narrow else self.h2d
 
     def download_rate(self, layout: Layout, strip: Shape) -> float:
         """Return the bytes per second at which blocks of rows of C of shape `strip` are downloaded."""
-        return min(self.d2h, self.memory) if layout.in_memory and not layout.is_direct(strip) else self.d2h
+        if layout.in_memory and not layout.is_direct(strip):
+            return min(self.d2h, self._copy_rate(layout, strip))
+        return self.d2h
+
+    def _copy_rate(self, layout: Layout, panel: Shape) -> float:
+        """Return the bytes per second of copies between a pageable array and pinned buffers."""
+        row = panel[layout.contiguous]
+        # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
+        short = row * layout.itemsize < SHORT_ROW and not 0 < layout.zero_copy_width <= row
+        return SHORT_ROWS * self.memory if short else self.memory
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
         """Return the bytes per second at which panels of shape `panel` are read from an array."""
@@ -252,7 +263,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(32e9, 2.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(42e9, 4.2e9 * cores),
+            memory=min(36e9, 4.2e9 * cores),
             step_latency=60e-6,
             issue=150e-6,
             write=1.6e9,
