@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from oocgemm.cli import main as cli
+from oocgemm.system.threads import IDLE
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def own_threads() -> list[str]:
 
 
 def _alive() -> list[threading.Thread]:
-    # Threads whose start was interrupted stay in Python's list but never run.
+    # Threads whose start was interrupted stay in Python's list but never run. Idle threads are kept.
     return [
-        thread for thread in threading.enumerate() if thread.name.startswith("oocgemm") and thread.is_alive()
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("oocgemm") and thread.is_alive() and thread.name != IDLE
     ]

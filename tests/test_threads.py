@@ -20,7 +20,7 @@ from tests.suite import examples
 
 # Functions of the calling thread in which a signal may arrive. Thread.start is left out, because Python
 # delivers no signal while it holds a lock there.
-WAITING = (shielded.__code__, threads.start.__code__)
+WAITING = (shielded.__code__, threads._Runners.begin.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
 BRIEFLY, LONG = 0.02, 30.0  # seconds
 

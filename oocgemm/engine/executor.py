@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
@@ -380,6 +380,7 @@ class Run:
         self._staging.stop()
 
 
+@cache
 def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
     """Return a function that takes an operation and returns a context manager. The context manager marks the
     operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""

@@ -27,6 +27,7 @@ from oocgemm.machine import info as system
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.memory import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
 
@@ -117,6 +118,7 @@ class PreparedJob:
                 if last:
                     raise
                 logger.info("planning again: %s", error)
+                available_memory()  # the recent answer was too high
                 job = self._prepare()
         return job, None
 

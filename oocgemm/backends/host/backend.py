@@ -31,7 +31,7 @@ from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
-from oocgemm.system.memory import allocate, available_memory
+from oocgemm.system.memory import RECENT, allocate, available_memory
 
 
 class HostSession:
@@ -181,7 +181,7 @@ class HostBackend:
     name = "host"
 
     def free_memory(self) -> int:
-        return available_memory()
+        return available_memory(RECENT)
 
     def multiprocessors(self) -> int:
         return 1
