@@ -12,7 +12,7 @@ from typing import Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Session
-from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.executor import Observer, Run, is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
 from oocgemm.integrity.checksums.check import Checks
@@ -30,6 +30,7 @@ from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
+from oocgemm.timeline.diagnosis import MIN_CPU_WALL
 
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
@@ -143,7 +144,7 @@ def execute(
         progress, cancel: as for `PreparedJob.run`.
     """
     with ExitStack() as cleanup, _disk_errors():
-        cpu = CpuTimes.now()
+        cpu = CpuTimes.now() if job.plan.prediction.total > MIN_CPU_WALL / 10 else None
         pinned = cleanup.enter_context(ExitStack())  # unpins last, once the device has stopped copying
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
@@ -166,7 +167,8 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            await_unpinned = cleanup.enter_context(_freeing(staging, opened))
+            if not is_short(job.plan):
+                await_unpinned = cleanup.enter_context(_freeing(staging, opened))
         target.seal()
         await_unpinned()
         facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
