@@ -1,8 +1,9 @@
 """Runs a schedule, and finds each operation's waits when it is queued.
 
 A short run (`is_short`) takes place in the calling thread, one operation after the other. In any other run,
-there is one queue per stream. The calling thread queues the operations in program order. It pauses while too many operations are unfinished
-(backpressure). Operations wait only for earlier ones, which are queued already. So there is no deadlock.
+there is one queue per stream. The calling thread queues the operations in program order. It pauses while too
+many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
+already. So there is no deadlock.
 
 Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
 except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any thread
@@ -17,12 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
 from oocgemm.backends.base import Array, DoneToken, Session, Stream, Token
+from oocgemm.engine.annotation import annotation
 from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
@@ -42,7 +44,7 @@ MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 POLL_INTERVAL = 4e-3
 # A run of at most this many steps, on operands in memory that have at most this many bytes together with C,
 # needs less time than its threads take to start. Its operations run one after the other in one thread.
-MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 256 << 20
+MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
@@ -120,7 +122,7 @@ class Run:
         self._asynchronous: dict[Stream, deque[Item]] = {}  # queued, not yet submitted
         self._submitting = threading.Lock()
         self._rescan = False  # whether an asynchronous operation may have become ready
-        self._annotate = _annotation()
+        self._annotate = annotation()
         self._in_flight: SimpleQueue[Item | None] = SimpleQueue()
         self._all_submitted = threading.Event()
         self._ended = 0
@@ -384,17 +386,6 @@ class Run:
             if self._error is None:
                 self._error = error
         self._staging.stop()
-
-
-@cache
-def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """Return a function that takes an operation and returns a context manager. The context manager marks the
-    operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""
-    try:
-        from nvtx import annotate
-    except ImportError:
-        return nullcontext
-    return lambda operation: annotate(str(operation))
 
 
 def _located_error(error: BaseException, where: Operation | str) -> BaseException:
