@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -148,7 +149,7 @@ def execute(
         pinned = cleanup.enter_context(ExitStack())  # unpins last, once the device has stopped copying
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
-            opened.callback(session.close)
+            opened.push(partial(_close, session))
         target = cleanup.enter_context(output.open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -174,6 +175,10 @@ def execute(
         facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
+
+
+def _close(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
+    session.close(failed=error is not None)
 
 
 @contextmanager

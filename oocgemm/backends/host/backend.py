@@ -84,7 +84,7 @@ class HostSession:
     def device_bytes(self) -> int:
         return self._arena.nbytes
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         del self._arena, self._work
 
     def pin(self, host: Sequence[Array]) -> None:
