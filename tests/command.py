@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from oocgemm.cli import main as cli
+from oocgemm.system.threads import IDLE
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def forget_threads() -> None:
     _leaked.update(_alive())
 
 
-KEPT = ("oocgemm-upload-", "oocgemm-download-")
+KEPT = ("oocgemm-upload-", "oocgemm-download-", IDLE)
 
 
 def own_threads() -> list[str]:

@@ -144,10 +144,10 @@ class FaultySession:
         stream = self._streams.setdefault(operation.stream, ThreadPoolExecutor(1))
         return LateToken(stream.submit(work))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for stream in self._streams.values():
             stream.shutdown()
-        self._session.close()
+        self._session.close(failed)
 
 
 class FaultyBackend:

@@ -257,9 +257,9 @@ def test_type_checkers_see_options_and_operands(tmp_path: Path) -> None:
 
 
 def test_default_budgets_ignore_small_changes_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_memory", lambda: 121 << 30)
+    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
     before = budgets.budgets_of("cuda", lambda: 78 << 30)
-    monkeypatch.setattr(budgets, "available_memory", lambda: (121 << 30) - (50 << 20))
+    monkeypatch.setattr(budgets, "available_memory", lambda *_: (121 << 30) - (50 << 20))
     assert budgets.budgets_of("cuda", lambda: (78 << 30) - (20 << 20)) == before
     assert 0.96 * 0.9 * (78 << 30) <= before.device <= 0.9 * (78 << 30)
     assert 0.96 * (60.5 * 2**30) <= before.host <= 60.5 * 2**30

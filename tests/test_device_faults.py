@@ -59,7 +59,7 @@ def test_memory_is_freed_while_c_is_made_durable(tmp_path: Path, monkeypatch: py
     freed, right_close, right_seal = threading.Event(), HostSession.close, output.Journaled.seal
     early = []
 
-    def close(self: HostSession) -> None:
+    def close(self: HostSession, failed: bool = False) -> None:
         right_close(self)
         freed.set()
 
@@ -90,7 +90,7 @@ def test_what_fails_to_close_keeps_nothing_else_from_it(
 ) -> None:
     right = HostSession.close
 
-    def close(self: HostSession) -> None:
+    def close(self: HostSession, failed: bool = False) -> None:
         right(self)
         raise RuntimeError("lost")
 

@@ -18,6 +18,8 @@ import zarr
 import oocgemm
 from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine import executor
+from oocgemm.engine.annotation import annotation
 from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
@@ -197,6 +199,7 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
         yield
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    monkeypatch.setattr(executor, "annotation", annotation.__wrapped__)  # not the cached one
     with staged():
         spans = oocgemm.gemm(A, B, tile="10x10x10", backend="host").timeline.spans
         assert len(names) == len(spans)

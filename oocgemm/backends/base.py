@@ -164,8 +164,11 @@ class Session(Protocol):
         Memory that a library allocated during an earlier session and kept is not counted.
         """
 
-    def close(self) -> None:
-        """Wait for the operations in flight, then release everything."""
+    def close(self, failed: bool = False) -> None:
+        """Wait for the operations in flight, then release everything.
+
+        A session may leave streams and a little memory to the next one, unless the run has `failed`.
+        """
 
 
 class Backend(Protocol):

@@ -14,8 +14,12 @@ from pathlib import Path
 from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.kernels import registry as ladder
+from oocgemm.system import threads
 
 NAMES = ("auto", "cuda", "host")
+_CUDA = "oocgemm.backends.cuda.backend"
+# The devices whose contexts `load` has begun to create in this process.
+_woken: set[int] = set()
 # The names of each backend's kernels. `auto` stands for the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
@@ -30,8 +34,7 @@ def missing_for_cuda() -> str | None:
 
     The check is fast: it neither imports cupy nor opens a device. So it does not notice a broken cupy.
     """
-    extra = cuda_extra()
-    if extra is None:
+    if not _any_exists(DEVICE_NODES):
         if not _any_exists(DRIVER_FILES):
             return "no NVIDIA device is visible"
         return (
@@ -41,8 +44,8 @@ def missing_for_cuda() -> str | None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None and shown.split(",")[0].strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides the NVIDIA devices: unset it"
-    if importlib.util.find_spec("cupy") is None:
-        return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{extra}]'"
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{cuda_extra()}]'"
     return None
 
 
@@ -90,13 +93,16 @@ def load(name: str, device: int = 0) -> None:
 
     Errors are ignored here. `open_backend` fails in the same way later, and raises them.
     """
+    if _CUDA in sys.modules and device in _woken:
+        return
     if resolve(name) == "cuda" and not missing_for_cuda():
+        _woken.add(device)
         # If the system refuses a thread, the context is created later, when the backend is opened.
         with suppress(RuntimeError):
             threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
         # If cupy cannot be imported, `open_backend` raises an error or falls back to the host.
         with suppress(ImportError):
-            importlib.import_module("oocgemm.backends.cuda.backend")
+            importlib.import_module(_CUDA)
 
 
 def _wake(device: int) -> None:
@@ -159,11 +165,15 @@ def identity(backend: Backend) -> str:
 
 
 def release() -> None:
-    """Free the pinned host memory that the library keeps between calls.
+    """Free what the library keeps between calls: memory, streams and idle threads.
 
-    After a product on a GPU, up to 128 MiB per device stay allocated and pinned, because allocating and
-    pinning them takes longer than a small product. The next product allocates them again.
+    After a product on a GPU, up to 128 MiB of pinned host memory and 128 MiB of device memory per device stay
+    allocated, because allocating them takes longer than a small product. The next product allocates them
+    again. Runs in progress are not disturbed.
     """
-    kept = sys.modules.get("oocgemm.backends.cuda.host_memory")
-    if kept is not None:
-        kept.release()
+    for module in ("host_memory", "warm", "multiplier"):
+        # Another thread may be importing the module: it has kept nothing then.
+        free = getattr(sys.modules.get(f"oocgemm.backends.cuda.{module}"), "release", None)
+        if free is not None:
+            free()
+    threads.release()

@@ -1,7 +1,9 @@
-"""Runs a schedule with one queue per stream, and finds each operation's waits when it is queued.
+"""Runs a schedule, and finds each operation's waits when it is queued.
 
-The calling thread queues the operations in program order. It pauses while too many operations are unfinished
-(backpressure). Operations wait only for earlier ones, which are queued already. So there is no deadlock.
+A short run (`is_short`) takes place in the calling thread, one operation after the other. In any other run,
+there is one queue per stream. The calling thread queues the operations in program order. It pauses while too
+many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
+already. So there is no deadlock.
 
 Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
 except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any thread
@@ -16,13 +18,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
+from oocgemm.engine.annotation import annotation
+from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -42,6 +45,10 @@ POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 3
+# A run of at most this many steps, on operands in memory that have at most this many bytes together with C,
+# needs less time than its threads take to start. Its operations run one after the other in one thread. So do
+# those of a run on pinned operands, of any size: they are only enqueued.
+MAX_SHORT_STEPS, MAX_SHORT_BYTES, MAX_DIRECT_STEPS = 16, 128 << 20, 64
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
@@ -68,49 +75,18 @@ class Verifier(Protocol):
 Perform = Callable[[Operation, list[Token]], Token]
 
 
-def _acquired_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-@dataclass(slots=True, eq=False)
-class Completion:
-    """The state of one operation: queued, submitted or cancelled.
-
-    `posted` is False while the operation is queued. `token` is None unless it has been submitted.
-    """
-
-    number: int
-    token: Token | None = None
-    posted: bool = False
-    _pending: threading.Lock = field(default_factory=_acquired_lock)
-
-    def submitted(self) -> Token:
-        """Wait until the operation has been submitted, and return its token.
-
-        Raises `_Cancelled` if the operation has been cancelled.
-        """
-        with self._pending:
-            if self.token is None:
-                raise _Cancelled
-            return self.token
-
-    def post(self) -> None:
-        """Wake the threads that wait in `submitted`. Called once."""
-        self.posted = True
-        self._pending.release()
-
-
-class _Cancelled(Exception):  # noqa: N818 - not an error itself: it follows from an error elsewhere
-    """Raised in a thread that waits for an operation that will not run, because an earlier one has failed."""
-
-
-_Item = tuple[Operation, Sequence[Completion], Completion]
-
-
-def _ready(item: _Item) -> bool:
-    return all(wait.posted for wait in item[1])
+def is_short(plan: Plan) -> bool:
+    """Return whether a plan's operations take so little time that one thread should run all of them."""
+    layouts = plan.layouts
+    if plan.steps > MAX_DIRECT_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
+        return False
+    problem, sizes = plan.problem, plan.problem.itemsizes
+    if all(map(plan.is_direct, "ABC")) and not problem.planes:
+        return True
+    if plan.steps > MAX_SHORT_STEPS:
+        return False
+    m, n, k = problem.m, problem.n, problem.depth
+    return m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"] <= MAX_SHORT_BYTES
 
 
 class Run:
@@ -150,12 +126,12 @@ class Run:
         self._first = first
         self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
         self._writing = threading.Lock()
-        self._queues: dict[Stream, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._asynchronous: dict[Stream, deque[_Item]] = {}  # queued, not yet submitted
+        self._queues: dict[Stream, tuple[SimpleQueue[Item | None], list[threading.Thread]]] = {}
+        self._asynchronous: dict[Stream, deque[Item]] = {}  # queued, not yet submitted
         self._submitting = threading.Lock()
         self._rescan = False  # whether an asynchronous operation may have become ready
-        self._annotate = _annotation()
-        self._in_flight: SimpleQueue[_Item | None] = SimpleQueue()
+        self._annotate = annotation()
+        self._in_flight: SimpleQueue[Item | None] = SimpleQueue()
         self._all_submitted = threading.Event()
         self._ended = 0
         self._error: BaseException | None = None
@@ -167,24 +143,61 @@ class Run:
 
         Raises the first error: an operation's, or that of `cancel`. Run it where no signal can interrupt it.
         """
-        collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
-        start(collector)
         with short_switch_interval(), (cancel or Cancel()).calling(self._fail):
-            try:
-                self._dispatch()
-            except BaseException as error:
-                self._fail(error)
-            for queue, threads in self._queues.values():
-                for _ in threads:
-                    queue.put(None)
-                for thread in threads:
-                    thread.join()
-            self._all_submitted.set()
-            self._in_flight.put(None)
-            collector.join()
+            if is_short(self._plan):
+                self._run_inline()
+            else:
+                self._run_in_threads()
         first, self._error = self._error, None  # breaks a reference cycle through the error's frames
         if first is not None:
             raise first
+
+    def _run_inline(self) -> None:
+        """Run all operations in this thread, in program order. Collect their spans at the end.
+
+        A Write waits for the device. If the device works asynchronously, a Write is deferred until a later
+        operation waits for it, or until everything else has been submitted.
+        """
+        tracker: HazardTracker[Completion] = HazardTracker()
+        deferred: deque[Item] = deque()
+        try:
+            for number, operation in enumerate(self._plan.schedule(), self._first):
+                completion = Completion(number)
+                item: Item = operation, tracker.admit(operation, completion), completion
+                if operation.kind is Kind.WRITE and self._session.asynchronous:
+                    deferred.append(item)
+                    continue
+                while deferred and not is_ready(item):
+                    self._step(deferred.popleft(), self._transfer)
+                on_store = operation.kind in _STORE_KINDS
+                with nullcontext() if on_store else self._session.worker(Stream.of(operation)):
+                    self._step(item, self._transfer if on_store else self._submit)
+                if self._error is not None:
+                    break
+            for item in deferred:
+                self._step(item, self._transfer)
+        except BaseException as error:
+            self._fail(error)
+        self._all_submitted.set()
+        self._in_flight.put(None)
+        self._collect()
+
+    def _run_in_threads(self) -> None:
+        """Run the operations in one or more threads per stream. Collect their spans in another thread."""
+        collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        start(collector)
+        try:
+            self._dispatch()
+        except BaseException as error:
+            self._fail(error)
+        for queue, threads in self._queues.values():
+            for _ in threads:
+                queue.put(None)
+            for thread in threads:
+                thread.join()
+        self._all_submitted.set()
+        self._in_flight.put(None)
+        collector.join()
 
     def _dispatch(self) -> None:
         """Queue the schedule's operations in program order, each with the earlier ones that it waits for."""
@@ -198,16 +211,16 @@ class Run:
                 return
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
-            item = operation, waits, completion
+            item: Item = operation, waits, completion
             if operation.kind in self._session.asynchronous and not self._staging.is_pageable(operation):
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
                 # If it is not ready, it is submitted when the last operation that it waits for has been.
-                if _ready(item):
+                if is_ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
                 self._queue_of(operation).put(item)
 
-    def _submit_on_wakeup(self, queue: "SimpleQueue[_Item | None]") -> None:
+    def _submit_on_wakeup(self, queue: "SimpleQueue[Item | None]") -> None:
         while queue.get() is not None:
             self._submit_ready()
 
@@ -232,7 +245,7 @@ class Run:
         would start late.
         """
         heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
-        ready = ((item[2].number, stream) for item, stream in heads if _ready(item))
+        ready = ((item[2].number, stream) for item, stream in heads if is_ready(item))
         return min(ready, default=(0, None))[1]
 
     def _submit_from(self, stream: Stream) -> None:
@@ -244,7 +257,7 @@ class Run:
         except BaseException as error:  # raised by `worker`, for example because the device is lost
             self._fail(_located_error(error, f"stream {stream.lane}"))
 
-    def _queue_of(self, operation: Operation) -> "SimpleQueue[_Item | None]":
+    def _queue_of(self, operation: Operation) -> "SimpleQueue[Item | None]":
         """Return the queue of an operation's stream."""
         stream = Stream.of(operation)
         if stream in self._queues:
@@ -257,11 +270,11 @@ class Run:
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 
     def _queue(
-        self, stream: Stream, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
-    ) -> "SimpleQueue[_Item | None]":
+        self, stream: Stream, workers: int, work: Callable[["SimpleQueue[Item | None]"], None]
+    ) -> "SimpleQueue[Item | None]":
         """Return the queue of a stream; at the first call, also start `workers` threads that run `work`."""
         if stream not in self._queues:
-            queue: SimpleQueue[_Item | None] = SimpleQueue()
+            queue: SimpleQueue[Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
             self._queues[stream] = queue, threads
             for index in range(workers):
@@ -270,7 +283,7 @@ class Run:
                 threads.append(thread)
         return self._queues[stream][0]
 
-    def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
+    def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[Item | None]") -> None:
         """Run the operations of a stream's queue until it yields None. The stream's threads call this."""
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
@@ -287,7 +300,7 @@ class Run:
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 
-    def _step(self, item: _Item, perform: Perform) -> None:
+    def _step(self, item: Item, perform: Perform) -> None:
         """Run or submit an operation when all operations that it waits for have been submitted."""
         operation, waits, completion = item
         try:
@@ -295,7 +308,7 @@ class Run:
             if self._error is None:
                 with self._annotate(operation):
                     completion.token = perform(operation, tokens)
-        except _Cancelled:
+        except Cancelled:
             pass
         except BaseException as error:
             self._fail(_located_error(error, operation))
@@ -377,16 +390,6 @@ class Run:
             if self._error is None:
                 self._error = error
         self._staging.stop()
-
-
-def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """Return a function that takes an operation and returns a context manager. The context manager marks the
-    operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""
-    try:
-        from nvtx import annotate
-    except ImportError:
-        return nullcontext
-    return lambda operation: annotate(str(operation))
 
 
 def _located_error(error: BaseException, where: Operation | str) -> BaseException:

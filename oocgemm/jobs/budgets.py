@@ -11,7 +11,7 @@ from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Request
 from oocgemm.planning import Budgets, Plan
 from oocgemm.planning.units import ceil_size, format_size, parse_size
-from oocgemm.system.memory import available_memory
+from oocgemm.system.memory import RECENT, available_memory
 
 
 def budgets_of(
@@ -30,7 +30,7 @@ def budgets_of(
         device = _rounded(free() * 3 // 8 if on_host else free() * 9 // 10)
     if host_memory is not None:
         return Budgets(device, parse_size(host_memory))
-    return Budgets(device, _rounded(available_memory() // (8 if on_host else 2)))
+    return Budgets(device, _rounded(available_memory(RECENT) // (8 if on_host else 2)))
 
 
 def _rounded(size: int) -> int:
@@ -90,7 +90,7 @@ def check_memory(plan: Plan, request: Request) -> None:
     Without this check the system might grant the memory, and kill a process when the run writes to the pages.
     """
     needed = plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
-    free = available_memory()
+    free = available_memory(RECENT)
     if needed <= free:
         return
     given = {"device": plan.budgets.device, "host": plan.budgets.host}

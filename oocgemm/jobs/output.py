@@ -22,7 +22,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
-from oocgemm.system.memory import available_memory
+from oocgemm.system.memory import RECENT, available_memory
 
 
 class Target(ABC):
@@ -214,10 +214,11 @@ def create_output(job: Job, folder: Path | None = None) -> Matrix:
         options = job.plan.chunks, job.output.compressor
         return stores.create_output("C", c.path, shape, dtype, *options, folder=folder)
     size = problem.m * problem.n * dtype.itemsize
-    if size > available_memory():
+    available = available_memory(RECENT)
+    if size > available:
         raise InputError(
-            f"C takes {format_size(size)}, more than the {format_size(available_memory())} of memory that "
-            "are available: pass a path for C, to store it on disk"
+            f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "
+            "available: pass a path for C, to store it on disk"
         )
     return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
 

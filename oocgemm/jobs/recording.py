@@ -17,13 +17,12 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
     `known` contains the parts of the header that describe the machine and the backend.
     """
     header = known | {
-        "plan": job.plan.to_dict(),
         "operands": {"A": job.a.describe(), "B": job.b.describe(), "C": c.describe()},
         "rates": rates(job, c),
     }
     path = job.request.timeline
     try:
-        return Recorder(header, path)
+        return Recorder(header, path, {"plan": job.plan.to_dict})
     except OSError as error:
         raise InputError(
             f"the timeline cannot be written to {path}: {error.strerror}; give another path"

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Session
-from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.executor import Observer, Run, is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
 from oocgemm.integrity.checksums.check import Checks
@@ -27,8 +28,10 @@ from oocgemm.machine import info as system
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.memory import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
+from oocgemm.timeline.diagnosis import MIN_CPU_WALL
 
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
@@ -117,6 +120,7 @@ class PreparedJob:
                 if last:
                     raise
                 logger.info("planning again: %s", error)
+                available_memory()  # the recent answer was too high
                 job = self._prepare()
         return job, None
 
@@ -141,10 +145,10 @@ def execute(
         progress, cancel: as for `PreparedJob.run`.
     """
     with ExitStack() as cleanup, _disk_errors():
-        cpu = CpuTimes.now()
+        cpu = CpuTimes.now() if job.plan.prediction.total > MIN_CPU_WALL / 10 else None
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
-            opened.callback(session.close)
+            opened.push(partial(_close, session))
         target = cleanup.enter_context(output.open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -161,11 +165,16 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            cleanup.enter_context(_freeing(staging, opened))
+            if not is_short(job.plan):
+                cleanup.enter_context(_freeing(staging, opened))
         target.seal()
         facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
+
+
+def _close(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
+    session.close(failed=error is not None)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -121,9 +120,9 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     return None and a note that names unreadable and invalid files. Otherwise the note is "".
     """
     key, notes = machine_key(), []
-    for path in _newest(f"{key}-{backend}-*.json"):
+    for path, written in _newest(f"{key}-{backend}-"):
         try:
-            found = Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            found = _read(path, written)
             if (found.machine, found.backend) != (key, backend):
                 raise ValueError("the calibration belongs to another machine")
         except (OSError, ValueError, RecursionError) as error:
@@ -135,8 +134,19 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     return None, "; ".join(notes)
 
 
-def _newest(pattern: str) -> Iterator[Path]:
-    """Yield the files in the calibration folder whose names match a glob pattern, newest first."""
-    with suppress(OSError, InputError):
-        aged = [(path.stat().st_mtime_ns, path) for path in folder().glob(pattern)]
-        yield from (path for _, path in sorted(aged, reverse=True))
+@functools.lru_cache(maxsize=16)
+def _read(path: str, written: tuple[int, int]) -> Calibration:
+    """Read a calibration file. The result is cached until the file's `written` (time and size) changes."""
+    return Calibration.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def _newest(prefix: str) -> list[tuple[str, tuple[int, int]]]:
+    """Return the calibration files whose names begin with a prefix, newest first.
+
+    Each is a path, and the modification time in nanoseconds with the size in bytes.
+    """
+    with suppress(OSError, InputError), os.scandir(folder()) as entries:
+        found = [entry for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".json")]
+        aged = [(entry.path, (entry.stat().st_mtime_ns, entry.stat().st_size)) for entry in found]
+        return sorted(aged, key=lambda file: file[1], reverse=True)
+    return []

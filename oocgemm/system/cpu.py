@@ -44,8 +44,7 @@ def used_since(start: CpuTimes | None) -> dict[str, float] | None:
     - "own_seconds": the time of this process.
     - "busy_seconds": the time of all programs together on these cores.
     """
-    end = CpuTimes.now()
-    if start is None or end is None:
+    if start is None or (end := CpuTimes.now()) is None:
         return None
     own = end.own - start.own
     busy = max(own, end.busy - start.busy)  # `busy` is rounded to ticks: its increase can be less than `own`

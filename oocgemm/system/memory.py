@@ -3,10 +3,11 @@
 import mmap
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from math import inf
 from pathlib import Path, PurePosixPath
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from oocgemm.planning.units import format_size
 
 # /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
 ROOT = Path("/")
+# A call of the library queries the available memory several times. An answer that is at most this many
+# seconds old is used again, since a query reads a dozen files.
+RECENT = 0.02
 # For each cgroup version: the files with the limits, the file with the usage, and the lines of memory.stat
 # that count page cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as
 # available.
@@ -28,6 +32,11 @@ CGROUP_FILES = {
         ("total_active_file", "total_inactive_file"),
     ),
 }
+
+# A memory cgroup: its version (a key of `CGROUP_FILES`), its folder, and those files with limits that exist.
+_Group = tuple[str, str, tuple[str, ...]]
+# The time of `monotonic` at which `available_memory` last read the files, and its answer.
+_latest: list[tuple[float, int]] = [(-inf, 0)]
 
 
 def allocate(size: int) -> npt.NDArray[Any]:
@@ -50,17 +59,25 @@ def allocate(size: int) -> npt.NDArray[Any]:
     return np.frombuffer(block, np.uint8)[:size]
 
 
-def available_memory() -> int:
+def available_memory(max_age: float = 0.0) -> int:
     """Return the bytes of host memory that this process can allocate now without swapping.
 
-    The limits of its memory cgroup and of all parent cgroups are respected.
+    The limits of its memory cgroup and of all parent cgroups are respected. An answer that is at most
+    `max_age` seconds old is returned again.
     """
+    now, (asked, available) = monotonic(), _latest[0]
+    if now - asked > max_age:
+        available = _available_memory()
+        _latest[0] = now, available
+    return available
+
+
+def _available_memory() -> int:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    left = (_left(kind, group) for kind, group in _memory_groups())
+        found = re.search(r"^MemAvailable:\s+(\d+)", read_text("/proc/meminfo"), re.MULTILINE)
+        available = int(found[1]) * 1024 if found else available
+    left = (_left(kind, folder, limits) for kind, folder, limits in _memory_groups())
     return max(0, int(min([available, *left])))
 
 
@@ -70,55 +87,75 @@ def memory_limit() -> int:
     This is the memory of the machine, or the smallest limit of the process's cgroups if that is less.
     """
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))
+    return int(min([installed, *(_limit(limits) for _, _, limits in _memory_groups())]))
 
 
-def _memory_groups() -> Iterator[tuple[str, Path]]:
-    """Yield the memory cgroup of this process and all cgroups above it: (version, folder) for each.
+def read_text(path: str) -> str:
+    """Return the text of a file of /proc or of a cgroup. It takes a third of the time of `Path.read_text`."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        parts = list(iter(lambda: os.read(file, 1 << 16), b""))
+    finally:
+        os.close(file)
+    return b"".join(parts).decode(errors="replace")
 
-    The version is a key of `CGROUP_FILES`. Yield nothing where no cgroup file system is mounted. See
-    cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
+
+def _memory_groups() -> tuple[_Group, ...]:
+    """Return the memory cgroup of this process and all cgroups above it; () without a cgroup file system."""
+    try:
+        return _groups_of(ROOT, read_text(f"{ROOT}/proc/self/cgroup"))
+    except OSError:
+        return ()
+
+
+@lru_cache(maxsize=4)
+def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
+    """Return the memory cgroups of a process, from the text of its file /proc/self/cgroup.
+
+    See cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5). A later change of the mounts is
+    not noticed.
     """
     paths: dict[str, PurePosixPath] = {}
-    mounts: list[list[str]] = []
-    with suppress(OSError):
-        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0" or "memory" in controllers.split(","):
-                paths["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(path)
-        mounts = [line.split() for line in (ROOT / "proc/self/mountinfo").read_text().splitlines()]
-    for fields in mounts:
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            paths["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(path)
+    groups: list[_Group] = []
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
         kind, _, options = fields[fields.index("-") + 1 :]
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        root, place = (
+        mounted, place = (
             re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
         )
         below = PurePosixPath()  # use the mount point itself if the process's cgroup is not below it
-        if paths[kind].is_relative_to(root):
-            below = paths[kind].relative_to(root)
+        if paths[kind].is_relative_to(mounted):
+            below = paths[kind].relative_to(mounted)
         for group in (below, *below.parents):
-            yield kind, ROOT / place.lstrip("/") / group
+            folder = root / place.lstrip("/") / group
+            limits = (folder / name for name in CGROUP_FILES[kind][0])
+            groups.append((kind, str(folder), tuple(str(file) for file in limits if file.exists())))
+    return tuple(groups)
 
 
-def _left(kind: str, group: Path) -> float:
+def _left(kind: str, folder: str, limits: tuple[str, ...]) -> float:
     """Return the bytes that the processes of a cgroup may still allocate; infinity without a limit."""
     _, used, caches = CGROUP_FILES[kind]
-    limit = _limit(kind, group)
+    limit = _limit(limits)
     if limit == inf:
         return inf
     try:
-        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return limit - int((group / used).read_text()) + sum(int(parts.get(name, 0)) for name in caches)
+        parts = dict(line.split() for line in read_text(f"{folder}/memory.stat").splitlines())
+        return limit - int(read_text(f"{folder}/{used}")) + sum(int(parts.get(name, 0)) for name in caches)
     except OSError:
         return inf
 
 
-def _limit(kind: str, group: Path) -> float:
+def _limit(limits: tuple[str, ...]) -> float:
     """Return the bytes that the processes of a cgroup may allocate in total; infinity without a limit."""
     try:
-        files = [group / name for name in CGROUP_FILES[kind][0]]
-        texts = [file.read_text().strip() for file in files if file.exists()]
+        texts = [read_text(file).strip() for file in limits]
     except OSError:
         return inf
     return min((int(text) for text in texts if text != "max"), default=inf)

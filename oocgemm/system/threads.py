@@ -1,5 +1,6 @@
-"""Start threads, run work that signals cannot interrupt, and shorten the GIL's switch interval."""
+"""Start and keep threads, run work that signals cannot interrupt, and shorten the GIL's switch interval."""
 
+import os
 import resource
 import sys
 import threading
@@ -8,6 +9,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 from oocgemm.errors import ExecutionError
@@ -17,6 +19,9 @@ T = TypeVar("T")
 # During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
 # default of 5 ms, the GPU could become idle while the thread that submits GPU work waits.
 SWITCH_INTERVAL = 0.2e-3
+# Maximum number of idle threads that are kept for later runs, and the name of such a thread.
+MAX_IDLE = 2
+IDLE = "oocgemm-idle"
 
 
 def start(thread: threading.Thread) -> None:
@@ -74,15 +79,73 @@ class Cancel:
                 self._stop = None
 
 
+class _Runners:
+    """Threads that each do one piece of work at a time, and are kept for the next one.
+
+    Starting a thread can take longer than a small product. At most `MAX_IDLE` idle threads are kept. They are
+    daemon threads: an idle one does not keep the interpreter from exiting.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """Forget all threads. After a fork, the child process has none of them."""
+        self._work: SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._spare = threading.Semaphore(MAX_IDLE)  # how many more threads may become idle
+
+    def begin(self, work: Callable[[], object]) -> threading.Event:
+        """Start `work`, which raises nothing, in an idle or a new thread; return an event for its end.
+
+        Raises `ExecutionError` if the system cannot start a thread.
+        """
+        ended = threading.Event()
+        if not self._idle.acquire(blocking=False):
+            start(threading.Thread(target=self._serve, name=IDLE, daemon=True))
+        else:
+            self._spare.release()
+        self._work.put((work, ended))
+        return ended
+
+    def _serve(self) -> None:
+        thread = threading.current_thread()
+        while (item := self._work.get()) is not None:
+            thread.name = "oocgemm-run"
+            item[0]()
+            thread.name, stays = IDLE, self._spare.acquire(blocking=False)
+            if stays:
+                self._idle.release()
+            ended, item = item[1], None  # drops the last reference to the work
+            ended.set()
+            if not stays:
+                return
+
+    def release(self) -> None:
+        """End the idle threads."""
+        while self._idle.acquire(blocking=False):
+            self._spare.release()
+            self._work.put(None)
+
+
+_runners = _Runners()
+
+
+def release() -> None:
+    """End the threads that are kept for the next run."""
+    _runners.release()
+
+
 def shielded(work: Callable[[Cancel], T]) -> T:
-    """Run `work` in a new thread, so that no signal interrupts it, and return its result.
+    """Run `work` in another thread, so that no signal interrupts it, and return its result.
 
     Python runs signal handlers in the main thread, between any two bytecodes. If `work` ran there, an
     exception from a handler (KeyboardInterrupt) could prevent it from joining a thread that it has started.
     So the main thread only waits. If an exception interrupts the wait, this function requests `work` to stop,
     waits until it has ended, and then raises the exception.
     """
-    cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
+    cancel, claim, done = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
     failures: list[BaseException] = []
 
@@ -94,19 +157,15 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         except BaseException as error:
             failures.append(error)
         finally:
-            ended.set()
+            done.set()
 
-    worker = threading.Thread(target=copy_context().run, args=(run,), name="oocgemm-run")
     try:
-        start(worker)
-        ended.wait()
-        worker.join()
+        _runners.begin(partial(copy_context().run, run)).wait()
     except BaseException as error:
         if claim.acquire(blocking=False):
             raise  # `run` can no longer take `claim`, so it never calls `work`
         _insist(partial(cancel.request, error))
-        _insist(ended.wait)
-        _insist(worker.join)
+        _insist(done.wait)
         failure = failures.pop() if failures else None
         raise error from (None if failure is error else failure)
     if failures:

@@ -14,7 +14,7 @@ The format is JSON lines:
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import RawIOBase
 from itertools import pairwise
@@ -57,27 +57,54 @@ class Recorder:
     constructor raises `OSError` if the file cannot be created. If a later write fails, the run continues:
     `failure` is set to the error, and nothing more is written to the file.
 
+    Without a path, up to `FLUSH_LINES` spans are kept as they are: encoding them would take a large part of
+    the time of a small product. `timeline` encodes them. `later` has fields of the header, each with a
+    function that returns its value, which is called when the header is encoded.
+
     A recorder is not thread-safe.
     """
 
-    def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        header: Mapping[str, Any],
+        path: str | os.PathLike[str] | None = None,
+        later: Mapping[str, Callable[[], Any]] | None = None,
+    ) -> None:
         self.spans = 0
         self.header = dict(header)  # a copy, because `finish` adds fields
         self.wall = 0
         self.failure: OSError | None = None
+        self._footer: dict[str, Any] | None = None
         self._common: dict[tuple[Any, ...], int] = {}
         self._in_memory: list[bytes] = []
         self._in_memory_bytes = 0
         self._max_in_memory: float = MAX_IN_MEMORY
         self._spilled: RawIOBase | None = None
         self._spilled_bytes = 0
-        self._lines = [_encode({"format": FORMAT, "version": VERSION, "columns": COLUMNS} | dict(header))]
+        self._later: Mapping[str, Callable[[], Any]] | None = later or {}  # None: the header is encoded
+        self._waiting: list[Span] = []  # recorded, not yet encoded
+        self._lines: list[str] = []
         self._since = monotonic()
         self._file = open(path, "wb") if path is not None else None  # noqa: SIM115 - open until `close`
-        self._flush()
+        if self._file is not None:
+            self._flush()
 
     def add(self, span: Span) -> None:
         """Record a span."""
+        self._waiting.append(span)
+        self.spans += 1
+        if len(self._waiting) >= FLUSH_LINES or monotonic() - self._since > FLUSH_SECONDS:
+            self._flush()
+
+    def _encode_header(self) -> None:
+        """Add the header to the lines, unless it has been added before."""
+        if self._later is not None:
+            self.header |= {name: value() for name, value in self._later.items()}
+            self._later = None
+            fields = {"format": FORMAT, "version": VERSION, "columns": COLUMNS}
+            self._lines.append(_encode(fields | self.header))
+
+    def _encode_span(self, span: Span) -> None:
         key = span.kind, span.operand, span.lane, span.stream, span.device
         common = self._common.get(key)
         if common is None:
@@ -88,9 +115,6 @@ class Recorder:
         self._lines.append(
             _encode([span.id, common, *span.tile, span.step, *times, span.bytes, span.flops, back])
         )
-        self.spans += 1
-        if len(self._lines) >= FLUSH_LINES or monotonic() - self._since > FLUSH_SECONDS:
-            self._flush()
 
     def finish(self, wall: int, facts: Mapping[str, Any]) -> None:
         """Record the end of the run after `wall` nanoseconds.
@@ -99,17 +123,19 @@ class Recorder:
         """
         self.header |= facts
         self.wall = wall
-        self._lines.append(_encode({"wall_ns": wall, "spans": self.spans} | dict(facts)))
+        self._footer = {"wall_ns": wall, "spans": self.spans} | dict(facts)
 
     def close(self) -> None:
         """Write the remaining lines and close the file."""
-        self._flush()
+        if self._file is not None or self._in_memory or self._spilled is not None:
+            self._flush()
         if self._file is not None:
             with suppress(OSError):  # if a write failed, `failure` already has its error
                 self._file.close()
 
     def timeline(self) -> Timeline:
         """Return the recorded timeline. Close the recorder first."""
+        self._flush()
         return _parse(
             line for chunk in self._chunks() for line in zlib.decompress(chunk).decode().splitlines(True)
         )
@@ -145,6 +171,13 @@ class Recorder:
         self._in_memory_bytes = 0
 
     def _flush(self) -> None:
+        self._encode_header()
+        for span in self._waiting:
+            self._encode_span(span)
+        self._waiting.clear()
+        if self._footer is not None:
+            self._lines.append(_encode(self._footer))
+            self._footer = None
         if not self._lines:
             return
         text = "".join(f"{line}\n" for line in self._lines).encode()

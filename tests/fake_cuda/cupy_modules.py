@@ -307,6 +307,7 @@ def modules(device: Device, objects: Objects, library: Cublas) -> dict[str, Modu
         "cupy_backends.cuda.libs.cublas",
         CUBLASError=CublasError,
         create=create,
+        destroy=lambda handle: device.calls.append(("cublas.destroy", (handle,))),
         gemmEx=gemm_ex,
         getVersion=lambda handle: CUBLAS_VERSION,
         check_status=partial(check_status, CublasError),

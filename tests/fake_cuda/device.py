@@ -205,8 +205,10 @@ class Device:
 
     def finish_all(self) -> None:
         """Block until every stream is idle."""
-        for handle in list(self._queues):
-            self.finish(self.record(handle))
+        with self.lock:  # another thread may retire a stream
+            recordings = [self.record(handle) for handle in self._queues]
+        for recording in recordings:
+            self.finish(recording)
 
     def retire(self, handle: int) -> None:
         """Forget a stream whose commands have all run."""

@@ -1,5 +1,6 @@
 """Device memory, separate from host memory, and the ranges of host memory that are pinned."""
 
+import threading
 from bisect import bisect_right, insort
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class Memory:
         self.capacity = capacity
         self._device: dict[int, _Range] = {}
         self._pinned: dict[int, _Range] = {}
+        self._lock = threading.RLock()
         self._begins: list[int] = []  # first addresses of all ranges, in order
         self._next = BASE
 
@@ -83,31 +85,35 @@ class Memory:
         """Allocate device memory filled with NaN, and return its address."""
         if size > self.free_bytes:
             raise StatusError(OUT_OF_MEMORY)
-        address = self._next
-        self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
-        insort(self._begins, address)
-        # A gap after each allocation makes accesses beyond its end fail.
-        self._next += (size // ALIGNMENT + 2) * ALIGNMENT
-        return address
+        with self._lock:
+            address = self._next
+            self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
+            insort(self._begins, address)
+            # A gap after each allocation makes accesses beyond its end fail.
+            self._next += (size // ALIGNMENT + 2) * ALIGNMENT
+            return address
 
     def free(self, address: int) -> None:
         if not address:
             return
-        if self._device.pop(address, None) is None:
-            raise StatusError(INVALID_VALUE)
-        self._begins.remove(address)
+        with self._lock:
+            if self._device.pop(address, None) is None:
+                raise StatusError(INVALID_VALUE)
+            self._begins.remove(address)
 
     def pin(self, address: int, size: int, *, owned: bool = False) -> None:
-        before = self._last_begin(address + size - 1)
-        if before is not None and address < before.end:
-            raise StatusError(ALREADY_PINNED)
-        insort(self._begins, address)
-        self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
+        with self._lock:
+            before = self._last_begin(address + size - 1)
+            if before is not None and address < before.end:
+                raise StatusError(ALREADY_PINNED)
+            insort(self._begins, address)
+            self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
 
     def unpin(self, address: int) -> None:
-        if self._pinned.pop(address, None) is None:
-            raise StatusError(NOT_PINNED)
-        self._begins.remove(address)
+        with self._lock:
+            if self._pinned.pop(address, None) is None:
+                raise StatusError(NOT_PINNED)
+            self._begins.remove(address)
 
     def range_at(self, address: int) -> tuple[int, int] | None:
         """Return (address, bytes) of the allocation or the pinned range that contains an address."""
@@ -134,9 +140,10 @@ class Memory:
 
     def _last_begin(self, address: int) -> _Range | None:
         """Return the last range that begins at or before an address, or None."""
-        place = bisect_right(self._begins, address)
-        begin = self._begins[place - 1] if place else None
-        return None if begin is None else self._device.get(begin) or self._pinned[begin]
+        with self._lock:
+            place = bisect_right(self._begins, address)
+            begin = self._begins[place - 1] if place else None
+            return None if begin is None else self._device.get(begin) or self._pinned[begin]
 
     def real_address(self, address: int) -> int:
         """Return the address in this process at which a byte of device memory is stored."""

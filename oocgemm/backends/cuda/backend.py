@@ -8,6 +8,7 @@ from oocgemm.backends.cuda import pcie
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
 from oocgemm.backends.cuda.session import CudaSession
+from oocgemm.backends.cuda.warm import idle_bytes
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import check_plan
@@ -49,7 +50,7 @@ class CudaBackend:
 
     def free_memory(self) -> int:
         with cupy.cuda.Device(self._device):
-            return int(runtime.memGetInfo()[0])
+            return int(runtime.memGetInfo()[0]) + idle_bytes(self._device)
 
     def is_pinned(self, address: int, size: int) -> bool:
         with cupy.cuda.Device(self._device):

@@ -1,8 +1,10 @@
 """Chooses cuBLAS or one of our own kernels for each product, and launches it."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
+import cupy
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.cuda import cublas as blas
@@ -24,11 +26,11 @@ class Multiplier:
     """Multiplies on one device, with cuBLAS or our own kernels. Launches go to cupy's current stream.
 
     `kernel` is the name of one of our kernels, or "cublas", or "auto". "auto" means the kernel that was the
-    fastest in measurements of similar products.
+    fastest in measurements of similar products. `kernels` are our own kernels, if some are loaded already.
     """
 
-    def __init__(self, device: int, kernel: str = "auto") -> None:
-        self.kernels = Kernels(device)
+    def __init__(self, device: int, kernel: str = "auto", kernels: Kernels | None = None) -> None:
+        self.kernels = kernels or Kernels(device)
         self._kernel = kernel
         self.used: set[str] = set()  # names of the kernels that have multiplied
         self._tuning = tuning.load(device_name(device))
@@ -108,3 +110,12 @@ class Multiplier:
 def device_name(device: int) -> str:
     """Return the name of a GPU."""
     return str(properties(device)["name"].decode())
+
+
+def release() -> None:
+    """Destroy the cuBLAS handles that no run uses."""
+    for device, handles in _idle.items():
+        with cupy.cuda.Device(device):
+            while handles:
+                with suppress(Exception):  # after a failed launch, every CUDA call raises
+                    cublas.destroy(handles.pop())

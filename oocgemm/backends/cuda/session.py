@@ -32,11 +32,11 @@ from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.device_memory import allocate
-from oocgemm.backends.cuda.events import Clock, CudaToken, Work
+from oocgemm.backends.cuda.events import CudaToken, Work
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.multiplier import Multiplier
+from oocgemm.backends.cuda.warm import take
 from oocgemm.backends.integers import too_large
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -78,6 +78,7 @@ class CudaSession:
         self._problem = plan.problem
         self._tile_rows = plan.grid.rows
         self._arena = 0
+        self._warm, self._closed = take(device), False
         self._host = HostMemory(self._device)
         self.host_arena: Array | None = None
         # How many steps used each number of moduli; 0 counts the steps that were not emulated.
@@ -87,22 +88,23 @@ class CudaSession:
         self._loading: threading.Thread | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
-            self._free_before = runtime.memGetInfo()[0]
             try:
-                self._multiplier = Multiplier(device, kernel)
+                self._multiplier = Multiplier(device, kernel, self._warm.kernels)
                 if self._problem.planes:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
                 self._offsets, size = device_offsets(plan)
                 self._work = size
-                self._arena = allocate(size + plan.footprint.device["work"])
+                size += plan.footprint.device["work"]
+                # None: the session allocates nothing. To ask for the free memory would take longer.
+                self._free_before: int | None = None
+                if not self._warm.holds(size, plan.budgets.device):
+                    self._free_before = runtime.memGetInfo()[0] + self._warm.size
+                self._arena = self._warm.reserve(size, plan.budgets.device)
                 if self._problem.exact:  # one overflow flag per slot for strips in C's dtype
                     self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
                     np.frombuffer(self._flags, np.int32)[:] = 0
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
-                self._streams = {
-                    name: cupy.cuda.Stream(non_blocking=True, priority=priority)
-                    for name, priority in priorities.items()
-                }
+                self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
                     self.checksums = DeviceChecksums(
                         plan, self._address, SumsDevice(self._multiplier.kernels)
@@ -110,17 +112,17 @@ class CudaSession:
                 if self._problem.finishes:
                     self._load_finisher()
                 self.host_arena = self._host.take(plan)
-                self._clock = Clock(self._device)
+                self._clock = self._warm.clock
                 self._begin_loading(plan, device, kernel)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
-                self.close()
+                self.close(failed=True)
                 raise OutOfMemoryError(
                     f"the device has no room left for the kernels and their workspace ({error}), "
                     f"{format_size(free)} are free: pass a smaller --device-memory"
                 ) from error
             except BaseException:
-                self.close()
+                self.close(failed=True)
                 raise
 
     @contextmanager
@@ -265,28 +267,26 @@ class CudaSession:
 
     def device_bytes(self) -> int:
         self._await_loading()
+        if self._free_before is None:
+            return self._warm.size
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._await_loading()
-        try:
-            with self._device:
-                runtime.deviceSynchronize()
-            sound = True
-        except Exception:  # after a failed launch, every CUDA call raises
-            sound = False
-        releases = (
-            (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  the attribute is missing if __init__ failed early
-            (partial(self._host.close, keep=sound), ()),
-            *(((runtime.free, (self._arena,)),) if self._arena else ()),
-        )
-        self._arena = 0
         with self._device:
-            for release, arguments in releases:
-                # After a failed launch, every CUDA call raises. Release the rest all the same.
-                with suppress(Exception):
-                    release(*arguments)
+            try:
+                runtime.deviceSynchronize()
+            except Exception:
+                failed = True
+            # After a failed launch, every CUDA call raises. Release the rest all the same.
+            with suppress(Exception):  # the attribute is missing if __init__ failed early
+                self._multiplier.close()
+            with suppress(Exception):
+                self._host.close(keep=not failed)
+            if not self._closed:
+                self._closed = True
+                self._warm.free() if failed else self._warm.keep()
 
     def pin(self, host: Sequence[Array]) -> None:
         self._host.pin_slot(host[0].ctypes.data, sum(group.nbytes for group in host))

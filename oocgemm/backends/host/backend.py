@@ -33,7 +33,7 @@ from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
-from oocgemm.system.memory import allocate, available_memory
+from oocgemm.system.memory import RECENT, allocate, available_memory
 
 
 class HostSession:
@@ -91,7 +91,7 @@ class HostSession:
     def device_bytes(self) -> int:
         return self._arena.nbytes
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         del self._arena, self._work
 
     def pin(self, host: Sequence[Array]) -> None:
@@ -188,7 +188,7 @@ class HostBackend:
     name = "host"
 
     def free_memory(self) -> int:
-        return available_memory()
+        return available_memory(RECENT)
 
     def multiprocessors(self) -> int:
         return 1

@@ -1,0 +1,124 @@
+"""Keeps what a session leaves on a device for the next one: streams, clock, loaded kernels, a small arena.
+
+Creating and destroying these takes longer than a small product. A `Warm` belongs to one session at a time.
+Idle ones are kept per device, at most `MAX_IDLE`, of which at most one has an arena.
+"""
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+import cupy
+from cupy.cuda import runtime
+
+from oocgemm.backends.cuda.device_memory import allocate
+from oocgemm.backends.cuda.events import Clock
+from oocgemm.backends.cuda.launch import Kernels
+
+# Maximum number of idle `Warm` objects per device.
+MAX_IDLE = 2
+# A larger arena is freed when its session closes. Host memory that is kept has the same limit.
+MAX_KEPT = 128 << 20
+
+
+class Warm:
+    """The streams, the clock, the loaded kernels and the arena of one session on one device.
+
+    Everything is created at its first use. Call the methods while the device is the current one.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._streams: dict[tuple[str, int], Any] = {}
+        self._clock: Clock | None = None
+        self._kernels: Kernels | None = None
+        self.arena = 0  # its address
+        self.size = 0  # bytes of the arena
+
+    @property
+    def kernels(self) -> Kernels:
+        """Our own kernels. They stay loaded."""
+        if self._kernels is None:
+            self._kernels = Kernels(self._device)
+        return self._kernels
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that converts times of the device to times of the host."""
+        if self._clock is None:
+            self._clock = Clock(cupy.cuda.Device(self._device))
+        return self._clock
+
+    def stream(self, name: str, priority: int) -> Any:
+        """Return the stream of a name and priority."""
+        key = name, priority
+        if key not in self._streams:
+            self._streams[key] = cupy.cuda.Stream(non_blocking=True, priority=priority)
+        return self._streams[key]
+
+    def holds(self, size: int, budget: int) -> bool:
+        """Return whether the arena has at least `size` bytes, and does not exceed the device budget."""
+        return 0 < size <= self.size <= max(size, budget)
+
+    def reserve(self, size: int, budget: int) -> int:
+        """Return the address of an arena of at least `size` bytes, which takes at most the device budget.
+
+        Raises `OutOfMemoryError`.
+        """
+        if not self.holds(size, budget):
+            self.free()
+            self.arena = allocate(size)
+            self.size = max(size, 1)
+        return self.arena
+
+    def keep(self) -> None:
+        """Keep this for the next session. No work that uses it may be in flight."""
+        with _lock:
+            idle = _idle.setdefault(self._device, [])
+            kept = len(idle) < MAX_IDLE
+            has_arena = kept and self.size <= MAX_KEPT and not any(other.size for other in idle)
+            if not has_arena:
+                self.free()
+            if kept:
+                idle.append(self)
+
+    def free(self) -> None:
+        """Free the arena. After a failed launch, every CUDA call raises: errors are ignored."""
+        address, self.arena, self.size = self.arena, 0, 0
+        if address:
+            with suppress(Exception):
+                runtime.free(address)
+
+
+_idle: dict[int, list[Warm]] = {}
+_lock = threading.Lock()
+
+
+def take(device: int) -> Warm:
+    """Return what an earlier session has left on a device, or a new `Warm`. The caller owns it.
+
+    If an idle one has an arena, it is that one: its memory counts towards the budget of the caller.
+    """
+    with _lock:
+        idle = _idle.get(device)
+        if not idle:
+            return Warm(device)
+        idle.sort(key=lambda warm: warm.size)
+        return idle.pop()
+
+
+def idle_bytes(device: int) -> int:
+    """Return the bytes of device memory that idle arenas take. The next session takes or frees them."""
+    with _lock:
+        return sum(warm.size for warm in _idle.get(device, ()))
+
+
+def release() -> None:
+    """Free all that is idle. What a session uses now is kept or freed when that session closes."""
+    with _lock:
+        found = dict(_idle)
+        _idle.clear()
+    for device, idle in found.items():
+        with cupy.cuda.Device(device):
+            for warm in idle:
+                warm.free()
