@@ -10,7 +10,7 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -26,7 +26,7 @@ from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.ring import BUFFERS, MIN_PIECE, RingShape
+from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
@@ -156,7 +156,8 @@ class Direction:
         with device:
             lanes = [Lane(self._memory[i * size : (i + 1) * size], BUFFERS) for i in range(shape.lanes)]
             self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
-        self._turns = count()
+        self._piece, self._turns = shape.piece, count()
+        self._blocks: list[Pageable] = []  # as many as are being copied, in any order
         self._single, self._using_single = lanes.pop(), threading.Lock()
         self._queue: SimpleQueue[tuple[Copying, _Piece] | None] = SimpleQueue()
         self._threads = [
@@ -166,22 +167,30 @@ class Direction:
         for thread in self._threads:
             start(thread)
 
-    def copy(self, pieces: Sequence[_Piece], move: _Move, waits: Sequence[Any]) -> Work:
+    def copy(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Work:
         """Copy the pieces of a block; return when the last copy has been issued.
 
         `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
-        copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(pieces))
-        if len(pieces) == 1 and self._using_single.acquire(blocking=False):
-            try:
-                copying.copy(self._single, pieces[0])
-                self._single.finish()
-            finally:
-                self._using_single.release()
-        else:
-            for piece in pieces:
-                self._queue.put((copying, piece))
-        return copying.work()
+        self._blocks.append(block)
+        try:
+            least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
+            pieces = _pieces(
+                block, min(self._piece, max(least, ceil_div(block.array.nbytes, len(self._threads))))
+            )
+            copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(pieces))
+            if len(pieces) == 1 and self._using_single.acquire(blocking=False):
+                try:
+                    copying.copy(self._single, pieces[0])
+                    self._single.finish()
+                finally:
+                    self._using_single.release()
+            else:
+                for piece in pieces:
+                    self._queue.put((copying, piece))
+            return copying.work()
+        finally:
+            self._blocks.pop()
 
     def _serve(self, lane: Lane) -> None:
         with self._device:
@@ -232,7 +241,7 @@ class Ring:
             cuda_calls.record(event, lane.stream)
             return event, None
 
-        return self._direction("upload").copy(self._pieces(block), move, waits)
+        return self._direction("upload").copy(block, move, waits)
 
     def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
         """Copy a block from a device address, once the events in `waits` have completed.
@@ -253,7 +262,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").copy(self._pieces(block), move, waits)
+        return self._direction("download").copy(block, move, waits)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:
@@ -261,26 +270,23 @@ class Ring:
                 self._directions[name] = Direction(self._device, self.shape, name)
             return self._directions[name]
 
-    def _pieces(self, block: Pageable) -> list[_Piece]:
-        """Cut a block into pieces of whole rows, or of parts of a row, that fit into a buffer."""
-        (rows, cols), itemsize = block.array.shape, block.array.itemsize
-        row = cols * itemsize
-        each = max(MIN_PIECE, ceil_div(rows * row, self.shape.lanes - 1))
-        size = min(self.shape.piece, each)
-        return list(_cut(rows, cols, row, max(1, size // row), max(1, size // itemsize)))
-
     def close(self) -> None:
         """Join the threads, and unpin and free the buffers. No copy may be in flight."""
         while self._directions:
             self._directions.popitem()[1].close()
 
 
-def _cut(rows: int, cols: int, row: int, height: int, width: int) -> Iterator[_Piece]:
-    width = cols if height > 1 else min(width, cols)
-    for top in range(0, rows, height):
-        for left in range(0, cols, width):
-            span = (top, min(top + height, rows)), (left, min(left + width, cols))
-            yield *span, top * row + left * (row // cols)
+def _pieces(block: Pageable, size: int) -> list[_Piece]:
+    """Cut a block into pieces of at most `size` bytes: whole rows, or parts of a row."""
+    (rows, cols), itemsize = block.array.shape, block.array.itemsize
+    row = cols * itemsize
+    height = max(1, size // row)
+    width = cols if row <= size else max(1, size // itemsize)
+    return [
+        ((top, min(top + height, rows)), (left, min(left + width, cols)), top * row + left * itemsize)
+        for top in range(0, rows, height)
+        for left in range(0, cols, width)
+    ]
 
 
 def _view(buffer: Array, block: Pageable, rows: Range, cols: Range) -> Array:

@@ -8,8 +8,9 @@ from oocgemm.planning.setting import Setting
 # the last ones of a block keep fewer threads busy. With smaller ones, Python takes longer to issue the copy
 # of a piece than the link takes to copy it.
 PIECE = 8 << 20
-# A block is cut into one piece per thread, but not into smaller pieces than this many bytes.
-MIN_PIECE = 4 << 20
+# A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
+# some are being copied, give the threads enough to do: pieces are larger then.
+MIN_PIECE, MIN_BUSY_PIECE = 1 << 20, 4 << 20
 # Buffers have at least this many bytes, and a multiple of them: a page.
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.
