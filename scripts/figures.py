@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import grid_tables
 import ladder_tables
 import tables
 
@@ -72,6 +73,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "traffic": tables.traffic,
         "recorded": tables.recorded,
         "emulated": tables.emulated,
+        "grid": grid_tables.grid,
+        "calls": grid_tables.calls,
+        "commands": grid_tables.commands,
         "rungs": ladder_tables.rungs,
         "gains": ladder_tables.gains,
         "fast": ladder_tables.fast,

@@ -1,0 +1,71 @@
+"""Markdown tables of the products that `bench_grid.py` measured."""
+
+from statistics import geometric_mean
+from typing import Any
+
+import tables
+from grid_cases import BIG_SECONDS, TINY_SECONDS, figures
+
+HEADS = ["product", "bound", "by", "T", "bound / T", "loop / T", "in core / T"]
+
+
+def grid() -> list[str]:
+    """Return one table per machine."""
+    lines: list[str] = []
+    for key, found in tables.load("bench_grid.json").items():
+        machine, _, kind = key.rpartition(", ")
+        if kind != "grid":
+            continue
+        cases = {name: one for name, one in found["cases"].items() if one.get("samples", {}).get("oocgemm")}
+        lines += [f"### {machine}, {len(cases)} products", "", *_summary(cases), ""]
+        lines += [*tables.table(HEADS, [_row(name, one) for name, one in cases.items()]), ""]
+    return lines[:-1]
+
+
+def calls() -> list[str]:
+    """Return the table of calls with small arrays, beside CuPy."""
+    rows = []
+    for key, found in tables.load("bench_grid.json").items():
+        machine, _, kind = key.rpartition(", ")
+        for name, one in found["cases"].items() if kind == "small" else ():
+            samples = one["samples"]
+            times = (f"{1e3 * tables.median(samples[who]):.3g} ms" for who in ("oocgemm", "in_core"))
+            ratio = tables.median(samples["in_core"]) / tables.median(samples["oocgemm"])
+            rows.append([machine, name.removesuffix(" pageable"), *times, f"{ratio:.2f}"])
+    return tables.table(["GPU", "product", "T of oocgemm", "T of CuPy", "its T / our T"], rows)
+
+
+def commands() -> list[str]:
+    """Return the table of whole processes."""
+    rows = []
+    for key, found in tables.load("bench_grid.json").items():
+        machine, _, kind = key.rpartition(", ")
+        for name, one in found.items() if kind == "commands" else ():
+            if isinstance(one, dict) and "process" in one:
+                own = tables.seconds(one["T"]) if "T" in one else ""
+                rows.append([machine, f"`oocgemm {name}`", tables.seconds(one["process"]), own])
+    return tables.table(["machine", "command", "whole process", "T"], rows)
+
+
+def _summary(cases: dict[str, Any]) -> list[str]:
+    """Return sentences with the geometric mean and the smallest of bound / T, or of in core / T."""
+    ratios = {name: figures(one) for name, one in cases.items()}
+    bound = {name: one["bound"] for name, one in ratios.items() if "bound" in one}
+    if not bound:
+        core = [one["in_core"] for one in ratios.values() if "in_core" in one]
+        return [f"The geometric mean of in core / T is {geometric_mean(core):.2f}."]
+    more = [ratio for name, ratio in bound.items() if cases[name]["bound"] > TINY_SECONDS]
+    big = [ratio for name, ratio in bound.items() if cases[name]["bound"] > BIG_SECONDS]
+    return [
+        f"The geometric mean of bound / T is {geometric_mean(more):.2f} over the {len(more)} products with a "
+        f"bound above {1e3 * TINY_SECONDS:g} ms. Of the {len(big)} products with a bound above "
+        f"{BIG_SECONDS:g} s, {sum(ratio >= 0.75 for ratio in big)} reach 0.75, and the smallest is "
+        f"{min(big):.2f}."
+    ]
+
+
+def _row(name: str, one: dict[str, Any]) -> list[str]:
+    ratios = figures(one)
+    bound = [f"{one['bound']:.3g} s", one["bound_by"]] if one.get("bound") else ["", ""]
+    cells = (f"{ratios[x]:.2f}" if x in ratios else "" for x in ("bound", "loop", "in_core"))
+    return [name, *bound, tables.seconds(one["samples"]["oocgemm"]), *cells]
