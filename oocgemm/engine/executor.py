@@ -44,7 +44,7 @@ MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
-PAGEABLE_WORKERS = 3
+PAGEABLE_WORKERS = 4
 # A run of at most this many steps, on operands in memory that have at most this many bytes together with C,
 # needs less time than its threads take to start. Its operations run one after the other in one thread. So do
 # those of a run on pinned operands, of any size: they are only enqueued.
