@@ -28,16 +28,15 @@ B = np.arange(30.0 * 50).reshape(30, 50) % 5
 CUDA: dict[str, Any] = {
     "backend": "cuda",
     "kernel": "cublas",
-    "device_memory": "64MiB",
+    "device_memory": "96MiB",
     "host_memory": "64MiB",
 }
 extents = st.integers(0, 40)
 
 
 @pytest.fixture
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MAX_SHORT_STEPS", -1)
-    yield
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def test_an_interrupt_stops_a_short_run_before_its_next_operation(monkeypatch: p
         reads += 1
         if reads == 1:
             os.kill(os.getpid(), 2)
-            time.sleep(0.2)
+            time.sleep(4 * threads.SIGNAL_INTERVAL)
         right(self, rows, cols, out)
 
     monkeypatch.setattr(ArrayMatrix, "read", interrupted)
@@ -151,7 +150,12 @@ def test_free_memory_is_asked_for_once_in_a_short_call(monkeypatch: pytest.Monke
     time.sleep(memory.RECENT)
     asked: list[int] = []
     right = memory._available_memory
-    monkeypatch.setattr(memory, "_available_memory", lambda: asked.append(1) or right())
+
+    def ask() -> int:
+        asked.append(1)
+        return right()
+
+    monkeypatch.setattr(memory, "_available_memory", ask)
     monkeypatch.setattr(memory, "RECENT", 60.0)
     oocgemm.matmul(A, B, backend="host")
     assert len(asked) <= 1
