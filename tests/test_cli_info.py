@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.machine import info
 from tests.command import command
 
 
@@ -34,11 +34,12 @@ def test_info_lists_what_is_installed_and_missing() -> None:
 
 
 def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr("oocgemm.machine.info.version", version)
-    assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
+    monkeypatch.setattr("oocgemm.machine.info.installed_versions", lambda *packages: {})
+    info.versions.cache_clear()
+    try:
+        assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
+    finally:
+        info.versions.cache_clear()
 
 
 def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_verify_reports_what_it_reads(
     assert run("a.npy", "b.npy", "c.npy").code == 0
     said: list[str] = []
     monkeypatch.setattr(
-        "oocgemm.cli.products.doing", lambda enabled: nullcontext(said.append if enabled else len)
+        "oocgemm.cli.display.doing", lambda enabled: nullcontext(said.append if enabled else len)
     )
     assert command(*arguments).code == 0
     assert said == expected

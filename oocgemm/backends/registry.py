@@ -44,7 +44,7 @@ def missing_for_cuda() -> str | None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None and shown.split(",")[0].strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides the NVIDIA devices: unset it"
-    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+    if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
         return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{cuda_extra()}]'"
     return None
 

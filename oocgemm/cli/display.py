@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, Thread
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +13,6 @@ from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from oocgemm.jobs.verify import Verification
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.links import LINKS
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
@@ -22,6 +21,9 @@ from oocgemm.reports.gantt import gantt
 from oocgemm.reports.sections import heading
 from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
+
+if TYPE_CHECKING:
+    from oocgemm.jobs.verify import Verification
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
 # Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
@@ -224,7 +226,7 @@ def _uncalibrated(report: Report, timeline: Timeline) -> bool:
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
 
-def print_verification(found: Verification) -> None:
+def print_verification(found: "Verification") -> None:
     """Print the result of `verify`, with the probabilities of a false alarm and of a missed error."""
     out = console()
     out.print(

@@ -1,14 +1,17 @@
-"""The commands that work on products: run, plan, verify."""
+"""The commands that work on products: run, plan, verify.
+
+What only one of them needs, or what a quiet run does not need, is imported in the functions that use it.
+"""
 
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from oocgemm import stores
-from oocgemm.cli.display import doing, print_plan, print_report, print_verification
 from oocgemm.cli.interrupts import stopping
 from oocgemm.cli.options import DEVICE, JSON, PROBLEM, PRODUCT, taking, transposes
 from oocgemm.cli.output import (
@@ -24,11 +27,10 @@ from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.tolerance import BOUNDS
 from oocgemm.jobs import api, resume
+from oocgemm.jobs.options import Progress
 from oocgemm.jobs.result import Result
-from oocgemm.jobs.verify import verify as check_product
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size
-from oocgemm.reports.progress import progress_display
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20
@@ -84,7 +86,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     try:
         with (
             stopping(lambda: print_interrupted(resume.resume_hint(c))),
-            progress_display(live) as progress,
+            _display(live) as progress,
         ):
             result = api.gemm(a, b, c, progress=progress and _noting(progress), **transposes(options))
     except BudgetError:
@@ -114,11 +116,21 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         if _too_long(result):
             click.echo(_too_long(result))
         elif planned.steps:
+            from oocgemm.cli.display import print_report
+
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             log = options["timeline"]
             click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
+
+
+def _display(live: bool) -> AbstractContextManager[Progress | None]:
+    if not live:
+        return nullcontext()
+    from oocgemm.reports.progress import progress_display
+
+    return progress_display(live)
 
 
 def _too_long(result: Result) -> str:
@@ -167,6 +179,8 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
     Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """
+    from oocgemm.cli.display import print_plan
+
     stores.load_without_cupy(*filter(None, (a, b, c)))
     planned = api.plan(a, b, c, **transposes(options))
     _note_clipped(options["tile"], planned)
@@ -217,6 +231,9 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     Example: oocgemm verify A.zarr B.zarr C.zarr
     """
+    from oocgemm.cli.display import doing, print_verification
+    from oocgemm.jobs.verify import verify as check_product
+
     stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))
     with doing(not as_json) as say:
         found = check_product(a, b, c, **transposes(options), say=say)

@@ -17,12 +17,12 @@ from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
-from oocgemm.machine import info as system
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
 from oocgemm.system.memory import RECENT, available_memory
+from oocgemm.system.version import __version__
 
 
 class Target(ABC):
@@ -232,7 +232,7 @@ def _header(job: Job) -> dict[str, Any]:
     """Return the first line of the journal: what is computed, and by which plan."""
     plan = job.plan
     return {
-        "version": system.versions()["oocgemm"],
+        "version": __version__,
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "identity": job.output.identity,
         "given": {

@@ -7,6 +7,7 @@ from typing import Any
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.prepare import Job
+from oocgemm.machine.info import versions
 from oocgemm.stores import Matrix
 from oocgemm.timeline import Recorder
 
@@ -22,7 +23,7 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
     }
     path = job.request.timeline
     try:
-        return Recorder(header, path, {"plan": job.plan.to_dict})
+        return Recorder(header, path, {"plan": job.plan.to_dict, "versions": versions})
     except OSError as error:
         raise InputError(
             f"the timeline cannot be written to {path}: {error.strerror}; give another path"

@@ -9,14 +9,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import perf_counter_ns, time
 from traceback import clear_frames
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Session
 from oocgemm.engine.executor import Observer, Run, is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
-from oocgemm.integrity.checksums.check import Checks
 from oocgemm.jobs import output
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.options import Progress
@@ -32,6 +31,9 @@ from oocgemm.system.memory import available_memory
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
 from oocgemm.timeline.diagnosis import MIN_CPU_WALL
+
+if TYPE_CHECKING:
+    from oocgemm.integrity.checksums.check import Checks
 
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
@@ -53,7 +55,7 @@ class PreparedJob:
             check_log(request.timeline)
         backends.load(request.backend, request.device)
         stores.load(request.a, request.b, request.c.source)
-        known: dict[str, Any] = {"machine": system.machine(), "versions": system.versions()}
+        known: dict[str, Any] = {"machine": system.machine()}
         self._origin = perf_counter_ns()
         started = time()
         self._engine = backends.open_backend(request.backend, request.device)
@@ -215,17 +217,20 @@ def _stream(
     Tiles that fail their checksums are computed once more. Raises `ExecutionError` if one fails again.
     """
 
-    def run(part: Plan, checks: Checks | None) -> None:
+    def run(part: Plan, checks: "Checks | None") -> None:
         one = Run(part, session, staging, origin, observe, target.finished, checks, log.spans)
         try:
             one.execute(cancel)
         finally:
             target.written = target.written or one.wrote
 
-    checks = Checks(plan, SEED, session.checksums) if plan.problem.checked else None
-    run(plan, checks)
-    if checks is None:
+    if not plan.problem.checked:
+        run(plan, None)
         return None
+    from oocgemm.integrity.checksums.check import Checks
+
+    checks = Checks(plan, SEED, session.checksums)
+    run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache as cached
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +17,7 @@ from oocgemm.planning.cost.links import link_rates
 from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
-from oocgemm.system.version import __version__
+from oocgemm.system.version import __version__, installed_versions
 
 # The names of the rates that are measured per file system.
 STORAGE = {field.name for field in fields(StoreRates)}
@@ -141,8 +140,11 @@ def stored_on(*matrices: Matrix | None) -> set[str]:
 
 def machine() -> dict[str, Any]:
     """Return the platform, the processor, the number of cores for this process, and the RAM in bytes."""
+    # `platform.platform` would start a process, uname -p.
+    kernel, libc = os.uname(), os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else ""
+    parts = kernel.sysname, kernel.release, kernel.machine, libc and f"with-{libc.replace(' ', '')}"
     return {
-        "platform": platform.platform(),
+        "platform": "-".join(filter(None, parts)),
         "processor": cache.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -152,8 +154,7 @@ def machine() -> dict[str, Any]:
 @cached
 def versions() -> Mapping[str, str]:
     """Return the versions of Python, of oocgemm, and of the relevant packages that are installed."""
-    found = {"python": platform.python_version(), "oocgemm": __version__}
-    for package in (
+    found = installed_versions(
         "numpy",
         "zarr",
         "numcodecs",
@@ -163,9 +164,5 @@ def versions() -> Mapping[str, str]:
         "ml_dtypes",
         "resvg-py",
         "zarrs",
-    ):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    )
+    return {"python": platform.python_version(), "oocgemm": __version__} | found

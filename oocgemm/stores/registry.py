@@ -21,6 +21,7 @@ from oocgemm.stores.base import Store
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.zarr.store import ZarrArrays, ZarrPaths
+from oocgemm.system.version import any_entry_point
 
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
@@ -49,6 +50,8 @@ def installed() -> tuple[Store, ...]:
     The result is cached, because a search of all installed packages can take a tenth of a second. A store
     that cannot be loaded is ignored with a warning.
     """
+    if not any_entry_point(GROUP):
+        return ()
     from importlib.metadata import entry_points
 
     found: list[Store] = []

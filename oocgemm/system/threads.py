@@ -19,6 +19,9 @@ T = TypeVar("T")
 # During a run, a thread releases the GIL to a waiting thread after at most this many seconds. With Python's
 # default of 5 ms, the GPU could become idle while the thread that submits GPU work waits.
 SWITCH_INTERVAL = 0.2e-3
+# While a thread waits for a run, it looks for signals at least once in this many seconds. A signal that
+# arrives just before the thread blocks does not wake it.
+SIGNAL_INTERVAL = 0.25
 # Maximum number of idle threads that are kept for later runs, and the name of such a thread.
 MAX_IDLE = 2
 IDLE = "oocgemm-idle"
@@ -160,7 +163,9 @@ def shielded(work: Callable[[Cancel], T]) -> T:
             done.set()
 
     try:
-        _runners.begin(partial(copy_context().run, run)).wait()
+        ended = _runners.begin(partial(copy_context().run, run))
+        while not ended.wait(SIGNAL_INTERVAL):
+            pass
     except BaseException as error:
         if claim.acquire(blocking=False):
             raise  # `run` can no longer take `claim`, so it never calls `work`

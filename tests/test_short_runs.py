@@ -1,0 +1,216 @@
+"""Short products run in one thread, with the same results, errors and records as in many threads."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine import executor
+from oocgemm.errors import ExecutionError
+from oocgemm.planning import Kind
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.system import memory, threads
+from tests.backends_here import staged
+from tests.command import own_threads
+from tests.fake_cuda import Device, fake_cuda
+
+A = np.arange(40.0 * 30).reshape(40, 30) % 7
+B = np.arange(30.0 * 50).reshape(30, 50) % 5
+CUDA: dict[str, Any] = {
+    "backend": "cuda",
+    "kernel": "cublas",
+    "device_memory": "96MiB",
+    "host_memory": "64MiB",
+}
+extents = st.integers(0, 40)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MAX_SHORT_STEPS", -1)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with fake_cuda() as found:
+        yield found
+
+
+@given(extents, extents, extents, st.sampled_from([0, 1]), st.booleans(), st.booleans(), st.booleans())
+def test_one_thread_computes_what_many_threads_compute(
+    m: int, n: int, k: int, beta: int, verify: bool, slots: bool, transposed: bool
+) -> None:
+    rng = np.random.default_rng(m + 41 * n + 1681 * k)
+    a, b = (rng.integers(-3, 4, shape).astype(float) for shape in ((k, m) if transposed else (m, k), (k, n)))
+    c = rng.integers(-3, 4, (m, n)).astype(float)
+    options: dict[str, Any] = {"beta": beta, "verify": verify, "trans_a": transposed, "backend": "host"}
+    options["tile"] = f"{max(1, (m + 1) // 2)}x{max(1, n)}x{max(1, (k + 1) // 2)}"
+    found = []
+    for steps in (executor.MAX_SHORT_STEPS, -1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor, "MAX_SHORT_STEPS", steps)
+            if slots:
+                with staged():
+                    found.append(oocgemm.gemm(a, b, c.copy(), **options))
+            else:
+                found.append(oocgemm.gemm(a, b, c.copy(), **options))
+    expected = (a.T if transposed else a) @ b + beta * c
+    for result in found:
+        np.testing.assert_array_equal(result.out, expected)
+    short, long = ({span.id: (span.kind, span.tile, span.waits) for span in r.timeline.spans} for r in found)
+    assert short == long
+
+
+def test_a_short_run_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    oocgemm.matmul(A, B, backend="host")  # starts the thread that all runs use
+    started: list[str] = []
+    right = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        started.append(self.name)
+        right(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    np.testing.assert_array_equal(oocgemm.matmul(A, B, backend="host"), A @ B)
+    assert started == []
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_a_long_run_starts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+    right = HostSession.submit
+
+    def submit(self: HostSession, operation: Any, host: Any, after: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return right(self, operation, host, after)
+
+    monkeypatch.setattr(HostSession, "submit", submit)
+    oocgemm.matmul(A, B, backend="host")
+    assert names == {"oocgemm-compute-0"}
+
+
+def test_writes_are_put_off_until_all_is_submitted(device: Device) -> None:
+    """One thread would otherwise wait for the first tile before it submits the second."""
+    plan = oocgemm.plan(A, B, tile="20x50x30", **CUDA)
+    assert plan.slots.c > 1
+    before = len(device.calls)
+    result = plan.run()
+    np.testing.assert_array_equal(result.out, A @ B)
+    starts = {kind: [s.id for s in result.timeline.spans if s.kind == kind] for kind in ("write", "multiply")}
+    made = [name for name, _ in device.calls[before:]]
+    last_product = len(made) - made[::-1].index("cublasGemmEx")
+    assert "Event.synchronize" not in made[made.index("cublasGemmEx") : last_product]
+    assert min(starts["write"]) < max(starts["multiply"])  # in the order of the schedule, they are mixed
+    device.check()
+
+
+@pytest.mark.parametrize("kind", [Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD])
+def test_a_failing_operation_of_a_short_run_is_named(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HostSession.submit
+
+    def failing(self: HostSession, operation: Any, host: Any, after: Any) -> Any:
+        if operation.kind is kind:
+            raise RuntimeError("the launch failed")
+        return right(self, operation, host, after)
+
+    monkeypatch.setattr(HostSession, "submit", failing)
+    with staged(), pytest.raises(ExecutionError, match=rf"{kind} \w.*of tile \(0, 0\).*the launch failed"):
+        oocgemm.matmul(A, B, backend="host")
+    assert own_threads() == []
+
+
+def test_an_interrupt_stops_a_short_run_before_its_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, reads = ArrayMatrix.read, 0
+
+    def interrupted(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            os.kill(os.getpid(), 2)
+            time.sleep(4 * threads.SIGNAL_INTERVAL)
+        right(self, rows, cols, out)
+
+    monkeypatch.setattr(ArrayMatrix, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        oocgemm.matmul(A, B, tile="20x50x30", backend="host")
+    assert reads == 1
+
+
+def test_free_memory_is_asked_for_once_in_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    oocgemm.matmul(A, B, backend="host")
+    time.sleep(memory.RECENT)
+    asked: list[int] = []
+    right = memory._available_memory
+
+    def ask() -> int:
+        asked.append(1)
+        return right()
+
+    monkeypatch.setattr(memory, "_available_memory", ask)
+    monkeypatch.setattr(memory, "RECENT", 60.0)
+    oocgemm.matmul(A, B, backend="host")
+    assert len(asked) <= 1
+
+
+def test_release_ends_the_idle_threads() -> None:
+    oocgemm.matmul(A, B, backend="host")
+    idle = [thread for thread in threading.enumerate() if thread.name == threads.IDLE]
+    assert 1 <= len(idle) <= threads.MAX_IDLE
+    oocgemm.release()
+    for thread in idle:
+        thread.join(10)
+        assert not thread.is_alive()
+    np.testing.assert_array_equal(oocgemm.matmul(A, B, backend="host"), A @ B)
+
+
+def test_many_concurrent_calls_leave_few_threads() -> None:
+    def work() -> None:
+        for _ in range(5):
+            np.testing.assert_array_equal(oocgemm.matmul(A, B, backend="host"), A @ B)
+
+    callers = [threading.Thread(target=work) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("oocgemm")]
+        if len(left) <= threads.MAX_IDLE:
+            break
+        time.sleep(0.01)
+    assert len(left) <= threads.MAX_IDLE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    a = np.ones((4, 4))
+    oocgemm.matmul(a, a, backend="host")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            threads.shielded(lambda cancel: None)
+            code = 0
+        finally:
+            os._exit(code)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the child waits for a thread of its parent")
