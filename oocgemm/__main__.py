@@ -10,6 +10,11 @@ import os
 import sys
 from typing import NoReturn
 
+from oocgemm.system.wake import wake
+
+if "run" in sys.argv[1:2] and not {"host", "--backend=host", "--device"} & set(sys.argv):
+    wake(0)  # while the modules below are imported
+
 from oocgemm.cli import main as cli
 from oocgemm.cli.output import EXIT_FAILED, print_error
 from oocgemm.cli.streams import use_safe_streams

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,11 +14,10 @@ from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.kernels import registry as ladder
 from oocgemm.system import threads
+from oocgemm.system.wake import wake
 
 NAMES = ("auto", "cuda", "host")
 _CUDA = "oocgemm.backends.cuda.backend"
-# The devices whose contexts `load` has begun to create in this process.
-_woken: set[int] = set()
 # The names of each backend's kernels. `auto` stands for the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
@@ -93,28 +91,10 @@ def load(name: str, device: int = 0) -> None:
 
     Errors are ignored here. `open_backend` fails in the same way later, and raises them.
     """
-    if _CUDA in sys.modules and device in _woken:
-        return
-    if resolve(name) == "cuda" and not missing_for_cuda():
-        _woken.add(device)
-        # If the system refuses a thread, the context is created later, when the backend is opened.
-        with suppress(RuntimeError):
-            threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
+    if resolve(name) == "cuda" and not missing_for_cuda() and (wake(device) or _CUDA not in sys.modules):
         # If cupy cannot be imported, `open_backend` raises an error or falls back to the host.
         with suppress(ImportError):
             importlib.import_module(_CUDA)
-
-
-def _wake(device: int) -> None:
-    """Create the primary context of a device, which takes 0.2 s, while the main thread imports modules.
-
-    Errors are ignored here. Opening the backend fails in the same way later, and raises them.
-    """
-    with suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        number, context = ctypes.c_int(), ctypes.c_void_p()
-        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(number), device):
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
 
 
 def open_backend(name: str, device: int = 0) -> Backend:
