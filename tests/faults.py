@@ -71,7 +71,7 @@ def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
                 write.strike()
             super().write(rows, cols, data)
 
-    matrix.__class__ = Faulty  # type: ignore[assignment]
+    matrix.__class__ = Faulty
     return matrix
 
 

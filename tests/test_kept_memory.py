@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm import backends
-from oocgemm.planning import Plan
+from oocgemm import Plan, backends
 from oocgemm.planning.cost.ring import ring_shape
 from tests.command import own_threads
 from tests.fake_cuda import fake_cuda
@@ -40,8 +39,8 @@ def product(request: pytest.FixtureRequest, tmp_path: Path) -> Multiply:
         operands = [*saved(tmp_path, A, A), tmp_path / "C.npy"]
 
     def multiply(**options: Any) -> Array:
-        settings = {"backend": "cuda", "kernel": "cublas", "overwrite": True} | BUDGETS | options
-        return np.array(oocgemm.gemm(*operands, **settings).out[:])
+        fixed: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "overwrite": True}
+        return np.array(oocgemm.gemm(*operands, **fixed | BUDGETS | options).out[:])
 
     return multiply
 

@@ -29,7 +29,7 @@ from oocgemm.stores import files
 from oocgemm.system import memory
 from tests.backends_here import staged
 from tests.faults import Fault, faulty_stores, nothing_left
-from tests.faulty_runs import PRODUCT, TILE, A, B, failure, multiply, saved, store
+from tests.faulty_runs import PRODUCT, TILE, A, failure, multiply, saved, store
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
