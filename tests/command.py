@@ -74,19 +74,19 @@ def forget_threads() -> None:
     _leaked.update(_alive())
 
 
+# Threads that are kept for the next run, until `oocgemm.release`.
 KEPT = ("oocgemm-upload-", "oocgemm-download-", IDLE)
 
 
-def own_threads() -> list[str]:
-    """Return the names of the live threads of runs that the current test has started."""
-    return [thread.name for thread in _alive() if thread not in _leaked]
+def own_threads(*, kept: bool = False) -> list[str]:
+    """Return the names of the live threads of runs that the current test has started.
+
+    Those that are kept for the next run are included only if `kept`.
+    """
+    alive = [thread.name for thread in _alive() if thread not in _leaked]
+    return [name for name in alive if kept or not name.startswith(KEPT)]
 
 
 def _alive() -> list[threading.Thread]:
-    """Return the live threads of runs, without those that are kept for the next run (`oocgemm.release`)."""
     # Threads whose start was interrupted stay in Python's list but never run.
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("oocgemm") and not thread.name.startswith(KEPT) and thread.is_alive()
-    ]
+    return [t for t in threading.enumerate() if t.name.startswith("oocgemm") and t.is_alive()]

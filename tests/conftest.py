@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from oocgemm.backends import registry
 from oocgemm.planning.search import planner
 from tests.command import forget_threads, own_threads
 
@@ -53,11 +54,15 @@ def _no_plan_of_another_test() -> None:
 
 @pytest.fixture(autouse=True)
 def _each_test_ends_its_threads() -> Iterator[None]:
-    """Fail a test that leaves a thread of a run alive. Later tests do not fail for that thread."""
+    """Fail a test that leaves a thread of a run alive. Later tests do not fail for that thread.
+
+    What runs keep for the next one is freed.
+    """
     forget_threads()
     yield
+    registry.release()
     until = time.monotonic() + SECONDS_TO_END
-    while (left := own_threads()) and time.monotonic() < until:
+    while (left := own_threads(kept=True)) and time.monotonic() < until:
         time.sleep(0.01)
     assert left == [], "this test has leaked threads"
 

@@ -56,33 +56,35 @@ class Fault:
             raise copy(self.error)
 
 
-class FaultyMatrix:
-    """A matrix whose reads and writes fail as the given faults say."""
+def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
+    """Make reads and writes of a matrix fail as the given faults say."""
+    kind: Any = type(matrix)
 
-    def __init__(self, matrix: Matrix, read: Fault | None, write: Fault | None) -> None:
-        self._matrix, self._read, self._write = matrix, read, write
+    class Faulty(kind):  # type: ignore[misc]
+        def read(self, rows: Range, cols: Range, out: Array) -> None:
+            if read:
+                read.strike()
+            super().read(rows, cols, out)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._matrix, name)
+        def write(self, rows: Range, cols: Range, data: Array) -> None:
+            if write:
+                write.strike()
+            super().write(rows, cols, data)
 
-    def read(self, rows: Range, cols: Range, out: Array) -> None:
-        if self._read:
-            self._read.strike()
-        self._matrix.read(rows, cols, out)
-
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        if self._write:
-            self._write.strike()
-        self._matrix.write(rows, cols, data)
+    matrix.__class__ = Faulty
+    return matrix
 
 
 @contextmanager
 def faulty_stores(**faults: Fault) -> Iterator[None]:
-    """Make reads and writes of operands fail during the block, by names such as `read_A` and `write_C`."""
+    """Make reads and writes of operands fail during the block, by names such as `read_A` and `write_C`.
+
+    A GPU reads and writes arrays in memory by other means: there, only stored operands fail.
+    """
     opening, creating = stores.open_matrix, stores.create_output
 
     def wrapped(name: str, matrix: Matrix) -> Any:
-        return FaultyMatrix(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
+        return faulty(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
 
     def open_matrix(name: str, source: Any, **options: Any) -> Any:
         return wrapped(name, opening(name, source, **options))

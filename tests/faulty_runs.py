@@ -43,6 +43,14 @@ def store(place: Path, kind: str, values: Any = A) -> Path:
     return place
 
 
+def saved(folder: Path, a: Any = A, b: Any = B) -> tuple[Path, Path]:
+    """Save A and B as .npy files in a folder, and return their paths."""
+    paths = folder / "A.npy", folder / "B.npy"
+    for path, values in zip(paths, (a, b), strict=True):
+        np.save(path, values)
+    return paths
+
+
 def chunk(a: Path) -> Path:
     """Return the path of a chunk file of A that the second row of tiles uses."""
     return next(place for place in (a / "c" / "2" / "1", a / "c" / "1" / "1", a / "2.1") if place.is_file())

@@ -28,7 +28,7 @@ SUMMED = ENGINES[2:]
 SETTINGS = {"host-staged": staged, "host-summed": summed}
 
 
-def product(engine: str, a: Array, b: Array, c: Array | None = None, **options: Any) -> oocgemm.Result:
+def product(engine: str, a: Any, b: Any, c: Array | None = None, **options: Any) -> oocgemm.Result:
     with SETTINGS.get(engine, nullcontext)():
         return oocgemm.gemm(a, b, c, backend=engine.partition("-")[0], verify=True, **options)
 

@@ -11,12 +11,14 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.backends.base import DoneToken
+from oocgemm.backends.base import DoneToken, Pageable
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.cost import machine as machine_model
 from oocgemm.planning.search import slot_counts
+from oocgemm.planning.tiling import Range
+from tests.faulty_runs import saved
 from tests.problems import Array, reference, scaled
 from tests.suite import slow
 from tests.tampering import ENGINES, SUMMED, checked, one_element, operands, product, tampering
@@ -158,14 +160,51 @@ def of_another_panel(panel: Array) -> None:
     panel[...] = np.roll(panel, 7, axis=1)
 
 
+def damaged(panel: Pageable, change: Callable[[Array], None]) -> Pageable:
+    """Return a panel of which the device receives changed data."""
+    changed = panel.array.copy()
+    change(changed)
+
+    def move(rows: Range, cols: Range, part: Array) -> None:
+        part[...] = changed[slice(*rows), slice(*cols)]
+
+    return Pageable(panel.array, move)
+
+
+ODD: dict[str, Callable[[Array], Array]] = {
+    "every second column": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "columns in reverse order": lambda x: x[:, ::-1].copy()[:, ::-1],
+    "another byte order": lambda x: x.astype(x.dtype.newbyteorder(">")),
+    "a memory map": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+@pytest.mark.parametrize("kind", ODD)
+def test_digests_are_of_what_the_device_receives(engine: str, kind: str, tmp_path: Path) -> None:
+    """Rows of arrays in memory may be strided, in another byte order, or in a file."""
+    a, b, _ = operands()
+    x, y = ODD[kind](a), ODD[kind](b)
+    if kind == "a memory map":
+        x, y = (np.load(path, mmap_mode="r") for path in saved(tmp_path, a, b))
+    result = product(engine, x, y, tile="80x100x30")
+    assert checked(result)["recomputed"] == []
+    np.testing.assert_array_equal(result.out, a @ b)
+
+
 @pytest.mark.parametrize("engine", SUMMED)
 @pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
 @pytest.mark.parametrize("operand", ["A", "B", "C"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("stored", [False, True])
 def test_a_panel_corrupted_before_upload_is_corrected(
-    engine: str, change: Callable[[Array], None], operand: str, dtype: str
+    engine: str, change: Callable[[Array], None], operand: str, dtype: str, stored: bool, tmp_path: Path
 ) -> None:
-    """The panel changes in host memory after it was read and before it is uploaded."""
+    """The data change after the host has computed their digest.
+
+    Panels of stored operands, and strips of C, change in their host slots. Panels of operands in memory
+    change on the way to the device.
+    """
     rng = np.random.default_rng(8)
     a, b, c = (scaled(rng, shape, dtype, "normal") for shape in ((150, 90), (90, 160), (150, 160)))
     left = 1
@@ -184,14 +223,19 @@ def test_a_panel_corrupted_before_upload_is_corrected(
             left -= 1
             for token in after:
                 token.synchronize()
-            change(host[0])
+            assert isinstance(host, Pageable) == (operand != "C" and not stored)
+            if isinstance(host, Pageable):
+                host = damaged(host, change)
+            else:
+                change(host[0])
         return right(self, operation, host, after)
 
     plain, found = c.copy(), c.copy()
     options: dict[str, Any] = {"tile": "80x100x30", "beta": 1}
-    product(engine, a, b, plain, **options)
+    x, y = saved(tmp_path, a, b) if stored else (a, b)
+    product(engine, x, y, plain, **options)
     with patch.object(session, "submit", submit):
-        result = product(engine, a, b, found, **options)
+        result = product(engine, x, y, found, **options)
     assert not left
     assert [0, 0] in checked(result)["recomputed"]
     np.testing.assert_array_equal(found, plain)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +26,9 @@ from oocgemm.planning import (
 )
 from oocgemm.system.memory import allocate
 from tests import faults
+from tests.command import own_threads
 from tests.fake_cuda import PACKAGE, Device, Fault, fake_cuda
+from tests.faulty_runs import saved
 from tests.problems import Array
 from tests.suite import slow
 
@@ -179,14 +182,11 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_an_abandoned_operation_blocks_nobody(device: Device) -> None:
     backends.open_backend("cuda")
     memory, slot = module("HostMemory").HostMemory(sys.modules["cupy.cuda"].Device(0)), panel()
-    with patch.object(memory, "_driver") as driver:
-        driver.acquire.side_effect = KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), memory.submitting():
-            pass
     with pytest.raises(OSError, match="failed"), memory.submitting():
         raise OSError("failed")
-    memory.pinner.pin(slot.ctypes.data, slot.nbytes)  # would block if a lock were still held
-    memory.pinner.unpin(slot.ctypes.data)
+    memory.pin_slot(slot.ctypes.data, slot.nbytes)  # would block if a lock were still held
+    memory.close(keep=False)
+    device.check()
 
 
 def test_memory_within_one_pinned_range_counts_as_pinned(device: Device) -> None:
@@ -204,6 +204,7 @@ def test_memory_within_one_pinned_range_counts_as_pinned(device: Device) -> None
 def test_after_a_failed_launch_all_is_given_back(device: Device, plan: Plan) -> None:
     """A failed run frees and unpins its memory, although every CUDA call fails after the first failure."""
     session, slot = opened(plan), panel()
+    (arena,) = device.memory.pinned
     device.faults["cuMemcpyAsync"] = Fault(LAUNCH_FAILED, late=True)
     token = session.submit(first(plan, Kind.UPLOAD), [slot], [])
     with pytest.raises(RuntimeError, match="CUDA error 719"):
@@ -213,10 +214,11 @@ def test_after_a_failed_launch_all_is_given_back(device: Device, plan: Plan) -> 
     before = len(device.calls)
     session.close()
     made = device.calls[before:]
-    assert [name for name, _ in made] == ["deviceSynchronize", "hostUnregister", "free"]
-    assert made[1][1] == (slot.ctypes.data,)
+    assert [name for name, _ in made] == ["deviceSynchronize", *["hostUnregister"] * 2, "free"]
+    assert made[1][1] == (arena,)
+    assert made[2][1] == (slot.ctypes.data,)
     session.close()
-    assert device.count("hostUnregister") == 1
+    assert device.count("hostUnregister") == 2
 
 
 def test_cublas_is_kept_for_the_next_run_but_not_shared(device: Device, plan: Plan) -> None:
@@ -242,35 +244,47 @@ LAST = ("malloc", "cuMemcpyAsync", "cublasGemmEx", "Event.synchronize")
 QUICK = [(share, name) for share, name in CASES if share == 0 or (share == 1 and name in LAST)]
 
 
-def product(**options: Any) -> oocgemm.Result:
-    return oocgemm.gemm(A, B, backend="cuda", kernel="cublas", tile="20x20x20", **options)
+def product(*operands: Any, **options: Any) -> oocgemm.Result:
+    """Multiply the operands, or A and B in memory."""
+    return oocgemm.gemm(
+        *(operands or (A, B)), backend="cuda", kernel="cublas", tile="20x20x20", overwrite=True, **options
+    )
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("share", "name"), QUICK + slow(*(case for case in CASES if case not in QUICK)))
-def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
-    """Make one call of a run fail: the first call of this function, one in the middle, or the last."""
+def test_a_run_whose_call_fails_leaves_nothing_behind(
+    device: Device, name: str, share: float, stored: bool, tmp_path: Path
+) -> None:
+    """Make one call of a run fail: the first call of this function, one in the middle, or the last.
+
+    Stored operands pass through host slots, and operands in memory through the ring.
+    """
     device.memory.capacity = 1 << 30
-    product()
+    operands: tuple[Any, ...] = (*saved(tmp_path, A, B), tmp_path / "C.npy") if stored else (A, B)
+    product(*operands)
+    oocgemm.release()  # so that host memory is pinned again
     calls = device.count(name)
     start = calls + 1 + int(share * (calls - 1))
     device.faults[name] = Fault(LAUNCH_FAILED, first=min(start, 2 * calls - 1), times=1)
     try:
-        result = product()
+        result = product(*operands)
     except oocgemm.OocGemmError as error:
         assert "CUDA error 719" in str(error)
     else:  # a failure while cuBLAS loads its kernels may be harmless, and a second run makes fewer calls
-        np.testing.assert_array_equal(result.out, A @ B)
+        np.testing.assert_array_equal(result.out[:], A @ B)
     device.faults.clear()
     device.check()
-    np.testing.assert_array_equal(product().out, A @ B)
+    assert own_threads(kept=True) == []
+    np.testing.assert_array_equal(product(*operands).out[:], A @ B)
 
 
 @pytest.mark.parametrize("fails", ["read_A", "write_C"])
-def test_a_store_that_fails_leaves_nothing_on_the_device(device: Device, fails: str) -> None:
+def test_a_store_that_fails_leaves_nothing_on_the_device(device: Device, fails: str, tmp_path: Path) -> None:
     device.memory.capacity = 1 << 30
     fault = faults.Fault(OSError("no more"), first=3)
     with faults.faulty_stores(**{fails: fault}), pytest.raises(ExecutionError, match="no more"):
-        product()
+        product(*saved(tmp_path, A, B), tmp_path / "C.npy")
     device.check()
 
 
@@ -280,6 +294,8 @@ def test_a_command_that_fails_on_the_device_ends_the_run(device: Device, name: s
     device.faults[name] = Fault(LAUNCH_FAILED, first=9, late=True)
     with pytest.raises(ExecutionError, match="CUDA error 719"):
         product()
+    oocgemm.release()
+    assert own_threads(kept=True) == []
 
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuMemcpyAsync", "cuStreamWaitEvent", "cuLaunchKernel"])

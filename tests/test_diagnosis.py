@@ -335,15 +335,23 @@ def test_a_lane_that_nothing_waits_for_is_not_slow() -> None:
     assert found.seconds == pytest.approx(run_of(plan).wall / 1e9, rel=0.1)
 
 
-def test_arrays_in_memory_are_not_called_storage() -> None:
+@pytest.mark.parametrize("unified", [False, True])
+def test_arrays_in_memory_are_not_called_storage(unified: bool) -> None:
+    """The host backend copies C out of slots. A GPU copies it from the device to the array."""
     layouts = Layouts(*(Layout(in_memory=True) for _ in "ABC"))
-    size = 16384, 16384, 512
-    run = run_of(virtual_plan(size, Budgets(GIB, GIB), machine(memory=20e9), layouts=layouts))
+    model = replace(machine(memory=20e9), unified=unified)
+    run = run_of(virtual_plan((16384, 16384, 512), Budgets(GIB, GIB), model, layouts=layouts))
     header = dict(run.header) | {"operands": {x: {"store": "memory"} for x in "ABC"}}
     found = diagnose(Timeline(run.spans, run.wall, header))
-    assert found.verdict.bound == "write"
-    assert found.evidence.startswith("Copying C out of host slots")
-    assert diagnose(run).evidence.startswith("Writing took")
+    bound, said, stored = (
+        ("write", "Copying C out of slots took", "Writing took")
+        if unified
+        else ("accumulator", "Copying from the device took", "Copying from the device took")
+    )
+    assert found.verdict.bound == bound
+    assert found.evidence.startswith(said)
+    assert diagnose(run).evidence.startswith(stored)
+    assert ("write" in report(run).lanes) == unified
 
 
 def test_the_text_report_says_the_same() -> None:

@@ -16,6 +16,7 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm import stores
 from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import executor
@@ -29,6 +30,7 @@ from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import own_threads
 from tests.faults import ON_DEVICE
+from tests.faulty_runs import saved
 from tests.suite import slow
 
 A = np.ones((40, 30))
@@ -78,14 +80,20 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
     assert own_threads() == []
 
 
-def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_first_error_is_the_one_that_is_raised(
+    mapped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files are read into host slots, and memory maps while they are uploaded."""
     right, begun, failed = Run._fail, threading.Event(), threading.Event()
+    sources = [np.load(path, mmap_mode="r") if mapped else path for path in saved(tmp_path, A, B)]
+    matrix: Any = type(stores.open_matrix("A", sources[0]))
 
     def fail(self: Run, error: BaseException) -> None:
         right(self, error)
         failed.set()
 
-    def failing(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
+    def failing(self: Any, rows: Any, cols: Any, out: Any) -> None:
         if self.name == "A":
             begun.wait(10)
             raise OSError("first")
@@ -94,9 +102,10 @@ def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPat
         raise OSError("later")
 
     monkeypatch.setattr(Run, "_fail", fail)
-    monkeypatch.setattr(ArrayMatrix, "read", failing)
+    monkeypatch.setattr(matrix, "read", failing)
     with pytest.raises(ExecutionError, match="first"), staged(2):
-        oocgemm.matmul(A, B, tile="40x50x30", backend="host")
+        oocgemm.matmul(*sources, tile="40x50x30", backend="host")
+    assert begun.is_set()
 
 
 def test_a_failing_progress_callback_fails_the_run() -> None:
@@ -214,7 +223,7 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 @pytest.mark.parametrize("beta", [0, 1])
 @pytest.mark.parametrize("verify", [False, True])
 def test_the_thread_that_ends_a_wait_submits_what_is_ready(
-    beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
+    beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Asynchronous operations have no threads of their own.
 
@@ -241,10 +250,12 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     rng = np.random.default_rng(3)
     a, b = rng.integers(-3, 4, (70, 60)).astype(float), rng.integers(-3, 4, (60, 90)).astype(float)
     c = rng.integers(-3, 4, (70, 90)).astype(float)
-    expected = a @ b + beta * c
+    np.save(tmp_path / "C.npy", c)
+    options: dict[str, Any] = {"beta": beta, "tile": "20x30x10", "verify": verify, "overwrite": True}
     with staged(2):
-        plan = oocgemm.gemm(a, b, c, beta=beta, tile="20x30x10", verify=verify, backend="host").plan
-    np.testing.assert_array_equal(c, expected)
+        paths = *saved(tmp_path, a, b), tmp_path / "C.npy"
+        plan = oocgemm.gemm(*paths, backend="host", **options).plan
+    np.testing.assert_array_equal(np.load(paths[2]), a @ b + beta * c)
     for stream in {operation.stream for operation in done}:
         wanted = [o for o in plan.schedule() if o.stream == stream and o.kind not in (Kind.READ, Kind.WRITE)]
         assert [o for o in done if o.stream == stream] == wanted
@@ -277,9 +288,32 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
     np.testing.assert_array_equal(c, a @ b)
 
 
-def test_operations_are_submitted_in_schedule_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("beta", [0, 1])
+def test_threads_of_their_own_copy_arrays_in_memory(beta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy keeps its thread busy. All other operations of a device need no threads of their own."""
+    monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
+    right, names = HostSession.submit, set[tuple[Kind, str]]()
+
+    def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
+        names.add((operation.kind, threading.current_thread().name.rpartition("-")[0]))
+        return right(self, operation, host, tokens)
+
+    monkeypatch.setattr(HostSession, "submit", submit)
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(-3, 4, (70, 60)).astype(float), rng.integers(-3, 4, (60, 90)).astype(float)
+    c = rng.integers(-3, 4, (70, 90)).astype(float)
+    expected = a @ b + beta * c
+    with staged(2):
+        oocgemm.gemm(a, b, c, beta=beta, tile="20x30x10", backend="host")
+    np.testing.assert_array_equal(c, expected)
+    by_kind = {kind: {name for each, name in names if each is kind} for kind, _ in names}
+    uploading = {"oocgemm-h2d", "oocgemm-h2d-c"} if beta else {"oocgemm-h2d"}
+    assert by_kind.pop(Kind.UPLOAD) == uploading
+    assert by_kind.pop(Kind.DOWNLOAD) == {"oocgemm-d2h"}
+    assert list(by_kind) == [Kind.MULTIPLY]
+
+
+def test_operations_are_submitted_in_schedule_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A Download is submitted before the next rows are multiplied, even if all Multiplies are ready."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
@@ -293,8 +327,8 @@ def test_operations_are_submitted_in_schedule_order(
     monkeypatch.setattr(HostSession, "submit", submit)
     a, b = np.arange(64.0 * 8).reshape(64, 8), np.arange(64.0).reshape(8, 8)
     with staged():
-        result = oocgemm.gemm(a, b, tile="64x8x8", backend="host")
-    np.testing.assert_array_equal(result.out, a @ b)
+        result = oocgemm.gemm(*saved(tmp_path, a, b), tmp_path / "C.npy", tile="64x8x8", backend="host")
+    np.testing.assert_array_equal(result.out[:], a @ b)
     rooms = result.plan.slots.host_c
     assert len(kinds) > 2 + 2 * rooms
     assert rooms >= 2

@@ -1,24 +1,28 @@
-"""Pinned host memory that the CUDA backend keeps between the runs of a process."""
+"""Pinned host memory that the CUDA backend keeps between the runs of a process: host slots, and the ring."""
 
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm import backends
-from oocgemm.errors import BackendError
-from oocgemm.planning import Budgets, Plan
+from oocgemm import Plan, backends
+from oocgemm.planning.cost.ring import ring_shape
+from tests.command import IDLE, own_threads
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.device import Device, Fault
+from tests.faulty_runs import saved
+from tests.problems import Array
 
 NO_MEMORY = 2  # cudaErrorMemoryAllocation
 A = np.arange(64.0 * 64).reshape(64, 64) % 7
 BUDGETS: dict[str, Any] = {"device_memory": "256MiB", "host_memory": "64MiB"}
+
+Multiply = Callable[..., Array]
 
 
 @pytest.fixture
@@ -27,45 +31,86 @@ def device() -> Iterator[Device]:
         yield device
 
 
-def product(**options: Any) -> Any:
-    return oocgemm.matmul(A, A, backend="cuda", kernel="cublas", **BUDGETS | options)
+@pytest.fixture(params=["memory", "stored"])
+def product(request: pytest.FixtureRequest, tmp_path: Path) -> Multiply:
+    """Return a function that multiplies A by A, in memory (through the ring) or stored (host slots)."""
+    operands: list[Any] = [A, A]
+    if request.param == "stored":
+        operands = [*saved(tmp_path, A, A), tmp_path / "C.npy"]
+
+    def multiply(**options: Any) -> Array:
+        fixed: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "overwrite": True}
+        return np.array(oocgemm.gemm(*operands, **fixed | BUDGETS | options).out[:])
+
+    return multiply
+
+
+def ring_threads() -> list[str]:
+    return [name for name in own_threads(kept=True) if name != IDLE]
 
 
 def opened(plan: Plan) -> Any:
     return backends.open_backend("cuda").open(plan, "cublas")
 
 
-def a_plan() -> Plan:
-    return oocgemm.plan(A, A, backend="cuda", kernel="cublas", **BUDGETS)
+def a_plan(*operands: Any) -> Plan:
+    return oocgemm.plan(*(operands or (A, A)), backend="cuda", kernel="cublas", **BUDGETS)
 
 
-def test_the_next_run_finds_its_host_slots_pinned(device: Device) -> None:
+def stored_plan(folder: Path) -> Plan:
+    return a_plan(*saved(folder, A, A), folder / "C.npy")
+
+
+def host_memory() -> Any:
+    """Return the module of the CUDA backend on the fake device that keeps memory."""
+    backends.open_backend("cuda")
+    return sys.modules["oocgemm.backends.cuda.host_memory"]
+
+
+def test_the_next_run_finds_its_memory_pinned(device: Device, product: Multiply) -> None:
+    pinned = []
     for _ in range(3):
         np.testing.assert_array_equal(product(), A @ A)
-    assert device.count("hostRegister") == 1
+        pinned.append((dict(device.memory.pinned), sorted(ring_threads())))
+    assert pinned[0] == pinned[1] == pinned[2]
+    assert device.count("hostRegister") == len(pinned[0][0]) > 0
+    assert device.count("hostUnregister") == 0
     device.check()
 
 
-def test_release_unpins_the_memory(device: Device) -> None:
+def test_release_unpins_the_memory(device: Device, product: Multiply) -> None:
     product()
     assert device.memory.pinned
-    oocgemm.release()
-    assert not device.memory.pinned
-    oocgemm.release()
+    for _ in range(2):
+        oocgemm.release()
+        assert not device.memory.pinned
+        assert ring_threads() == []
     np.testing.assert_array_equal(product(), A @ A)
     device.check()
 
 
-def test_a_run_with_a_small_budget_does_not_take_more(device: Device) -> None:
+def test_a_run_with_a_small_budget_does_not_take_more(device: Device, product: Multiply) -> None:
     product(host_memory="64MiB", tile="64x64x64")
-    (kept,) = device.memory.pinned.values()
-    product(host_memory=kept - (1 << 20), tile="32x32x32")
-    (now,) = device.memory.pinned.values()
-    assert now <= kept - (1 << 20)
+    before = sum(device.memory.pinned.values())
+    budget = before - (1 << 20)
+    np.testing.assert_array_equal(product(host_memory=budget, tile="32x32x32"), A @ A)
+    assert 0 < sum(device.memory.pinned.values()) <= budget
 
 
-def test_concurrent_runs_do_not_share_memory(device: Device) -> None:
-    sessions = [opened(a_plan()) for _ in range(2)]
+@pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 8 << 20])
+def test_the_ring_pins_at_most_a_quarter_of_the_budget(device: Device, budget: int) -> None:
+    options = BUDGETS | {"host_memory": budget}
+    for _ in range(2):
+        result = oocgemm.gemm(A, A, backend="cuda", kernel="cublas", **options)
+        shape = ring_shape(result.plan.setting)
+        assert shape is not None
+        assert sum(device.memory.pinned.values()) == shape.bytes == result.plan.footprint.host["ring"]
+        assert shape.bytes <= budget // 4
+    device.check()
+
+
+def test_concurrent_runs_do_not_share_host_slots(device: Device, tmp_path: Path) -> None:
+    sessions = [opened(stored_plan(tmp_path)) for _ in range(2)]
     first, second = (session.host_arena for session in sessions)
     assert not np.shares_memory(first, second)
     for session in sessions:
@@ -74,19 +119,49 @@ def test_concurrent_runs_do_not_share_memory(device: Device) -> None:
     device.check()
 
 
-def test_large_slots_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.open_backend("cuda")
-    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "MAX_KEPT", 0)
-    session = opened(a_plan())
+def test_concurrent_runs_do_not_share_a_ring(device: Device) -> None:
+    one = oocgemm.gemm(A, A, backend="cuda", kernel="cublas", **BUDGETS)
+    kept = dict(device.memory.pinned)
+    session = opened(a_plan())  # takes the ring of the first run
+    for _ in range(2):
+        other = oocgemm.gemm(A, A, backend="cuda", kernel="cublas", **BUDGETS)
+        np.testing.assert_array_equal(other.out, one.out)
+        assert len(device.memory.pinned) == 2 * len(kept)
+    session.close()  # a ring is kept already
+    assert len(device.memory.pinned) == len(kept)
+    assert not device.memory.pinned.keys() & kept.keys()
+    device.check()
+
+
+def test_a_run_frees_kept_memory_that_it_does_not_use(device: Device, tmp_path: Path) -> None:
+    """It would come on top of the host budget of the run."""
+    in_memory, stored = a_plan(), stored_plan(tmp_path)
+    in_memory.run()
+    session = opened(stored)
+    (arena,) = device.memory.pinned
+    assert arena == session.host_arena.ctypes.data
+    assert ring_threads() == []
+    session.close()
+    session = opened(in_memory)
+    assert not device.memory.pinned
+    session.close()
+    device.check()
+
+
+def test_large_slots_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_memory(), "MAX_KEPT", 0)
+    plan = stored_plan(tmp_path)
+    session = opened(plan)
     assert session.host_arena is None
     session.close()
-    np.testing.assert_array_equal(product(), A @ A)
+    np.testing.assert_array_equal(plan.run().out[:], A @ A)
     assert not device.memory.pinned
 
 
-def test_refused_pinning_says_what_to_do(device: Device) -> None:
+def test_refused_pinning_says_what_to_do(device: Device, product: Multiply) -> None:
     device.faults["hostRegister"] = Fault(NO_MEMORY)
-    with pytest.raises(BackendError, match=r"refuses to pin .*MiB of host memory .*--host-memory, or raise"):
+    said = r"refuses to pin .*MiB of host memory .*--host-memory, or raise"
+    with pytest.raises(oocgemm.OocGemmError, match=said):
         product()
     assert not device.memory.pinned
     device.faults.clear()
@@ -94,122 +169,62 @@ def test_refused_pinning_says_what_to_do(device: Device) -> None:
     device.check()
 
 
-def test_a_run_with_large_slots_frees_what_was_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept would come on top of the host budget of the run."""
-    product()
-    assert device.memory.pinned
-    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "MAX_KEPT", 0)
-    session = opened(a_plan())
-    assert not device.memory.pinned
-    session.close()
-    device.check()
-
-
-def calls_of(device: Device, *names: str) -> list[str]:
-    return [name for name, _ in device.calls if name in names]
-
-
-CREATING = "malloc", "Stream", "cublas.create", "Module.load"
-
-
-def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
-    product()
-    before = calls_of(device, *CREATING, "free")
-    for _ in range(3):
-        np.testing.assert_array_equal(product(), A @ A)
-    created = calls_of(device, *CREATING, "free")[len(before) :]
-    assert created == ["free"] * 3  # opening the backend calls free(0), which creates the context
-    device.check()
-
-
-def test_free_memory_contains_what_the_next_run_can_take(device: Device) -> None:
-    backend = backends.open_backend("cuda")
-    before = backend.free_memory()
-    product()
-    assert device.memory.allocated
-    assert backend.free_memory() == before
-    oocgemm.release()
-    assert not device.memory.allocated
-    assert backend.free_memory() == before
-    assert calls_of(device, "cublas.destroy") == ["cublas.destroy"]
-
-
-def test_a_session_that_failed_leaves_nothing(device: Device) -> None:
-    session = opened(a_plan())
-    streams = {stream.ptr for stream in session._streams.values()}
-    session.close(failed=True)
-    assert not device.memory.allocated
-    later = opened(a_plan())
-    assert not streams & {stream.ptr for stream in later._streams.values()}
-    later.close()
-    device.check()
-
-
-@pytest.mark.parametrize("name", ["cuMemcpyAsync", "cublasGemmEx", "cuEventRecord"])
-def test_a_failed_launch_after_warm_runs_leaves_no_memory(device: Device, name: str) -> None:
-    product()
-    device.faults[name] = Fault(719, first=device.count(name) + 1, times=1)
-    with pytest.raises(oocgemm.ExecutionError, match="CUDA error 719"):
-        product()
-    assert not device.memory.allocated
-    device.faults.clear()
-
-
-def test_a_device_without_room_frees_the_small_arena_first(device: Device) -> None:
-    product()
-    kept = device.memory.allocated
-    assert kept
-    device.memory.capacity = 2 * kept
-    large = np.ones((256, 256))
-    with pytest.raises(oocgemm.OutOfMemoryError, match="the device refuses"):
-        oocgemm.matmul(large, large, backend="cuda", kernel="cublas", **BUDGETS)
-    assert not device.memory.allocated
-    np.testing.assert_array_equal(product(), A @ A)
-    device.check()
-
-
-def test_a_run_with_a_small_device_budget_does_not_keep_a_larger_arena(device: Device) -> None:
-    large = np.ones((512, 512))
-    oocgemm.matmul(large, large, backend="cuda", kernel="cublas", **BUDGETS)
-    kept = device.memory.allocated
-    plan = replace(a_plan(), budgets=Budgets(kept - 1, 64 << 20))
-    session = opened(plan)
-    assert device.memory.allocated < kept
-    session.close()
-    device.check()
-
-
-def test_release_during_runs_takes_only_what_is_idle(device: Device) -> None:
-    done = threading.Event()
-    failures: list[BaseException] = []
-
-    def work() -> None:
+@pytest.mark.parametrize("name", ["Stream", "Event", "hostRegister"])
+def test_a_ring_that_cannot_be_opened_leaves_nothing(device: Device, name: str) -> None:
+    """Some calls of a run that opens the ring fail, one per run."""
+    before = device.count(name)
+    a_plan().run()
+    calls = device.count(name) - before
+    failed = 0
+    for number in range(1, calls + 1, 3):
+        oocgemm.release()
+        device.faults[name] = Fault(NO_MEMORY, first=device.count(name) + number, times=1)
         try:
-            for _ in range(6):
-                np.testing.assert_array_equal(product(), A @ A)
-        except BaseException as error:
-            failures.append(error)
-
-    def disturb() -> None:
-        while not done.is_set():
-            oocgemm.release()
-
-    workers, other = [threading.Thread(target=work) for _ in range(3)], threading.Thread(target=disturb)
-    for thread in (*workers, other):
-        thread.start()
-    for thread in workers:
-        thread.join()
-    done.set()
-    other.join()
-    assert failures == []
+            result = a_plan().run()
+        except oocgemm.OocGemmError:
+            failed += 1
+        else:
+            np.testing.assert_array_equal(result.out, A @ A)
+        device.faults.clear()
+        oocgemm.release()
+        assert not device.memory.pinned
+        assert ring_threads() == []
+    assert failed
     device.check()
 
 
-def test_concurrent_runs_leave_one_arena(device: Device) -> None:
-    sessions = [opened(a_plan()) for _ in range(4)]
-    assert len({session._arena for session in sessions}) == 4
-    one = device.memory.allocated // 4
-    for session in sessions:
-        session.close()
-    assert device.memory.allocated == one
+def test_threads_that_the_system_refuses_leave_nothing(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, shape = threading.Thread.start, ring_shape(a_plan().setting)
+    assert shape is not None
+    last = f"oocgemm-upload-{shape.lanes - 2}"
+
+    def start(self: threading.Thread) -> None:
+        if self.name == last:
+            raise RuntimeError("can't start new thread")
+        right(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(threading.Thread, "start", start)
+        with pytest.raises(oocgemm.OocGemmError, match="can't start new thread"):
+            a_plan().run()
+    oocgemm.release()
+    assert not device.memory.pinned
+    assert ring_threads() == []
+    np.testing.assert_array_equal(a_plan().run().out, A @ A)
+    device.check()
+
+
+def test_a_run_with_large_slots_frees_what_was_kept(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is kept would come on top of the host budget of the run."""
+    plan = stored_plan(tmp_path)
+    plan.run()
+    assert device.memory.pinned
+    monkeypatch.setattr(host_memory(), "MAX_KEPT", 0)
+    session = opened(stored_plan(tmp_path))
+    assert not device.memory.pinned
+    session.close()
     device.check()

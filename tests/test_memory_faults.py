@@ -24,12 +24,12 @@ from oocgemm.engine import blocks
 from oocgemm.engine.staging import Staging
 from oocgemm.jobs import budgets as budgets_module
 from oocgemm.jobs import output
-from oocgemm.planning import Kind, Plan
+from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.stores import files
 from oocgemm.system import memory
 from tests.backends_here import staged
 from tests.faults import Fault, faulty_stores, nothing_left
-from tests.faulty_runs import PRODUCT, TILE, A, B, failure, multiply, store
+from tests.faulty_runs import PRODUCT, TILE, A, failure, multiply, saved, store
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -139,25 +139,37 @@ def test_a_thread_that_cannot_be_started_is_an_error(
 
 
 def staging_of(
-    threads: int, pin: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
+    folder: Path,
+    threads: int,
+    pin: Callable[[Sequence[Any]], object] = lambda columns: None,
+    /,
+    **faults: Fault,
 ) -> tuple[Staging, Plan]:
-    """Return host buffers for A, B and C whose reads and writes have faults, and their plan."""
+    """Return host buffers for stored A, B and C whose reads and writes have faults, and their plan."""
+    paths = dict(zip("ABC", (*saved(folder), folder / "C.npy"), strict=True))
     with staged(threads):
-        plan = oocgemm.plan(A, B, backend="host", tile=TILE)
+        plan = oocgemm.plan(paths["A"], paths["B"], paths["C"], backend="host", tile=TILE)
+    np.save(paths["C"], PRODUCT)
     with faulty_stores(**faults):
-        operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
+        operands = {name: stores.open_matrix(name, path) for name, path in paths.items()}
     return Staging(plan, operands, pin), plan
 
 
-def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
+def first_read(plan: Plan) -> Operation:
+    """Return the first Read of A."""
+    reads = (operation for operation in plan.schedule() if operation.kind is Kind.READ)
+    return next(operation for operation in reads if operation.operand == "A")
+
+
+def test_slots_are_pinned_by_the_thread_that_faults_them_in(tmp_path: Path) -> None:
     """The threads that issue copies do not pin buffers."""
     locked: dict[str, list[Any]] = {}
 
     def lock(columns: Sequence[Any]) -> None:
         locked.setdefault(threading.current_thread().name, []).append([part.copy() for part in columns])
 
-    slots, plan = staging_of(3, lock)
-    read = next(operation for operation in plan.schedule() if operation.operand == "A")
+    slots, plan = staging_of(tmp_path, 3, lock)
+    read = first_read(plan)
     slots.transfer(read, slots.columns(read.writes[0].slot, read))
     for operation in plan.schedule():
         if operation.kind is Kind.WRITE:
@@ -174,14 +186,14 @@ def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
-    monkeypatch: pytest.MonkeyPatch, threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """After the error no thread writes to the panel's buffer any more, since it may be used again."""
     monkeypatch.setattr(blocks, "MIN_PIECE_BYTES", 160)
     monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
-    slots, plan = staging_of(threads, read_A=fault)
-    operation = next(operation for operation in plan.schedule() if operation.operand == "A")
+    slots, plan = staging_of(tmp_path, threads, read_A=fault)
+    operation = first_read(plan)
     columns = slots.columns(operation.writes[0].slot, operation)
     with pytest.raises(ExecutionError, match="wrong"):
         slots.transfer(operation, columns)

@@ -22,7 +22,7 @@ from oocgemm.engine.transfers import RETRY_AFTER
 from tests.backends_here import staged
 from tests.command import run
 from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left
-from tests.faulty_runs import CHUNK, PRODUCT, STORES, A, B, K, M, N, failure, multiply, store
+from tests.faulty_runs import CHUNK, PRODUCT, STORES, A, B, K, M, N, failure, multiply, saved, store
 from tests.suite import thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
@@ -85,7 +85,7 @@ def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
 def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> None:
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
-        said = failure(tmp_path, A, tile=f"{M}x{N}x{K}")
+        said = failure(tmp_path, *saved(tmp_path), tile=f"{M}x{N}x{K}")
     assert fault.calls == 1 + len(transfers.RETRY_AFTER)
     assert (
         "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
@@ -129,14 +129,14 @@ def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.
     waiting = Fault(OSError(errno.EIO, "passing"))
     ending = Fault(PermissionError(errno.EACCES, "lasting"), delay=0.1)
     with ended_early(monkeypatch), faulty_stores(read_A=waiting, read_B=ending), staged(2):
-        assert "lasting" in failure(tmp_path, A)
+        assert "lasting" in failure(tmp_path, *saved(tmp_path))
     assert 1 <= waiting.calls <= 2  # each thread reads once, and no read is tried again
 
 
 def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
     others = Fault()
     with faulty_stores(read_A=Fault(ValueError("wrong"), delay=0.05), read_B=others), staged():
-        assert "wrong" in failure(tmp_path, A)
+        assert "wrong" in failure(tmp_path, *saved(tmp_path))
     assert others.calls == 0
 
 
@@ -233,5 +233,6 @@ def test_whatever_is_slow_the_product_is_right(
     busy = {name: Fault(delay=0.002) for name in ("upload", "multiply", "download")}
     with nothing_left(tmp_path):
         with faulty_stores(**slow), faulty_backend(late, **busy), staged(2):
-            multiply(tmp_path, A, beta=2)
+            multiply(tmp_path, *saved(tmp_path), beta=2)
+        assert all(fault.calls for fault in (*slow.values(), *busy.values()))
         np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], 3 * PRODUCT)

@@ -20,13 +20,16 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
    `transfers.Transfers.read` cuts the panel into parts (`blocks.parts`). The reader threads read them from
-   the store into a host slot (`slots.HostSlots`), which is then pinned. A panel that is pinned in the
-   caller's memory (`pinning.PinnedOperands`) is not read: the upload copies it from there (`zero_copy`). If
-   host and device share one memory, the store reads into the device slot.
+   the store into a host slot (`slots.HostSlots`), which is then pinned. If host and device share one memory,
+   the store reads into the device slot. A GPU needs no Read for an array in host memory, unless the host
+   computes checksums.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
-   backend. On CUDA, `backends.cuda.session` enqueues the copies, and makes the h2d stream wait for the events
-   of earlier operations. `submit` returns a token, the handle of the submitted operation. If beta != 0, the
+   backend: its host slot, or its block of an array in memory (`direct.host_block`). On CUDA,
+   `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
+   and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
+   through a ring of pinned buffers (`backends.cuda.ring`), which has threads and streams of its own. `submit`
+   returns a token, the handle of the submitted operation. If beta != 0, the
    old C of the tile is read and uploaded in the same way, strip by strip.
 
 5. *Prepare* (lane `prepare`; emulated products only). The two panels of a step are split into int8 residues:
@@ -41,13 +44,14 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    beta). It applies alpha and beta and casts a strip to C's dtype: `backends.cuda.launch.Kernels.finish`,
    `backends.integers.finish`.
 
-8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or directly
-   to the caller's C. The next tile starts as soon as strips of the device slot are free.
+8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or to a C
+   in memory, directly or through the ring. The next tile starts as soon as strips of the device slot are
+   free.
 
-9. *Write* (lanes `encode`, `write`). If the run is verified, `integrity.checksums` first checks the strip.
-   `transfers.Transfers.write` has the writer threads encode its chunks and write them. After the last strip
-   of the tile, `Run` calls its callback `finished`. `jobs.output` then makes the tile durable and records it
-   in the journal.
+9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
+   is verified, `integrity.checksums` first checks the strip. `transfers.Transfers.write` has the writer
+   threads encode its chunks and write them. After the last strip of the tile, `Run` calls its callback
+   `finished`. `jobs.output` then makes the tile durable and records it in the journal.
 
 10. *Record.* `executor.Run._collect` waits for the submitted operations in order. It turns each one into a
     span of the timeline (`timeline`): when the operation ran, on which lane, and which operations it waited

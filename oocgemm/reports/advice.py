@@ -371,6 +371,7 @@ ADVICE = {
 ADVICE_IN_MEMORY = {
     "read": "A larger device budget allows larger tiles, which load fewer panels.",
     "write": "Only faster host memory or a narrower dtype would write C sooner.",
+    "accumulator": "Choose smaller tiles, so that each one drains sooner.",
     "tail": "Choose smaller tiles, so that the last one drains sooner.",
 }
 
@@ -388,5 +389,6 @@ def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
 
 
 def _against(cause: str, timeline: Timeline) -> str:
-    memory = in_memory("write" if cause == "tail" else cause, timeline.header) and cause in ADVICE_IN_MEMORY
+    lane = "write" if cause in ("accumulator", "tail") else cause
+    memory = in_memory(lane, timeline.header) and cause in ADVICE_IN_MEMORY
     return ADVICE_IN_MEMORY[cause] if memory else ADVICE[cause]

@@ -34,8 +34,8 @@ ACTIVITIES = {
     **{"d2h": "Copying from the device", "encode": "Encoding", "write": "Writing"},
 }
 ACTIVITIES_IN_MEMORY = {
-    "read": "Copying A and B into host slots",
-    "write": "Copying C out of host slots",
+    "read": "Copying A and B into slots",
+    "write": "Copying C out of slots",
 }
 OUTPUT_LANES = ("d2h", "encode", "write")  # the lanes that can be busy after the last Multiply
 
@@ -113,7 +113,9 @@ def unfinished(figures: Report) -> str:
 def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
     """Return whether the arrays that a lane reads or writes are in host memory instead of storage.
 
-    Only the lanes "read" (A and B) and "write" (C) have such arrays. For all others, return False.
+    Only the lanes "read" (A and B) and "write" (C) have such arrays: those of the host backend, and of runs
+    whose checksums the host computes. A GPU copies other arrays in memory on the lanes "h2d" and "d2h". For
+    these, return False.
     """
     concerned = {"read": "AB", "write": "C"}.get(lane, "")
     operands = header.get("operands", {})

@@ -51,7 +51,10 @@ def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
         for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
         vars(backends).pop("cuda", None)
-        yield device
+        try:
+            yield device
+        finally:
+            registry.release()  # what runs have kept belongs to this device
 
 
 def _loader(kind: Any, fakes: dict[str, Any]) -> Any:

@@ -44,9 +44,10 @@ class Kept:
     ring: Ring | None = None
 
     def free(self) -> None:
-        """Unpin and free the memory."""
+        """Unpin and free the memory. After a failed launch, every CUDA call raises; join the threads then."""
         if self.arena is not None:
-            runtime.hostUnregister(self.arena.ctypes.data)
+            with suppress(Exception):
+                runtime.hostUnregister(self.arena.ctypes.data)
             self.arena = None
         if self.ring is not None:
             ring, self.ring = self.ring, None
@@ -151,10 +152,9 @@ class HostMemory:
             other = _kept.setdefault(self._device.id, own)
             if other is not own:  # a concurrent run has left its memory
                 keep = False
-        # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
         if not keep:
-            with suppress(Exception):
-                own.free()
+            own.free()
+        # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
         for borders in self._slots.values():
             for begin in borders[:-1]:
                 with suppress(Exception):

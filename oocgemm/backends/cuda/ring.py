@@ -12,6 +12,7 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -152,20 +153,29 @@ class Direction:
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
+        self._turns = count()
+        self._queue: SimpleQueue[tuple[Copying, _Piece] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._start(shape, name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, shape: RingShape, name: str) -> None:
+        """Create the lanes, and start a thread for each but the last one."""
         size = BUFFERS * shape.piece
-        with device:
+        with self._device:
             lanes = [Lane(self._memory[i * size : (i + 1) * size], BUFFERS) for i in range(shape.lanes)]
             self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
-        self._piece, self._turns = shape.piece, count()
+        self._piece = shape.piece
         self._blocks: list[Pageable] = []  # as many as are being copied, in any order
         self._single, self._using_single = lanes.pop(), threading.Lock()
-        self._queue: SimpleQueue[tuple[Copying, _Piece] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"oocgemm-{name}-{i}", daemon=True)
-            for i, lane in enumerate(lanes)
-        ]
-        for thread in self._threads:
+        for i, lane in enumerate(lanes):
+            serve = partial(self._serve, lane)
+            thread = threading.Thread(target=serve, name=f"oocgemm-{name}-{i}", daemon=True)
             start(thread)
+            self._threads.append(thread)
 
     def copy(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Work:
         """Copy the pieces of a block; return when the last copy has been issued.
@@ -213,7 +223,7 @@ class Direction:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        with self._device:
+        with suppress(Exception), self._device:  # after a failed launch, every CUDA call raises
             runtime.hostUnregister(self._memory.ctypes.data)
 
 

@@ -70,9 +70,16 @@ class Weights:
         The piece begins at row `top` and column `left` of the matrix. Only rows whose index in the matrix is
         a multiple of `every` are hashed. The digest of the matrix is the sum over its pieces, modulo 2^32.
         """
-        skipped, total = -top % every, 0
-        rows = self.rows[top + skipped : top + len(piece) : every]
-        for first, words in in_words(piece[skipped::every], left):
+        skipped = -top % every
+        return self.digest_of_rows(piece[skipped::every], range(top + skipped, top + len(piece), every), left)
+
+    def digest_of_rows(self, piece: Array, numbers: range, left: int) -> int:
+        """Return the digest of rows with these numbers in the matrix, from column `left` on.
+
+        The elements of a row must be contiguous.
+        """
+        rows, total = self.rows[numbers.start : numbers.stop : numbers.step], 0
+        for first, words in in_words(piece, left):
             # einsum accepts words that are unaligned or in a foreign byte order
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
@@ -143,7 +150,9 @@ class DeviceSums:
         of its two panels are passed to the device. Call this method before each operation is submitted.
         """
         if operation.kind is Kind.UPLOAD:
-            if isinstance(host, Pinned | Pageable):
+            if isinstance(host, Pageable):
+                digest = self._digest_of_pageable(host)
+            elif isinstance(host, Pinned):
                 whole = self._digest(operation)
                 whole(*stored_block(self._plan, operation), host.array)
                 digest = whole.value
@@ -204,6 +213,20 @@ class DeviceSums:
         )
         self._busy.append((start, perf_counter_ns()))
         return checksums
+
+    def _digest_of_pageable(self, panel: Pageable) -> int:
+        """Return the digest of a panel in memory, whose rows may be strided or in another byte order.
+
+        `panel.move` converts them to what the device receives. It also checks memory maps of files.
+        """
+        start, (height, width) = perf_counter_ns(), panel.array.shape
+        numbers = range(0, height, DIGEST_ROWS)
+        rows = np.empty((len(numbers), width), panel.array.dtype.newbyteorder("="))
+        for i, r in enumerate(numbers):
+            panel.move((r, r + 1), (0, width), rows[i : i + 1])
+        digest = self._weights.digest_of_rows(rows, numbers, 0)
+        self._busy.append((start, perf_counter_ns()))
+        return digest
 
     def _digest(self, operation: Operation) -> "Digest":
         rows, cols = operation.block
