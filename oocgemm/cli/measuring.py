@@ -8,7 +8,7 @@ import click
 
 from oocgemm import backends
 from oocgemm.cli.display import doing
-from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
+from oocgemm.cli.display_measured import print_bench, print_calibration, print_deleted, print_tuning
 from oocgemm.cli.options import DEVICE, JSON
 from oocgemm.cli.output import print_json
 from oocgemm.cli.parameters import Size
@@ -21,7 +21,7 @@ from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
-from oocgemm.system import cache
+from oocgemm.system import cache, learning
 
 
 @click.command()
@@ -45,8 +45,15 @@ from oocgemm.system import cache
     type=click.Path(dir_okay=False),
     help="Write a roofline chart of the machine to this file, as SVG.",
 )
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="Measure nothing. Delete the rates that runs on this machine have taught, for all its devices.",
+)
 @JSON
-def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
+def calibrate(
+    backend: str, device: int, path: str | None, svg: str | None, forget: bool, as_json: bool
+) -> None:
     """Measure this machine, for plans and reports.
 
     This takes less than a minute. It measures the kernels, the copies between host and device, the memory,
@@ -55,6 +62,13 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
 
     Example: oocgemm calibrate --path /data
     """
+    if forget:
+        deleted = [str(path) for path in learning.forget()]
+        if as_json:
+            print_json({"deleted": deleted})
+        else:
+            print_deleted(deleted)
+        return
     if svg is not None:
         check_writable("--svg", svg)
     with doing(not as_json) as say:

@@ -74,8 +74,12 @@ def path_of(calibration: Calibration) -> Path:
 
     A new calibration of the same machine, backend and device has the same path, and replaces the old one.
     """
-    device = re.sub(r"[^a-z0-9]+", "-", calibration.device.lower()).strip("-")
-    return folder() / f"{calibration.machine}-{calibration.backend}-{device}.json"
+    return folder() / file_name(calibration.machine, calibration.backend, calibration.device)
+
+
+def file_name(machine: str, backend: str, device: str) -> str:
+    """Return the name of the file with the rates of a device."""
+    return f"{machine}-{backend}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def save(calibration: Calibration) -> Path:
@@ -121,7 +125,7 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     return None and a note that names unreadable and invalid files. Otherwise the note is "".
     """
     key, notes = machine_key(), []
-    for path in _newest(f"{key}-{backend}-*.json"):
+    for path in newest(None, f"{key}-{backend}-*.json"):
         try:
             found = Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
             if (found.machine, found.backend) != (key, backend):
@@ -135,8 +139,11 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     return None, "; ".join(notes)
 
 
-def _newest(pattern: str) -> Iterator[Path]:
-    """Yield the files in the calibration folder whose names match a glob pattern, newest first."""
+def newest(within: Path | None, pattern: str) -> Iterator[Path]:
+    """Yield the files in a folder whose names match a glob pattern, newest first.
+
+    If `within` is None, it is the folder for calibrations.
+    """
     with suppress(OSError, InputError):
-        aged = [(path.stat().st_mtime_ns, path) for path in folder().glob(pattern)]
+        aged = [(path.stat().st_mtime_ns, path) for path in (within or folder()).glob(pattern)]
         yield from (path for _, path in sorted(aged, reverse=True))

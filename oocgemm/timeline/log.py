@@ -26,6 +26,7 @@ from weakref import finalize
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Kind, Lane
+from oocgemm.timeline.sample import Sample
 from oocgemm.timeline.spans import Span, Timeline
 
 FORMAT = "oocgemm-timeline"
@@ -57,6 +58,8 @@ class Recorder:
     constructor raises `OSError` if the file cannot be created. If a later write fails, the run continues:
     `failure` is set to the error, and nothing more is written to the file.
 
+    `sample` keeps some of the spans as they are.
+
     A recorder is not thread-safe.
     """
 
@@ -65,6 +68,7 @@ class Recorder:
         self.header = dict(header)  # a copy, because `finish` adds fields
         self.wall = 0
         self.failure: OSError | None = None
+        self.sample = Sample()
         self._common: dict[tuple[Any, ...], int] = {}
         self._in_memory: list[bytes] = []
         self._in_memory_bytes = 0
@@ -89,6 +93,7 @@ class Recorder:
             _encode([span.id, common, *span.tile, span.step, *times, span.bytes, span.flops, back])
         )
         self.spans += 1
+        self.sample.add(span)
         if len(self._lines) >= FLUSH_LINES or monotonic() - self._since > FLUSH_SECONDS:
             self._flush()
 
