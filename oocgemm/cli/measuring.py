@@ -37,7 +37,7 @@ from oocgemm.system import cache, learning
     "--path",
     metavar="DIR",
     type=click.Path(),
-    help="Folder whose storage is measured, such as /data. Needs about 500 MiB there for temporary files.  "
+    help="Folder whose storage is measured, such as /data. Needs up to 1.5 GiB there for temporary files.  "
     "[default: current folder]",
 )
 @click.option(
@@ -59,6 +59,8 @@ def calibrate(
     This takes less than a minute. It measures the kernels, the copies between host and device, the memory,
     and the storage of one folder. Run it once per file system on which operands are stored, while no other
     program is busy. The results are stored in the user's cache directory, or in $OOCGEMM_CACHE.
+
+    Runs also observe rates, and later plans use these. Set OOCGEMM_LEARN=0 to turn that off.
 
     Example: oocgemm calibrate --path /data
     """
