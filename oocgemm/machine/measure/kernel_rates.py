@@ -95,13 +95,15 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
     """Return m, n and k of the product to time.
 
-    m and n are `sizes.side`, halved until the product fits into the share `_FREE_SHARE` of the free device
-    memory. k is the last of `sizes.depths`.
+    m and n are `sizes.side`, or half of it for emulated products on the host, which take long. They are
+    halved until the product fits into the share `_FREE_SHARE` of the free device memory. k is the last of
+    `sizes.depths`.
 
     Raises:
         BackendError: the product does not fit even if m and n are below 64.
     """
-    side, free = sizes.side, engine.free_memory()
+    slow = machine.shares_cores and compute == "emulated"
+    side, free = sizes.side // 2 if slow else sizes.side, engine.free_memory()
     while True:
         tile = TileShape(side, side, sizes.depths[-1])
         if plan_of(machine, dtype, tile, compute).footprint.device_total <= _FREE_SHARE * free:
