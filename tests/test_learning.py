@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
+from oocgemm import backends
 from oocgemm.errors import InputError
+from oocgemm.jobs.journal import read
 from oocgemm.machine import models as module
 from oocgemm.machine.models import models
 from oocgemm.planning import Budgets, MachineModel, Setting, TileShape, default_model, guarded_plan, make_plan
 from oocgemm.planning.cost.learned import SAMPLES, Learned, LearnedRate, bounds
 from oocgemm.planning.cost.rates import scaled, value_of
+from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.system import cache, learning
 from oocgemm.timeline import Span, observed
 from oocgemm.timeline.observed import observed_rates
@@ -28,6 +31,7 @@ from oocgemm.timeline.sample import MAX_SPANS, Sample
 from tests.command import command
 from tests.plan_cases import GIB, STORED, problem
 from tests.suite import examples, thinned
+from tests.unfinished_runs import store_operands, unfinished
 from tests.virtual_machines import PLACES, VirtualMachine, setting_of, true_machine, virtual_spans
 
 GPU = default_model("cuda", 16)
@@ -413,3 +417,24 @@ def test_a_file_that_cannot_be_deleted_is_an_error(store: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(InputError, match="cannot be deleted: Permission denied"):
         learning.forget()
+
+
+def test_a_resumed_run_keeps_its_plan(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store_operands()
+    assert not store.exists()
+    unfinished("c")
+    header = read(Path("c/.oocgemm"))
+    assert header is not None
+    begun = recorded_candidate(header.header["candidate"])
+    device = backends.identity(backends.open_backend("host"))
+    slow = {("float64", ""): (1e7, 1.0)}  # multiplications so slow that other plans are better
+    host = default_model("host", 2)
+    learning.update("host", device, lambda learned: learned.with_run(slow, host, host, None))
+    asked: list[object] = []
+    monkeypatch.setattr("oocgemm.jobs.prepare.guarded_plan", lambda *a: asked.append(a))
+    resumed = oocgemm.gemm("a", "b", "c", tile="4x4x4", backend="host", resume=True)
+    assert asked == []
+    assert "learned" in resumed.plan.machine.name
+    assert resumed.plan.candidate == begun
+    assert len(resumed.plan.done) == 2
