@@ -16,7 +16,7 @@ from oocgemm.backends.base import Array
 from oocgemm.backends.host.backend import HostBackend, HostSession
 from oocgemm.engine import pinning
 from oocgemm.errors import ExecutionError
-from oocgemm.machine import info as system
+from oocgemm.machine import models as rates
 from oocgemm.planning import MachineModel, default_model
 from oocgemm.timeline import metrics as figures
 from tests.backends_here import needs_gpu, running_on
@@ -35,7 +35,7 @@ def product_in_place(a: Array, b: Array, fake: FakePinner, **options: Any) -> oo
         return replace(default_model(backend, 2), unified=False, io_threads=2, pin=1e12, memory=1e3)
 
     with (
-        patch.object(system, "model", model),
+        patch.object(rates, "default_model", model),
         patch.object(HostSession, "pinner", fake.pinner),
         patch.object(HostBackend, "is_pinned", lambda self, address, size: fake.is_pinned(address, size)),
     ):
