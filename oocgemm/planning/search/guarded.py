@@ -23,7 +23,7 @@ from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import TileShape, ceil_div
 
 # A challenger must be faster by this fraction if both schedules are simulated, and if they are not.
-SIMULATED_MARGIN, PREDICTED_MARGIN = 0.02, 0.2
+SIMULATED_MARGIN, PREDICTED_MARGIN = 0.05, 0.2
 # Rates that nobody has measured may be slower than assumed by this factor.
 DOUBT = 3.0
 # Estimated seconds that simulating an operation takes. Two schedules are simulated if this takes at most
