@@ -26,8 +26,8 @@ MAX_RATIO = 4.0
 MIN_RATIOS = {"read": 0.2, "memory": 0.1, "decode": 0.1, "write": 0.1, "h2d": 0.02, "d2h": 0.02}
 MIN_KERNEL_RATIO = 0.001
 # A rate lower than the one in use is believed if the lane was busy for at least this share of the run. If it
-# was not, its operations may have had too few blocks in flight. The device times its own operations one by
-# one, so that this does not apply to them.
+# was not, its operations may have had too few blocks in flight. This applies to the rates in ON_HOST. The
+# device times its own operations one by one.
 MIN_BUSY = 0.5
 ON_HOST = ("read", "memory", "decode", "write")
 # Maximum number of rates that are kept.
@@ -63,8 +63,8 @@ class LearnedRate:
 class Learned:
     """The learned rates of a device.
 
-    A key is the name of a rate, followed by a space and the id of a file system or codec if the rate depends
-    on one, for example "h2d", "read 8:1", "decode zstd" or "kernel float64".
+    A key is the name of a rate. It is followed by " @ " and the id of a file system or codec if the rate
+    depends on one. Examples are "h2d", "float64" (a kernel), "read @ 8:1" and "decode @ ZstdCodec".
     """
 
     machine: str
@@ -125,9 +125,10 @@ class Learned:
 
     def known(self, places: Mapping[str, Iterable[str]]) -> set[str]:
         """Return the names of the rates that runs observed, on all of the given places."""
+        names = {key.partition(" @ ")[0] for key in self.rates}
         return {
             name
-            for name in (*{key.partition(" @ ")[0] for key in self.rates},)
+            for name in names
             if all(key_of(name, place) in self.rates for place in places.get(name, ("",)))
         }
 
