@@ -99,6 +99,7 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
         engine: the backend of the run.
     """
     if log.wall < MIN_WALL_NS or not learning.enabled():
+        log.sample.clear()
         return
     try:
         places = {name: place_of(matrix) for name, matrix in operands.items()}
@@ -111,6 +112,8 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
         )
     except Exception:
         logger.debug("the rates of this run were not learned", exc_info=True)
+    finally:
+        log.sample.clear()  # the log lives as long as the result of the run
 
 
 def _observed(

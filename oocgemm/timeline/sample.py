@@ -27,3 +27,7 @@ class Sample:
         full = [kind[0].start for kind in self._kinds.values() if len(kind) == MAX_SPANS]
         since = max(full, default=0) if together else 0
         return [span for kind in self._kinds.values() for span in kind if span.start >= since]
+
+    def clear(self) -> None:
+        """Drop the kept spans."""
+        self._kinds.clear()
