@@ -13,7 +13,7 @@ import pytest
 
 from oocgemm import backends
 from oocgemm.errors import BackendError
-from oocgemm.machine import info as system
+from oocgemm.machine import models as rates
 from oocgemm.planning import MachineModel, default_model
 from tests.fake_cuda import fake_cuda
 
@@ -70,5 +70,5 @@ def staged(io_threads: int = 1) -> Iterator[None]:
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=io_threads)
 
-    with patch.object(system, "model", model):
+    with patch.object(rates, "default_model", model):
         yield

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import zarr
 
-from oocgemm.machine.measure.calibrate import SIZES, Sizes
+from oocgemm.machine.measure.sizes import SIZES, Sizes
 from oocgemm.planning import Calibration, KernelRate, StoreRates
 from oocgemm.planning.cost import fits
 from oocgemm.system import cache
 
-TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002)
+TINY = Sizes(
+    side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002, streamed=(64, 64), chunk=16
+)
 LAX = 1e5  # allowed residual of fits: tiny workloads measure the scheduler rather than the hardware
 STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
 MEASURED = Calibration(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from oocgemm.backends import registry
-from oocgemm.planning.search import planner
+from oocgemm.planning.search import guarded, planner
 from tests.command import forget_threads, own_threads
 
 # No deadline: the time of an example depends on the load of the machine more than on the code.
@@ -36,19 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty cache folder in tests and in the processes that they start.
+    """Use an empty cache folder in tests and in the processes that they start, and learn nothing from runs.
 
-    Otherwise plans would depend on a calibration of this machine.
+    Otherwise plans would depend on a calibration of this machine, or on earlier tests.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OOCGEMM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OOCGEMM_LEARN", "0")
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_plan_of_another_test() -> None:
     """Tests may patch constants of the planner. A plan that is made then must not reach another test."""
-    for cached in (planner._planned, planner._plan_with_advice):
+    for cached in (planner._planned, planner._plan_with_advice, guarded.guarded_plan):
         cached.cache_clear()
 
 

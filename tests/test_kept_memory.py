@@ -12,7 +12,8 @@ import pytest
 import oocgemm
 from oocgemm import Plan, backends
 from oocgemm.planning.cost.ring import ring_shape
-from tests.command import IDLE, own_threads
+from oocgemm.system.threads import IDLE
+from tests.command import own_threads
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.device import Device, Fault
 from tests.faulty_runs import saved

@@ -12,8 +12,8 @@ import pytest
 from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.errors import BackendError
 from oocgemm.machine.measure import calibrate, workbench
-from oocgemm.machine.measure.calibrate import Sizes
 from oocgemm.machine.measure.sampling import explained
+from oocgemm.machine.measure.sizes import Sizes
 from oocgemm.machine.measure.workbench import QUEUED, Workbench
 from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
 

@@ -147,7 +147,7 @@ def identity(backend: Backend) -> str:
 def release() -> None:
     """Free what the library keeps between calls: memory, streams and idle threads.
 
-    After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and 128 MiB of device memory stay
+    After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and 128 MiB on the device stay
     allocated per device, because allocating them takes longer than a small product. The next product
     allocates them again. Runs in progress are not disturbed.
     """

@@ -319,18 +319,16 @@ def print_info(found: dict[str, Any]) -> None:
         out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
-    table = table_of("rates", *there)
-    for group, unit in (("kernels", "FLOP"), ("links", "B")):
-        for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
-            cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
-            table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
-    out.print(table)
     for name, engine in there.items():
-        out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
-    if any(engine["assumed"] for engine in there.values()):
-        out.print("~ assumed, not measured")
+        table = table_of(f"rates of {name}", "assumed", "measured", "learned", "in use")
+        for group, unit in (("kernels", "FLOP"), ("links", "B")):
+            for rate, value in engine[group].items():
+                sources = (engine["sources"][rate].get(x) for x in ("assumed", "measured", "learned"))
+                cells = ("" if x is None else format_rate(x, unit) for x in (*sources, value))
+                table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
+        out.print(table)
+        out.print(f"{escape(engine['rates'])}\n", soft_wrap=True)
     if found["missing"]:
-        out.print()
         table = table_of("missing", "for", "command")
         for column in table.columns:
             column.justify, column.no_wrap = "left", column.header != "for"
@@ -348,12 +346,6 @@ def _engine(engine: dict[str, Any]) -> str:
     cuda, driver = (f"{int(engine[x]) // 1000}.{int(engine[x]) % 1000 // 10}" for x in ("cuda", "driver"))
     memory = f"{engine['memory']} of memory, {format_size(engine['free'])} free"
     return f"{engine['device']}, {memory}; cupy {engine['cupy']}, CUDA {cuda}, driver for CUDA {driver}"
-
-
-def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> str:
-    if rate is None:
-        return ""
-    return ("~ " if name in engine["assumed"] else "") + format_rate(rate, unit)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.machine import info as system
+from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -21,8 +21,8 @@ from oocgemm.planning import (
     MachineModel,
     Plan,
     TileShape,
+    guarded_plan,
     integers,
-    make_plan,
     resumed_plan,
 )
 from oocgemm.stores import Matrix
@@ -214,13 +214,15 @@ def _plan(
     )
     backend = "cuda" if engine is None else engine.name
     device = None if engine is None else backends.identity(engine)
-    reads = system.stored_on(a, b, existing if problem.reads_c else None)
-    writes = c.file_systems() if existing is None else system.stored_on(existing)
-    machine = system.model(backend, device, reads, writes)
+    read = (a, b, existing if problem.reads_c else None)
+    reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
+    writes = c.file_systems() if existing is None else stored_on(existing)
+    rates = models(backend, device, Places(reads, writes, codecs))
+    machine = rates.best
 
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is None:
-            return make_plan(problem, budgets, machine, layouts, tile)
+            return guarded_plan(problem, budgets, rates.machines, rates.assumed, layouts, tile)
         return _continued(output.resumed, problem, budgets, machine, layouts)
 
     if request.planned is None:

@@ -24,6 +24,7 @@ from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.machine import info as system
+from oocgemm.machine.models import learn
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.system.cpu import CpuTimes, used_since
@@ -87,6 +88,8 @@ class PreparedJob:
             job, session = self._take_memory()
             _log_plan(job.plan)
             matrix, log = execute(job, session, self._origin, self._known, progress, cancel)
+            operands = {"A": job.a, "B": job.b, "C": matrix}
+            learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
             _clear_frames(error)
             raise

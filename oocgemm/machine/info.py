@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import cache as cached
 from importlib.util import find_spec
 from typing import Any
@@ -12,9 +12,10 @@ from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
-from oocgemm.planning import MachineModel, StoreRates, default_model
+from oocgemm.machine.models import Places, models
+from oocgemm.planning import MachineModel, StoreRates
+from oocgemm.planning.cost.learned import Learned
 from oocgemm.planning.cost.links import link_rates
-from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__, installed_versions
@@ -57,31 +58,63 @@ def info() -> dict[str, Any]:
 def _described(engine: Backend) -> dict[str, Any]:
     """Return the properties of a backend, and its rates.
 
-    "assumed" lists the rates that were not measured on this machine but are defaults.
+    "kernels" and "links" are the rates that plans use. "sources" has up to three values for each rate: the
+    default, "assumed"; that of the calibration, "measured"; and that of earlier runs, "learned". The rates
+    that neither a calibration nor a run has measured are listed in "assumed".
     """
-    device, here = backends.identity(engine), cache.file_system(".")
-    used, (calibration, _) = model(engine.name, device, [here], [here]), cache.load(engine.name, device)
-    measured: set[str] = set()
-    if calibration is not None:
-        measured = {
-            *(name.replace(" ", "_") for name in calibration.kernels),
-            *calibration.rates,
-            *(STORAGE if here in calibration.stores else ()),
+    here = cache.file_system(".")
+    known = models(engine.name, backends.identity(engine), Places([here], [here]))
+    store = known.calibration.stores.get(here) if known.calibration else None
+    kernels, links = _rates(known.best), link_rates(known.best, store)
+    measured: dict[str, float] = {}
+    if known.calibration is not None:
+        calibrated = known.calibration.model(known.machines[0], [here], [here])
+        names = {
+            *(name.replace(" ", "_") for name in known.calibration.kernels),
+            *known.calibration.rates,
+            *(STORAGE if store is not None else ()),
         }
-    dtypes = known_dtypes()
-    kernels = {
-        name.replace(" ", "_"): rate.peak
-        for name, rate in used.kernels.items()
-        if name.removeprefix("emulated ") in dtypes
-    }
-    links = link_rates(used, calibration.stores.get(here) if calibration else None)
+        found = _rates(calibrated) | link_rates(calibrated, store)
+        measured = {name: rate for name, rate in found.items() if name in names}
+    assumed = _rates(known.machines[0]) | link_rates(known.machines[0], None)
+    learned = _learned(known.learned, here)
     return engine.describe() | {
         "free": engine.free_memory(),
-        "rates": used.name,
+        "rates": known.best.name,
         "kernels": kernels,
         "links": links,
-        "assumed": [name for name in (*kernels, *links) if name not in measured],
+        "assumed": [name for name in (*kernels, *links) if name not in measured and name not in learned],
+        "sources": {
+            name: {
+                source: rates[name]
+                for source, rates in (("assumed", assumed), ("measured", measured), ("learned", learned))
+                if name in rates
+            }
+            for name in (*kernels, *links)
+        },
     }
+
+
+def _rates(machine: MachineModel) -> dict[str, float]:
+    """Return the peaks of the kernels that this installation can use."""
+    dtypes = known_dtypes()
+    return {
+        name.replace(" ", "_"): rate.peak
+        for name, rate in machine.kernels.items()
+        if name.removeprefix("emulated ") in dtypes
+    }
+
+
+def _learned(learned: Learned | None, here: str) -> dict[str, float]:
+    """Return the learned rates for the file system `here`, by name; for codecs, the lowest of all."""
+    found: dict[str, float] = {}
+    for key, rate in learned.rates.items() if learned is not None else ():
+        name, _, place = key.partition(" @ ")
+        if name in ("read", "write") and place != here:
+            continue
+        name = name.replace(" ", "_")
+        found[name] = min(rate.value, found.get(name, rate.value))
+    return found
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
@@ -109,33 +142,6 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 def _lacking(what: str, purpose: str, command: str) -> dict[str, str]:
     return {"what": what, "for": purpose, "command": command}
-
-
-def model(
-    backend: str, device: str | None = None, reads: Collection[str] = (), writes: Collection[str] = ()
-) -> MachineModel:
-    """Return the rates that predict run times: those that `oocgemm calibrate` has saved, otherwise defaults.
-
-    Args:
-        backend: "host" or "cuda".
-        device: identity of the device, as `backends.identity` returns it.
-        reads, writes: ids of the file systems that operands are read from and C is written to.
-    """
-    defaults = default_model(backend, len(os.sched_getaffinity(0)))
-    found, note = cache.load(backend, device)
-    if found is not None:
-        return found.model(defaults, reads, writes)
-    return replace(defaults, name="; ".join(filter(None, (defaults.name, note))))
-
-
-def stored_on(*matrices: Matrix | None) -> set[str]:
-    """Return the ids of the file systems that store these matrices. Matrices in memory are left out."""
-    found = set()
-    for matrix in matrices:
-        if matrix is not None and not matrix.layout.in_memory:
-            numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
-            found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
-    return found
 
 
 def machine() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProb
 from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -57,6 +58,7 @@ __all__ = [
     "default_model",
     "fit_line",
     "fit_link",
+    "guarded_plan",
     "make_plan",
     "recorded_plan",
     "resumed_plan",

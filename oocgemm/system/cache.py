@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,8 +74,12 @@ def path_of(calibration: Calibration) -> Path:
 
     A new calibration of the same machine, backend and device has the same path, and replaces the old one.
     """
-    device = re.sub(r"[^a-z0-9]+", "-", calibration.device.lower()).strip("-")
-    return folder() / f"{calibration.machine}-{calibration.backend}-{device}.json"
+    return folder() / file_name(calibration.machine, calibration.backend, calibration.device)
+
+
+def file_name(machine: str, backend: str, device: str) -> str:
+    """Return the name of the file with the rates of a device."""
+    return f"{machine}-{backend}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def save(calibration: Calibration) -> Path:
@@ -120,7 +125,7 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     return None and a note that names unreadable and invalid files. Otherwise the note is "".
     """
     key, notes = machine_key(), []
-    for path, written in _newest(f"{key}-{backend}-"):
+    for path, written in newest(folder, f"{key}-{backend}-"):
         try:
             found = _read(path, written)
             if (found.machine, found.backend) != (key, backend):
@@ -140,12 +145,13 @@ def _read(path: str, written: tuple[int, int]) -> Calibration:
     return Calibration.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def _newest(prefix: str) -> list[tuple[str, tuple[int, int]]]:
-    """Return the calibration files whose names begin with a prefix, newest first.
+def newest(within: Callable[[], Path], prefix: str) -> list[tuple[str, tuple[int, int]]]:
+    """Return the JSON files in a folder whose names begin with a prefix, newest first.
 
-    Each is a path, and the modification time in nanoseconds with the size in bytes.
+    `within` returns the folder, or raises `InputError`. A file is returned as its path, and the modification
+    time in nanoseconds with the size in bytes.
     """
-    with suppress(OSError, InputError), os.scandir(folder()) as entries:
+    with suppress(OSError, InputError), os.scandir(within()) as entries:
         found = [entry for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(".json")]
         aged = [(entry.path, (entry.stat().st_mtime_ns, entry.stat().st_size)) for entry in found]
         return sorted(aged, key=lambda file: file[1], reverse=True)

@@ -26,6 +26,7 @@ from weakref import finalize
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Kind, Lane
+from oocgemm.timeline.sample import Sample
 from oocgemm.timeline.spans import Span, Timeline
 
 FORMAT = "oocgemm-timeline"
@@ -59,7 +60,7 @@ class Recorder:
 
     Without a path, up to `FLUSH_LINES` spans are kept as they are: encoding them would take a large part of
     the time of a small product. `timeline` encodes them. `later` has fields of the header, each with a
-    function that returns its value, which is called when the header is encoded.
+    function that returns its value, which is called when the header is encoded. `sample` keeps some spans.
 
     A recorder is not thread-safe.
     """
@@ -75,6 +76,7 @@ class Recorder:
         self.wall = 0
         self.failure: OSError | None = None
         self._footer: dict[str, Any] | None = None
+        self.sample = Sample()
         self._common: dict[tuple[Any, ...], int] = {}
         self._in_memory: list[bytes] = []
         self._in_memory_bytes = 0
@@ -92,6 +94,7 @@ class Recorder:
     def add(self, span: Span) -> None:
         """Record a span."""
         self._waiting.append(span)
+        self.sample.add(span)
         self.spans += 1
         if len(self._waiting) >= FLUSH_LINES or monotonic() - self._since > FLUSH_SECONDS:
             self._flush()

@@ -5,34 +5,34 @@ code is the same for all backends.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 from datetime import date
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
-import numpy as np
-
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
+from oocgemm.backends.base import Array
 from oocgemm.engine.executor import Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine.measure.sampling import explained, per_second, typical
+from oocgemm.machine.measure.kernel_rates import kernel_rates
+from oocgemm.machine.measure.sampling import explained, numbers, per_second, typical
+from oocgemm.machine.measure.sizes import SIZES, Sizes
 from oocgemm.machine.measure.storage import storage_rates
-from oocgemm.machine.measure.workbench import Workbench, plan_of, transfer_seconds
+from oocgemm.machine.measure.streaming import loading_seconds, rate_of, streaming
+from oocgemm.machine.measure.workbench import Workbench
 from oocgemm.planning import (
-    RATES,
     Budgets,
     Calibration,
     Candidate,
     GemmProblem,
-    KernelRate,
     Kind,
     Layouts,
     MachineModel,
@@ -40,45 +40,15 @@ from oocgemm.planning import (
     Plan,
     Slots,
     TileShape,
-    check_fit,
     check_link,
     default_model,
     fit_link,
 )
-from oocgemm.planning.units import format_size
 from oocgemm.system import cache
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
 
-_FREE_SHARE = 0.5  # maximum share of the free device memory that a measurement occupies
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes and durations of the measurements of a calibration.
-
-    Attributes:
-        side: rows and columns of C in a timed product, halved until the product fits into half of the free
-            memory.
-        depths: the extents along k of the timed products.
-        block: shape of the float64 matrix with which memory, storage and copies are measured.
-        copies: Copies between host and GPU are measured with each of these numbers of rows of the matrix.
-        seconds: duration of one measurement. Some measurements take three times as long.
-    """
-
-    side: int
-    depths: tuple[int, ...]
-    block: tuple[int, int]
-    copies: tuple[int, ...]
-    seconds: float
-
-
-# The default sizes for each backend. `side` is so large that products reach the full rate of the kernel. The
-# copied matrix (`block`, 256 MiB) is larger than the processor's caches, so copies use main memory.
-SIZES = {
-    "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
-    "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
-}
+AT_ONCE = 4  # copies in each direction that are timed at once
 
 
 def calibrate(
@@ -90,6 +60,8 @@ def calibrate(
     say: Callable[[str], None] = lambda doing: None,
 ) -> Calibration:
     """Measure the rates of this machine. With the default sizes, this takes less than a minute.
+
+    Storage and memory are measured by products that the executor runs, with all I/O threads.
 
     Other programs that run at the same time make the rates lower.
 
@@ -120,16 +92,20 @@ def calibrate(
     machine = default_model(engine.name, len(os.sched_getaffinity(0)))
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
-    rows, cols = sizes.block
-    # At most four matrices of rows x cols exist at a time. They may take half of the available memory.
-    rows = max(1, min(rows, available_memory() // (64 * cols)))
-    sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
-    source = _numbers(sizes.block)
-    kernels, prepare, samples = _kernels(engine, machine, sizes, say)
-    rates, copies = _links(engine, machine, sizes, source, say)
+    block = _affordable(sizes.block)
+    copies = tuple(count for count in sizes.copies if count <= block[0])
+    sizes = replace(sizes, block=block, copies=copies, streamed=_affordable(sizes.streamed))
+    kernels, prepare, samples = kernel_rates(engine, machine, sizes, say)
+    rates, moved = _links(engine, machine, sizes, numbers(sizes.block), say)
     say("issue")
     issue = _issue_seconds(engine, machine, sizes.seconds)
-    storage, decode = storage_rates(machine, folder, source, 3 * sizes.seconds, say)
+    source = numbers(sizes.streamed)
+    say("memory")
+    memory = _memory_rate(engine, machine, source, 2 * sizes.chunk, 3 * sizes.seconds)
+    rates |= {"memory": memory} | ({"h2d": memory, "d2h": memory} if machine.unified else {})
+    storage, decode = storage_rates(engine, machine, folder, source, sizes.chunk, 3 * sizes.seconds, say)
+    if not all(map(isfinite, (*rates.values(), *astuple(storage), decode))):
+        raise BackendError("an operation took no measurable time: run oocgemm calibrate again")
     seconds, used = perf_counter() - started, used_since(cpu)
     others = used["busy_seconds"] - used["own_seconds"] if used else 0.0
     return Calibration(
@@ -143,7 +119,7 @@ def calibrate(
         stores={cache.file_system(folder): storage},
         samples={
             "kernels": samples,
-            "copies": copies,
+            "copies": moved,
             "path": str(folder.absolute()),
             "link_limit": engine.link_limit(),
             "seconds": seconds,
@@ -152,113 +128,28 @@ def calibrate(
     )
 
 
+def _affordable(shape: tuple[int, int]) -> tuple[int, int]:
+    """Return a shape with fewer rows, if four such float64 matrices exceed half of the available memory."""
+    rows, cols = shape
+    return max(1, min(rows, available_memory() // (64 * cols))), cols
+
+
+def _memory_rate(engine: Backend, machine: MachineModel, source: Array, depth: int, seconds: float) -> float:
+    """Return the bytes per second at which the panels of a matrix in memory are staged by all threads."""
+    matrix = stores.open_matrix("A", source)
+    with streaming(engine, machine, matrix, min(depth, source.shape[1])) as run:
+        return rate_of(matrix, typical(lambda: loading_seconds(run()), seconds))
+
+
 def _with_backend(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
     """Return a callback that passes messages on to `say`, prefixed with the name of the backend."""
     return lambda doing: say(f"{engine.name}: {doing}")
 
 
-def _kernels(
-    engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
-) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
-    """Measure the rate of products for each dtype and precision.
-
-    An emulated product needs a Prepare operation before it, which splits the operands. The rate of Prepare is
-    measured for each dtype too.
-
-    Returns:
-        - the fitted rates of products, by their names in `RATES`;
-        - the lowest of the rates of Prepare, in bytes of operands per second;
-        - the measured flop/s, by name and then by extent along k.
-    """
-    numbers = _numbers((64, 1024)).reshape(-1)
-    fitted, prepare, samples = {}, [], {}
-    for name, (dtype, compute) in RATES.items():
-        if dtype not in known_dtypes():
-            continue
-        tile = _fitting(engine, machine, dtype, sizes, compute)
-        with Workbench(engine, machine, dtype, tile, compute=compute) as bench:
-            for operand in "AB":
-                bench.fill(operand, numbers.astype(numpy_dtype(dtype)))
-            fitted[name], rates = _kernel(bench, name, sizes, say)
-            if bench.plan.problem.planes:
-                split = bench.prepare(max(rates))
-                prepare.append(split.bytes / typical(partial(bench.seconds, split), sizes.seconds))
-            samples[name] = {str(depth): rate for depth, rate in rates.items()}
-    return fitted, min(prepare), samples
-
-
-def _kernel(
-    bench: Workbench, name: str, sizes: Sizes, say: Callable[[str], None]
-) -> tuple[KernelRate, dict[int, float]]:
-    """Measure products of several extents along k (depths). Return the fitted rate, and flop/s by depth."""
-    seen: dict[int, float] = {}
-
-    def rate(depth: int) -> float:
-        say(f"{name}, panels {depth} deep")
-        if bench.plan.problem.planes:
-            bench.intervals(bench.prepare(depth))
-        if not seen:
-            bench.intervals(bench.multiply(depth, first=True))  # initialise C, to which later products add
-        operation = bench.multiply(depth)
-        seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
-        return seen[depth]
-
-    def depths() -> Iterator[int]:
-        for depth in sizes.depths:
-            if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
-                return  # a product of this depth would take too long, and two depths suffice for the fit
-            yield depth
-
-    def fit(rates: Mapping[int, float]) -> KernelRate:
-        ideal = _of_infinite_tile(bench.plan, rates)
-        found = KernelRate.fitted(ideal)
-        check_fit(
-            name, "FLOP", ideal, lambda r: found.peak / (1 + found.half_depth / r), "panels {} deep".format
-        )
-        return found
-
-    return explained(rate, depths(), fit)
-
-
-def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Convert measured flop/s to those that products with infinite m and n would have.
-
-    `rates` and the result have the flop/s by extent along k. A `KernelRate` is fitted to the result. The
-    machine model predicts lower flop/s for smaller m and n; this function inverts the reduction.
-    """
-    tile = plan.tile
-    ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
-    loss = ideal.multiply_seconds(plan.problem.rate, 1.0, tile.m, tile.n, tile.k)
-    loss *= ideal.wave_quantization(plan.problem.rate, tile.m, tile.n)
-    return {depth: rate * loss for depth, rate in rates.items()}
-
-
-def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return m, n and k of the product to time.
-
-    m and n are `sizes.side`, halved until the product fits into the share `_FREE_SHARE` of the free device
-    memory. k is the last of `sizes.depths`.
-
-    Raises:
-        BackendError: the product does not fit even if m and n are below 64.
-    """
-    side, free = sizes.side, engine.free_memory()
-    while True:
-        tile = TileShape(side, side, sizes.depths[-1])
-        if plan_of(machine, dtype, tile, compute).footprint.device_total <= _FREE_SHARE * free:
-            return tile
-        if side < 64:
-            raise BackendError(
-                f"{format_size(free)} of free memory is too little to calibrate: a tile of {side} x {side} "
-                "does not fit; end other programs"
-            )
-        side //= 2
-
-
 def _links(
     engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Measure copies within host memory and between host and device, and the cost of page faults.
+    """Measure copies between host and device, and the cost of page faults.
 
     Returns:
         - Rates in bytes per second, by name. Two names have other units: `copy_latency` is the part of a
@@ -266,20 +157,16 @@ def _links(
           fault in new memory.
         - The measured rates of copies, by direction and then by size in bytes.
     """
-    say("memory")
+    say("page faults")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
-    tile, first_touch, warm = TileShape(rows, cols, cols), [], []
+    tile, first_touch = TileShape(rows, cols, cols), []
     for _ in range(3):
         with Workbench(engine, machine, "float64", tile, matrix) as bench:
             before, after = (_fill_seconds(bench) for _ in range(2))
             first_touch.append(max(0.0, before - after) / source.nbytes)
-            read = bench.load(Kind.READ, "A")
-            warm.append(
-                typical(partial(transfer_seconds, bench.staging, read, bench.slot(read)), sizes.seconds)
-            )
-    rates = {"arena_seconds_per_byte": median(first_touch), "memory": source.nbytes / median(warm)}
+    rates = {"arena_seconds_per_byte": median(first_touch)}
     if machine.unified:
-        return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
+        return rates, {}
     samples: dict[str, Any] = {}
     with Workbench(engine, machine, "float64", tile) as bench:
         limit, latencies = engine.link_limit(), []
@@ -301,17 +188,28 @@ def _links(
             samples[link] = {str(size): found[size] for size in found}
         rates["copy_latency"] = max(latencies)
         say("h2d and d2h at once")
-        both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
+        directions = {"h2d": bench.load(Kind.UPLOAD, "A"), "d2h": bench.download(rows)}
+        number = dict(enumerate(directions))
 
-        def together(size: int) -> float:
-            return per_second(size, typical(lambda: _total_seconds(bench.intervals(*both)), sizes.seconds))
+        def together(which: int) -> float:
+            """Return the rate of one direction while copies in the other direction take place."""
 
-        def check(found: Mapping[int, float]) -> float:
-            (total,) = found.values()
-            check_link("half of h2d and d2h at once", total / 2, limit)
-            return total
+            def once() -> float:
+                intervals = bench.intervals(*list(directions.values()) * AT_ONCE)
+                own = intervals[which::2]
+                return _total_seconds(own) - AT_ONCE * rates["copy_latency"]
 
-        samples["both ways"], _ = explained(together, [sum(copy.bytes for copy in both)], check)
+            return per_second(AT_ONCE * directions[number[which]].bytes, typical(once, sizes.seconds))
+
+        def check(found: Mapping[int, float]) -> dict[str, float]:
+            for which, rate in found.items():
+                check_link(f"{number[which]} at once with the other direction", rate, limit)
+            return {number[which]: rate for which, rate in found.items()}
+
+        at_once, _ = explained(together, number, check)
+        samples["both ways"] = sum(at_once.values())
+        # Runs copy in both directions at once, where this makes a difference.
+        rates |= {link: min(rates[link], rate) for link, rate in at_once.items()}
     return rates, samples
 
 
@@ -337,7 +235,7 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
     room = available_memory()
     problem = GemmProblem(side, side, side, "float64", "float64", "float64", "float64")
     plan = Plan(problem, Layouts(), Budgets(room, room), machine, Candidate(tile, slots))
-    matrices = {name: stores.open_matrix(name, _numbers((side, side))) for name in "ABC"}
+    matrices = {name: stores.open_matrix(name, numbers((side, side))) for name in "ABC"}
     with ExitStack() as cleanup:
         staging = Staging(plan, matrices)
         cleanup.callback(staging.close)
@@ -351,13 +249,6 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
             return max(ended) / 1e9 / len(ended)
 
         return typical(once, 3 * seconds)
-
-
-def _numbers(shape: tuple[int, int]) -> Array:
-    """Return normal random numbers, rounded to 1/64 so that they compress about as well as measured data."""
-    count = shape[0] * shape[1]
-    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
-    return np.resize(some, count).reshape(shape)
 
 
 def _total_seconds(intervals: Sequence[tuple[int, int]]) -> float:

@@ -6,6 +6,9 @@ from statistics import median
 from time import perf_counter
 from typing import TypeVar
 
+import numpy as np
+
+from oocgemm.backends.base import Array
 from oocgemm.errors import BackendError
 
 # Maximum samples per size that `explained` measures before it raises BackendError.
@@ -72,3 +75,10 @@ def typical(act: Callable[[], float], limit: float) -> float:
     while not samples or perf_counter() - started < limit:
         samples.append(act())
     return median(samples)
+
+
+def numbers(shape: tuple[int, int]) -> Array:
+    """Return normal random numbers, rounded to 1/64 so that they compress about as well as measured data."""
+    count = shape[0] * shape[1]
+    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
+    return np.resize(some, count).reshape(shape)

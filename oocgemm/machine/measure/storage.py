@@ -3,30 +3,43 @@
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from oocgemm import stores
+from oocgemm.backends import Backend
 from oocgemm.backends.base import Array
-from oocgemm.engine.staging import Staging
-from oocgemm.machine.measure.sampling import typical
-from oocgemm.machine.measure.workbench import block_copy, plan_of, transfer_seconds
+from oocgemm.engine.blocks import located, slot_views
+from oocgemm.engine.transfers import Transfers
+from oocgemm.machine.measure.sampling import per_second, typical
+from oocgemm.machine.measure.streaming import loading_seconds, rate_of, streaming
+from oocgemm.machine.measure.workbench import block_copy, plan_of
 from oocgemm.planning import Kind, MachineModel, StoreRates, TileShape
-from oocgemm.planning.tiling import Range
+from oocgemm.stores import Matrix
 from oocgemm.system.memory import allocate
+
+# The compressed matrix is this much smaller than the uncompressed one: encoding takes longest.
+PACKED_SHARE = 4
 
 
 def storage_rates(
-    machine: MachineModel, folder: Path, source: Array, seconds: float, say: Callable[[str], None]
+    engine: Backend,
+    machine: MachineModel,
+    folder: Path,
+    source: Array,
+    chunk: int,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> tuple[StoreRates, float]:
-    """Measure the rates of the file system of a folder.
+    """Measure the rates of the file system of a folder, with the products of `streaming`.
 
     Args:
-        machine: the machine model; only its number of I/O threads is used.
+        engine, machine: the backend and its model.
         folder: where temporary zarr arrays are written.
         source: a float64 matrix, the content of these arrays.
+        chunk: rows and columns of the chunks.
         seconds: duration of each measurement.
         say: called with a description of each measurement before it starts.
 
@@ -34,43 +47,61 @@ def storage_rates(
         The rates of the file system, and the rate at which all cores together decode zstd chunks. All are in
         bytes per second.
     """
-    data = source.reshape(2 * source.shape[0], -1)
-    rows, cols = data.shape
-    side, cores = max(1, cols // 2), len(os.sched_getaffinity(0))
-    buffer = allocate(data.nbytes).view(data.dtype).reshape(data.shape)
     temporary = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
-    with temporary, ExitStack() as cleanup:
+    with temporary:
 
-        def array(name: str, compressor: str, threads: int) -> Staging:
-            where = os.path.join(temporary.name, name)
-            matrix = stores.create_output(name, where, data.shape, data.dtype, (side, side), compressor)
-            plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
-            staging = Staging(plan, {"A": matrix, "C": matrix})
-            cleanup.callback(staging.close)
-            return staging
+        def rate(matrix: Matrix, depth: int, *, cold: bool = False) -> float:
+            with streaming(engine, machine, matrix, depth) as run:
 
-        def rate(staging: Staging, columns: Range = (0, cols), *, cold: bool = False) -> float:
-            operation = block_copy(Kind.READ, "A", (0, rows), columns, data.itemsize)
+                def once() -> float:
+                    if cold:
+                        _evict(Path(temporary.name))
+                    return loading_seconds(run())
 
-            def once() -> float:
-                if cold:
-                    _evict(Path(temporary.name))
-                return transfer_seconds(staging, operation, buffer[:, : columns[1] - columns[0]])
+                return rate_of(matrix, typical(once, seconds))
 
-            return operation.bytes / typical(once, seconds)
-
-        fill = block_copy(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
-        raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
         say(f"writing in {folder}")
-        write = fill.bytes / typical(partial(transfer_seconds, raw, fill, data), seconds)
+        raw, write = _written(machine, temporary.name, source, chunk, "none", seconds)
         say(f"reading in {folder}")
-        cold, read = rate(raw, cold=True), rate(raw)
-        # This range covers half of the columns of each chunk, so the bytes to read are not contiguous.
-        scattered = rate(raw, (side // 2, side // 2 + side))
+        cold, read = rate(raw, chunk, cold=True), rate(raw, chunk)
+        # Panels with half of the columns of each chunk, so that the bytes to read are not contiguous.
+        scattered = rate(raw, max(1, chunk // 2))
         say("decoding zstd")
-        transfer_seconds(packed, fill, data)
-        decode = rate(packed)
+        fewer = max(1, source.shape[1] // PACKED_SHARE)
+        packed, _ = _written(machine, temporary.name, source[:, :fewer], chunk, "zstd", 0.0)
+        decode = rate(packed, min(chunk, fewer))
     return StoreRates(read=read, read_scattered=scattered, read_cold=cold, write=write), decode
+
+
+def _written(
+    machine: MachineModel, folder: str, source: Array, chunk: int, compressor: str, seconds: float
+) -> tuple[Matrix, float]:
+    """Write a matrix to a new array, strip by strip, as a run writes a tile of C.
+
+    Writing is repeated for `seconds`. Returns the array, and the bytes per second including the flush to the
+    disk.
+    """
+    rows, cols = source.shape
+    shape = min(chunk, rows), min(chunk, cols)
+    where = os.path.join(folder, compressor)
+    matrix = stores.create_output("C", where, source.shape, source.dtype, shape, compressor)
+    threads = max(1, machine.codec_threads) if compressor != "none" else machine.io_threads
+    plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, 1))
+    layouts = replace(plan.layouts, c=matrix.layout)
+    plan = replace(plan, layouts=layouts)
+    fill = block_copy(Kind.WRITE, "C", (0, rows), (0, cols), source.itemsize)
+    columns = slot_views(plan, fill, allocate(source.nbytes), source.dtype)
+    for _, (first, last), part in located(plan, fill, columns):
+        part[...] = source[:, first:last]
+    with closing(Transfers(plan, {"C": matrix})) as transfers:
+
+        def once() -> float:
+            started = perf_counter()
+            transfers.write(fill, columns)
+            matrix.sync()
+            return perf_counter() - started
+
+        return matrix, per_second(fill.bytes, typical(once, seconds))
 
 
 def _evict(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Stream, Token
@@ -214,10 +214,3 @@ def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
     m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
     return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
-
-
-def transfer_seconds(staging: Staging, operation: Operation, view: Array) -> float:
-    """Run a Read or Write between a store and the memory `view`. Return its wall time in seconds."""
-    started = perf_counter()
-    staging.transfer(operation, [view])
-    return perf_counter() - started

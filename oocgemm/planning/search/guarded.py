@@ -1,0 +1,92 @@
+"""Plan with measured rates, but keep the plan of the default rates unless another one is clearly better.
+
+Measured rates never cover everything, and the planner is not exact. So the plan with the default rates is the
+incumbent. The plan with the measured rates is the challenger. It replaces the incumbent only if it is faster
+in two predictions:
+
+- At the measured rates, it is faster by more than the error of the prediction.
+- If, besides, all rates that nobody has measured were a third of what is assumed, it is not slower. So a
+  challenger cannot rely on a rate that the incumbent does not need.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.predict import predict
+from oocgemm.planning.cost.rates import scaled
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.plan import Plan, Scored, schedule_of
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.search.planner import make_plan
+from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.tiling import TileShape, ceil_div
+
+# A challenger must be faster by this fraction if both schedules are simulated, and if they are not.
+SIMULATED_MARGIN, PREDICTED_MARGIN = 0.05, 0.2
+# Rates that nobody has measured may be slower than assumed by this factor.
+DOUBT = 3.0
+# Estimated seconds that simulating an operation takes. Two schedules are simulated if this takes at most
+# MIN_EFFORT seconds, or the fraction EFFORT of the predicted time of the run.
+SIMULATE_SECONDS, MIN_EFFORT, EFFORT = 15e-6, 0.02, 0.01
+
+
+@lru_cache(64)
+def guarded_plan(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machines: tuple[MachineModel, ...],
+    assumed: frozenset[str] = frozenset(),
+    layouts: Layouts | None = None,
+    tile: TileShape | None = None,
+) -> Plan:
+    """Choose a plan for the last of several machine models that is not slower than the plans for the others.
+
+    Args:
+        problem, budgets, layouts, tile: as for `make_plan`.
+        machines: models of the same machine, from the default rates to the rates that are known best.
+        assumed: names of the rates (`oocgemm.planning.cost.rates`) that the last model only assumes.
+
+    Raises what `make_plan` raises.
+    """
+    best, *others = (make_plan(problem, budgets, machine, layouts, tile) for machine in machines)
+    if not others:
+        return best
+    latest = others[-1]
+    for challenger in others:
+        if challenger.candidate != best.candidate and _is_better(latest.setting, best, challenger, assumed):
+            best = challenger
+    return best if best is latest else _with_rates(best, latest)
+
+
+def _is_better(setting: Setting, incumbent: Plan, challenger: Plan, assumed: frozenset[str]) -> bool:
+    """Tell whether the challenger is faster than the incumbent. `setting` has the measured rates."""
+    plans = incumbent, challenger
+    effort = SIMULATE_SECONDS * sum(map(_operations, plans))
+    simulated = effort <= max(MIN_EFFORT, EFFORT * predict(setting, challenger.candidate).total)
+
+    def seconds(setting: Setting, plan: Plan) -> float:
+        if simulated:
+            return simulate(schedule_of(setting, plan.candidate), setting)
+        return predict(setting, plan.candidate).total
+
+    old, new = (seconds(setting, plan) for plan in plans)
+    if new >= (1 - (SIMULATED_MARGIN if simulated else PREDICTED_MARGIN)) * old:
+        return False
+    if not assumed:
+        return True
+    slower = replace(setting, machine=scaled(setting.machine, dict.fromkeys(assumed, 1 / DOUBT)))
+    old, new = (seconds(slower, plan) for plan in plans)
+    return new <= old
+
+
+def _with_rates(plan: Plan, latest: Plan) -> Plan:
+    """Return a plan with the machine model of another one, and the predictions that follow from it."""
+    considered = tuple(Scored(s.candidate, predict(latest.setting, s.candidate)) for s in plan.considered)
+    return replace(plan, machine=latest.machine, considered=considered, faster=latest.faster)
+
+
+def _operations(plan: Plan) -> int:
+    """Estimate the number of operations of a plan."""
+    strips = ceil_div(plan.tile.m, max(1, plan.slots.strip))
+    return plan.grid.shape[0] * plan.grid.shape[1] * (5 * plan.grid.steps + 4 * strips)

@@ -1,0 +1,169 @@
+#!/usr/bin/env python
+"""Check calibration and learned rates: their values beside the ceilings of the links, and times of products.
+
+First the machine is calibrated. The rates are printed beside those of `grid_ceilings.links`. Then products of
+`bench_grid.py` run with four kinds of rates: assumed, measured (calibrated), learned, and both. Three runs of
+each product teach the learned rates. After them the kinds take turns. The ratios of the medians to those with
+assumed rates are printed. The rates are kept in a temporary folder: those of the user are neither used nor
+changed.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import click
+import grid_ceilings
+from bench_grid import LINK_BYTES, shrunk
+from grid_cases import CUDA, HOST, IN_MEMORY, Case, chosen
+from grid_data import Files, Operands
+from grid_runs import free_memory, one_call, release
+from keeping import keep, output, work
+
+from oocgemm.machine.measure.calibrate import calibrate
+from oocgemm.machine.models import models
+from oocgemm.system import cache
+
+TEACHING_RUNS = 3
+KINDS = ("assumed", "measured", "learned", "both")
+# Rates of a calibration, each with the ceiling that it is compared with.
+CEILINGS = {
+    "h2d": "h2d_both",
+    "d2h": "d2h_both",
+    "memory": "stage",
+    "read": "page_read",
+    "write": "disk_write",
+}
+
+
+@contextmanager
+def rates_of(kind: str, folder: Path) -> Iterator[None]:
+    """Let the calls in the context use one kind of rates."""
+    before = {name: os.environ.get(name) for name in ("OOCGEMM_CACHE", "OOCGEMM_LEARN")}
+    os.environ |= {
+        "OOCGEMM_CACHE": str(folder / kind),
+        "OOCGEMM_LEARN": "1" if kind in ("learned", "both") else "0",
+    }
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def calibrated(backend: str, folder: Path, work: Path, small: bool) -> dict[str, Any]:
+    """Calibrate, store the rates for the kinds "measured" and "both", and compare them with the ceilings."""
+    started = time.perf_counter()
+    found = calibrate(backend, path=work)
+    seconds = time.perf_counter() - started
+    with rates_of("measured", folder):
+        path = cache.save(found)
+    (folder / "both").mkdir()
+    shutil.copy(path, folder / "both")
+    free_memory()
+    links = grid_ceilings.links(work, LINK_BYTES >> (5 if small else 0), backend == "cuda", True)
+    free_memory()
+    (storage,) = found.stores.values()
+    rates = dict(found.rates) | {"read": storage.read, "write": storage.write}
+    compared = {
+        name: {"calibrated": rates[name], "ceiling": links[ceiling], "ratio": rates[name] / links[ceiling]}
+        for name, ceiling in CEILINGS.items()
+        if name in rates and ceiling in links
+    }
+    print(f"calibration took {seconds:.1f} s")
+    for name, one in compared.items():
+        print(
+            f"{name:8} {one['calibrated'] / 1e9:7.2f} GB/s, ceiling {one['ceiling'] / 1e9:7.2f}, "
+            f"ratio {one['ratio']:.2f}"
+        )
+    return {"seconds": seconds, "links": compared, "rates": rates}
+
+
+def measured(
+    case: Case, backend: str, folder: Path, operands: Operands, files: Files, repeats: int
+) -> dict[str, Any]:
+    """Run a product with all kinds of rates in turns."""
+    a, b, _ = operands.make(case)
+    paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, a, b)]
+
+    def call(kind: str) -> float:
+        with rates_of(kind, folder):
+            return one_call(case, paths, operands, backend)
+
+    for _ in range(TEACHING_RUNS):
+        for kind in ("learned", "both"):
+            call(kind)
+    samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(repeats):
+        for kind in KINDS:
+            samples[kind].append(call(kind))
+    release()
+    ratios = {kind: median(samples[kind]) / median(samples["assumed"]) for kind in KINDS}
+    return {"samples": samples, "ratios": ratios}
+
+
+@click.command()
+@click.option("--backend", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True)
+@click.option("--only", default="", help="Only products whose names contain this, such as 'float64 pinned'.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--limit", type=float, help="Start no further product after this many seconds.")
+@click.option("--shrink", default=1, help="Divide all extents by this number: to try the script.")
+@work
+@output
+def main(
+    backend: str,
+    only: str,
+    repeats: int,
+    limit: float | None,
+    shrink: int,
+    work: Path | None,
+    output: Path | None,
+) -> None:
+    started = time.perf_counter()
+    cases = [shrunk(case, shrink) for case in chosen(CUDA if backend == "cuda" else HOST, only)]
+    with tempfile.TemporaryDirectory(prefix="oocgemm-rates-", dir=work or ".") as temporary:
+        folder = Path(temporary).absolute()
+        result: dict[str, Any] = {"calibration": calibrated(backend, folder, folder, shrink > 1)}
+        operands, files, done = Operands(), Files(folder), dict[str, Any]()
+        print(f"{'product':58} {'T':>8} {'measured':>9} {'learned':>8} {'both':>6}")
+        for case in cases:
+            if limit is not None and time.perf_counter() - started > limit:
+                break
+            try:
+                one = done[case.name] = measured(case, backend, folder, operands, files, repeats)
+            except Exception as error:  # the others are measured all the same
+                print(f"{case.name:58} {error!r}", flush=True)
+                release()
+                free_memory()
+                continue
+            t, ratios = median(one["samples"]["assumed"]), one["ratios"]
+            print(
+                f"{case.name:58} {t:8.4f} {ratios['measured']:9.3f} {ratios['learned']:8.3f} "
+                f"{ratios['both']:6.3f}",
+                flush=True,
+            )
+        for kind in KINDS[1:]:
+            ratios = {name: one["ratios"][kind] for name, one in done.items()}
+            if ratios:
+                worst = max(ratios, key=ratios.__getitem__)
+                mean = geometric_mean(ratios.values())
+                print(f"{kind}: T / T assumed {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
+                result[kind] = {"geometric_mean": mean, "worst": [worst, ratios[worst]]}
+        with rates_of("learned", folder):
+            learned = models(backend).learned
+        if learned is not None:
+            print("learned:", {key: f"{rate.value:.3g}" for key, rate in learned.rates.items()})
+            result["rates"] = learned.to_dict()["rates"]
+        keep(output, f"{backend} rates", result | {"cases": done})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Rates that runs observe improve later plans, and never make a plan slower than the first one."""
+
+from dataclasses import replace
+from statistics import geometric_mean
+
+import pytest
+from grid_cases import CUDA, HOST  # type: ignore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oocgemm.planning import Budgets, MachineModel, Setting, TileShape, default_model, guarded_plan, make_plan
+from oocgemm.planning.cost.learned import SAMPLES, Learned, LearnedRate, bounds
+from oocgemm.planning.cost.rates import scaled, value_of
+from oocgemm.system import cache
+from oocgemm.timeline import Span
+from oocgemm.timeline.observed import observed_rates
+from oocgemm.timeline.sample import MAX_SPANS, Sample
+from tests.plan_cases import GIB, STORED, problem
+from tests.suite import examples, thinned
+from tests.virtual_machines import PLACES, VirtualMachine, setting_of, true_machine, virtual_spans
+
+GPU = default_model("cuda", 16)
+# Products of the tests of plans, beside those of the benchmark grid.
+STORED_SETTINGS = [
+    Setting(problem(m, n, k, dtype, beta), GPU, STORED, Budgets(device * GIB, host * GIB))
+    for m, n, k, dtype, beta, device, host in (
+        (24576, 24576, 24576, "float64", 0, 3, 8),
+        (40000, 20000, 30000, "float32", 1, 6, 16),
+        (100000, 3000, 5000, "float64", 0, 16, 24),
+        (8192, 8192, 131072, "float32", 0, 8, 8),
+    )
+]
+
+
+def settings_of(machine: MachineModel) -> list[Setting]:
+    if machine.unified:
+        return [setting_of(case, machine) for case in HOST]
+    return [setting_of(case, machine) for case in CUDA] + STORED_SETTINGS
+
+
+@pytest.mark.parametrize(("backend", "cores"), [("cuda", 16), ("host", 2)])
+@pytest.mark.parametrize(
+    "seed", [4, 9, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
+)
+def test_no_product_becomes_slower_on_a_machine_unlike_the_assumed_one(
+    backend: str, cores: int, seed: int
+) -> None:
+    """Each product is planned, run and learned from, three times. Rates are 0.3 to 3 times the assumed."""
+    assumed, ratios = default_model(backend, cores), []
+    for setting in settings_of(assumed):
+        machine = VirtualMachine(assumed, true_machine(assumed, seed))
+        plan = machine.plan(setting)
+        first = machine.seconds(plan)
+        for _ in range(3):
+            machine.learn(plan)
+            plan = machine.plan(setting)
+            assert machine.seconds(plan) <= 1.02 * first, setting.problem
+        ratios.append(machine.seconds(plan) / first)
+    assert geometric_mean(ratios) <= 1
+
+
+@pytest.mark.parametrize("seed", thinned(range(1, 8), {1}))
+def test_a_product_is_planned_with_what_other_products_taught(seed: int) -> None:
+    machine = VirtualMachine(GPU, true_machine(GPU, seed))
+    first, ratios = {}, {}
+    for _ in range(2):
+        for number, setting in enumerate(settings_of(GPU)):
+            if number not in first:
+                first[number] = machine.seconds(
+                    make_plan(setting.problem, setting.budgets, GPU, setting.layouts)
+                )
+            plan = machine.plan(setting)
+            ratios[number] = machine.seconds(plan) / first[number]
+            assert ratios[number] <= 1.02, setting.problem
+            machine.learn(plan)
+    assert geometric_mean(ratios.values()) < 1
+    for name in ("h2d", "d2h", "memory", "float64", "float32"):
+        assert machine.learned.rates[name].value == pytest.approx(value_of(machine.true, name), rel=0.1)
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=examples(10))
+def test_the_rates_of_a_run_are_those_of_its_machine(seed: int) -> None:
+    true = true_machine(GPU, seed)
+    for setting in STORED_SETTINGS:
+        plan = make_plan(setting.problem, setting.budgets, GPU, setting.layouts)
+        spans = virtual_spans(plan.candidate, replace(plan.setting, machine=true))
+        found = observed_rates(plan, spans, PLACES)
+        assert {("h2d", ""), (setting.problem.rate, "")} <= found.keys()
+        for (name, _), one in found.items():
+            # The old C is read while panels are: both together are faster than one.
+            tolerance = 0.25 if name == "read" and setting.problem.reads_c else 0.1
+            assert one.rate == pytest.approx(value_of(true, name), rel=tolerance), name
+
+
+def test_a_disturbance_of_a_run_does_not_change_its_rates() -> None:
+    setting = STORED_SETTINGS[0]
+    plan = make_plan(setting.problem, setting.budgets, GPU, setting.layouts)
+    spans = list(virtual_spans(plan.candidate, plan.setting))
+    uploads = [span for span in spans if span.kind == "upload"]
+    slow = {span.id for span in uploads[: len(uploads) // 5]}
+    disturbed = [
+        replace(span, end=span.start + 10 * (span.end - span.start)) if span.id in slow else span
+        for span in spans
+    ]
+    right, found = (observed_rates(plan, one, PLACES)["h2d", ""].rate for one in (spans, disturbed))
+    assert found == pytest.approx(right, rel=0.1)
+
+
+TILE = TileShape(2048, 2048, 2048)
+PANEL = 2048 * 2048 * 8  # bytes
+
+
+def spans_of(*times: tuple[str, str, int, int], size: int = PANEL) -> list[Span]:
+    """Return spans (kind, lane, start, end in ms) of `size` bytes of A. Reads wait for something."""
+    return [
+        Span(i, kind, "A", lane, lane, 0, (0, 0), 0, start * 10**6, end * 10**6, size, 0, (0,))
+        for i, (kind, lane, start, end) in enumerate(times)
+    ]
+
+
+def test_operations_that_show_no_capability_are_left_out() -> None:
+    plan = make_plan(problem(8192, 8192, 8192), Budgets(GIB, GIB), GPU, STORED, TILE)
+    reads = [("read", "read", 10 * i, 10 * i + 10) for i in range(8)]
+    rate = PANEL / 0.01
+    assert observed_rates(plan, spans_of(*reads), PLACES)["read", "8:1"].rate == pytest.approx(rate, rel=0.01)
+    assert observed_rates(plan, spans_of(*reads[:3]), PLACES) == {}  # too few
+    first = [replace(span, waits=()) for span in spans_of(*reads)]
+    assert observed_rates(plan, first, PLACES) == {}  # these fault pages in
+    short = [replace(span, bytes=100) for span in spans_of(*reads)]
+    assert observed_rates(plan, short, PLACES) == {}  # parts of panels
+    tiny = [("download", "d2h", i, i + 1) for i in range(99)]
+    tiny_spans = [replace(span, operand="C", bytes=100) for span in spans_of(*tiny)]
+    assert observed_rates(plan, tiny_spans, PLACES) == {}  # these are latencies
+    # Two reads at a time have half of the rate each.
+    pairs = [("read", "read", 10 * (i // 2), 10 * (i // 2) + 10) for i in range(16)]
+    assert observed_rates(plan, spans_of(*pairs), PLACES)["read", "8:1"].rate == pytest.approx(
+        2 * rate, rel=0.01
+    )
+
+
+def test_lanes_that_share_cores_are_observed_one_at_a_time() -> None:
+    host = default_model("host", 2)
+    plan = make_plan(problem(8192, 8192, 8192), Budgets(GIB, GIB), host, STORED, TILE)
+    alone = [("read", "read", 10 * i, 10 * i + 10) for i in range(8)]
+    beside = [("read", "read", 100 + 10 * i, 140 + 10 * i) for i in range(8)] + [
+        ("multiply", "compute", 100, 250)
+    ]
+    found = observed_rates(plan, spans_of(*alone, *beside), PLACES)
+    assert found["read", "8:1"].rate == pytest.approx(PANEL / 0.01, rel=0.01)
+    assert observed_rates(plan, spans_of(*beside), PLACES) == {}
+
+
+def nothing_learned() -> Learned:
+    return Learned(cache.machine_key(), "cuda", "NVIDIA H200", {})
+
+
+def run_with(learned: Learned, rate: float, name: str = "h2d", place: str = "", busy: float = 1.0) -> Learned:
+    return learned.with_run({(name, place): (rate, busy)}, GPU, GPU, 64e9)
+
+
+def test_impossible_and_implausible_rates_are_rejected() -> None:
+    for rate in (65e9, 0.5e9):  # above the limit of the link, far below the default
+        assert run_with(nothing_learned(), rate).rates == {}
+    assert run_with(nothing_learned(), 2e9, "read", "8:1").rates == {}  # a disk, not the page cache
+    assert run_with(nothing_learned(), 5 * value_of(GPU, "float64"), "float64").rates == {}
+    kept = run_with(nothing_learned(), 30e9)
+    assert run_with(kept, 1e15) == kept
+    for name in ("h2d", "read", "memory", "float32"):
+        lowest, highest = bounds(name, GPU)
+        assert 0 < lowest < value_of(GPU, name) < highest
+
+
+def test_an_idle_lane_is_not_believed_to_be_slow() -> None:
+    assert run_with(nothing_learned(), 20e9, "read", "8:1", busy=0.2).rates == {}
+    assert run_with(nothing_learned(), 20e9, "read", "8:1").rates["read @ 8:1"].value == 20e9
+    assert run_with(nothing_learned(), 60e9, "read", "8:1", busy=0.2).rates["read @ 8:1"].value == 60e9
+
+
+@given(st.lists(st.floats(0.95, 1.04), min_size=1, max_size=20))
+def test_noise_does_not_change_the_rate_in_use(noise: list[float]) -> None:
+    learned = run_with(nothing_learned(), 30e9)
+    for factor in noise:
+        learned = run_with(learned, 30e9 * factor)
+        assert learned.rates["h2d"].value == 30e9
+        assert learned.apply(GPU)[0].h2d == pytest.approx(30e9)
+    assert len(learned.rates["h2d"].samples) == min(SAMPLES, 1 + len(noise))
+
+
+def test_a_lasting_change_is_learned_and_one_outlier_is_not() -> None:
+    learned = nothing_learned()
+    for rate in (30e9, 30e9, 10e9, 30e9, 30e9):
+        learned = run_with(learned, rate)
+        assert learned.rates["h2d"].value == 30e9
+    for _ in range(3):
+        learned = run_with(learned, 15e9)
+    assert learned.rates["h2d"].value == 15e9
+
+
+def test_a_rate_replaces_another_only_where_they_differ_by_more_than_the_spread() -> None:
+    assert run_with(nothing_learned(), 0.95 * GPU.h2d).apply(GPU) == (GPU, [])
+    wide = replace(nothing_learned(), rates={"h2d": LearnedRate(40e9, (25e9, 40e9, 55e9))})
+    assert wide.apply(GPU) == (GPU, [])
+    narrow = replace(nothing_learned(), rates={"h2d": LearnedRate(40e9, (39e9, 40e9, 41e9))})
+    assert narrow.apply(GPU)[1] == ["h2d"]
+
+
+def test_rates_apply_to_their_file_system_and_codec() -> None:
+    learned = run_with(run_with(nothing_learned(), 20e9, "read", "8:1"), 60e9, "read", "8:2")
+    model, names = learned.apply(GPU, {"read": ["8:1"]})
+    assert (model.read, names) == (20e9, ["read"])
+    assert model.read_scattered == pytest.approx(GPU.read_scattered * 20e9 / GPU.read)
+    assert learned.apply(GPU, {"read": ["8:1", "8:2"]})[0].read == 20e9
+    assert learned.apply(GPU, {"read": ["8:2"]})[0].read == 60e9
+    assert learned.apply(GPU, {"read": ["8:2", "8:3"]})[0].read == GPU.read  # 8:3 is assumed to be slower
+    assert learned.apply(GPU, {"read": []})[0].read == GPU.read
+    assert learned.known({"read": ["8:1"]}) == {"read"}
+    assert learned.known({"read": ["8:1", "8:3"]}) == set()
+
+
+def test_a_plan_does_not_rely_on_rates_that_nobody_measured() -> None:
+    """All rates are known but that of host memory, which is slower than assumed."""
+    case = next(c for c in CUDA if c.name == "16384x65536x16384 int8 pinned device=2GiB")
+    setting = setting_of(case, GPU)
+    true = true_machine(GPU, 8)
+    informed = scaled(true, {"memory": GPU.memory / true.memory})
+    free, careful = (
+        guarded_plan(setting.problem, setting.budgets, (GPU, informed), assumed, setting.layouts)
+        for assumed in (frozenset[str](), frozenset({"memory"}))
+    )
+    machine = VirtualMachine(GPU, true)
+    assert machine.seconds(careful) < machine.seconds(free)
+
+
+@given(st.sampled_from(STORED_SETTINGS), st.integers(0, 1000))
+@settings(max_examples=examples(20))
+def test_a_plan_that_is_kept_has_the_measured_rates(setting: Setting, seed: int) -> None:
+    true = true_machine(GPU, seed)
+    plan = guarded_plan(setting.problem, setting.budgets, (GPU, true), frozenset(), setting.layouts)
+    assert plan.machine == true
+    assert plan.setting == replace(setting, machine=true)
+    chosen = next(s for s in plan.considered if s.candidate == plan.candidate)
+    assert chosen.prediction.total == pytest.approx(plan.prediction.total, rel=0.05)
+
+
+@given(st.integers(0, 5 * MAX_SPANS), st.integers(0, 5))
+@settings(max_examples=examples(20))
+def test_a_sample_is_bounded_and_keeps_the_latest(count: int, others: int) -> None:
+    sample = Sample()
+    spans = spans_of(*[("read", "read", i, i + 1) for i in range(count)])
+    for span in spans:
+        sample.add(span)
+    for span in spans_of(*[("upload", "h2d", i, i + 1) for i in range(others)]):
+        sample.add(span)
+    kept = sample.spans()
+    assert [span for span in kept if span.kind == "read"] == spans[-MAX_SPANS:]
+    together = sample.spans(together=True)
+    assert {s.kind for s in together} <= {s.kind for s in kept}
+    if count > MAX_SPANS + 5:
+        assert {s.kind for s in together} == {"read"}
+
+
+def test_products_by_other_kernels_and_precisions_teach_no_kernel_rate() -> None:
+    plan = make_plan(problem(300, 300, 300), Budgets(GIB, GIB), default_model("host", 2))
+    spans = spans_of(*[("multiply", "compute", 10 * i, 10 * i + 10) for i in range(9)])
+    spans = [replace(span, operand="C", bytes=0, flops=10**9) for span in spans]
+    assert observed_rates(plan, spans, PLACES).keys() == {("float64", "")}
+    assert observed_rates(plan, spans, PLACES, kernel=False) == {}
+    rounded = replace(plan, problem=replace(plan.problem, compute="tf32"))
+    assert observed_rates(rounded, spans, PLACES) == {}
