@@ -71,7 +71,7 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, method, failing)
-    with pytest.raises(ExecutionError, match="No space left on device"):
+    with staged(), pytest.raises(ExecutionError, match="No space left on device"):
         oocgemm.matmul(A, B, tile="10x10x10", backend="host")
     assert own_threads() == []
 

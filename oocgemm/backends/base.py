@@ -7,7 +7,7 @@ streams then wait for these.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -157,6 +157,12 @@ class Session(Protocol):
         """Return a part of a buffer on the device as an array, in the orientation of the stored operand.
 
         Called only if host and device share one memory.
+        """
+
+    def use_in_place(self, arrays: Mapping[str, Array]) -> None:
+        """Multiply the caller's arrays of some operands ("A", "B", "C") where they are, without slots.
+
+        Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
     def kernels_used(self) -> list[str]:

@@ -157,7 +157,7 @@ class Run:
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
-        self.wrote = False  # whether any write to C has begun
+        self.wrote = plan.layouts.c.in_place  # whether any write to C may have begun
 
     def execute(self, cancel: Cancel | None = None) -> None:
         """Run the schedule; return when the last operation has ended and all threads are joined.
@@ -308,8 +308,8 @@ class Run:
         # If device and host share one memory, Reads and Writes use the device slots directly.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
-        if on_host and not reading and self._staging.is_in_place(region.slot):
-            columns = []  # the Download has copied to the caller's C: nothing is left to write
+        if not reading and self._staging.is_in_place(operation, region.slot):
+            columns = []  # the result is in the caller's C already: nothing is left to write
         elif on_host:
             columns = self._staging.columns(region.slot, operation)
         else:
@@ -321,7 +321,7 @@ class Run:
             self._staging.transfer(operation, columns)
         else:
             passed = self._verifier.transfer(self._staging, operation, columns)
-        moved = not (on_host and self._staging.is_in_place(region.slot))
+        moved = not self._staging.is_in_place(operation, region.slot)
         token = DoneToken(start, perf_counter_ns(), moved)
         if self._finished is not None and not reading and passed:
             self._count_written(operation)
@@ -347,7 +347,7 @@ class Run:
             host = self._staging.upload_source(operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.prepare_download(operation)
-            self.wrote = self.wrote or self._staging.is_in_place(operation.writes[0].slot)
+            self.wrote = self.wrote or self._staging.is_in_place(operation, operation.writes[0].slot)
         if self._verifier is not None:
             self._verifier.submit(operation)
         return self._session.submit(operation, host, tokens)

@@ -65,9 +65,11 @@ class Staging:
         """The error messages of the reads that failed and were tried again, one per retry."""
         return self._transfers.retried
 
-    def is_in_place(self, slot: Slot) -> bool:
-        """Return whether the block assigned to a host slot is in the caller's memory instead (zero-copy)."""
-        return self._zero_copy.get(slot) is not None
+    def is_in_place(self, operation: Operation, slot: Slot) -> bool:
+        """Return whether an operation's block is in the caller's memory instead of its slot (zero-copy)."""
+        if slot.tier is Tier.HOST:
+            return self._zero_copy.get(slot) is not None
+        return self._plan.is_zero_copy(operation)
 
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
         """Return the memory for an operation's block in a host slot, as arrays of the stored operand.

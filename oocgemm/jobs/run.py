@@ -154,6 +154,7 @@ def execute(
         await_unpinned: Callable[[], object] = nullcontext
         if session is not None:
             operands = {"A": job.a, "B": job.b, "C": target.matrix}
+            session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
             staging = Staging(job.plan, operands, session.pin, session.pinner, session.host_arena)
             pinned.callback(staging.release)
             cleanup.callback(staging.close)

@@ -159,12 +159,12 @@ class Plan:
     @cached_property
     def traffic(self) -> dict[str, int]:
         """Bytes that cross each link during the run."""
-        return self.schedule().traffic(self.loads)
+        return self.schedule().traffic(self.loads, self.in_place)
 
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        required = required_bytes(self.problem, self.coverage)
+        required = required_bytes(self.problem, self.coverage, self.in_place)
         return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
 
     @cached_property
@@ -174,9 +174,9 @@ class Plan:
         The smaller the memory, the larger the bound. The bound on "h2d" follows from the device budget, the
         bound on "read" from the sum of both budgets.
         """
-        once = self.required
+        once, memory = self.required, self.budgets.device + self.budgets.host
         return {
-            "read": min_bytes(self.problem, self.budgets.device + self.budgets.host, self.coverage),
+            "read": once["read"] if self.in_place else min_bytes(self.problem, memory, self.coverage),
             "h2d": 0 if self.slots.unified else min_bytes(self.problem, self.budgets.device, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
@@ -216,9 +216,17 @@ class Plan:
         choices = (set[str](), {"A"}, {"B"}, {"A", "B"})
         return min((x for x in choices if x <= eligible - pinned), key=seconds)
 
+    @property
+    def in_place(self) -> set[str]:
+        """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
+        layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
+        return {operand for operand, layout in layouts.items() if layout.in_place}
+
     def is_zero_copy(self, operation: Operation) -> bool:
-        """Tell whether the device copies an operation's block directly from or to the caller's array."""
+        """Tell whether the device accesses an operation's block directly in the caller's array."""
         layout, panel = self._panels[operation.operand]
+        if layout.in_place:
+            return True
         rows, cols = operation.block
         block = length(rows), length(cols)
         if not layout.pinned:

@@ -147,6 +147,7 @@ class Layout:
     - `zero_copy_width`: minimum contiguous elements per row of a panel for a direct copy to the device,
       without a staging buffer; 0 means that no panel may be copied directly.
     - `pinned`: the caller has pinned the array. Half of `zero_copy_width` then suffices.
+    - `in_place`: the CPU multiplies blocks of the array where they are, without copying them into slots.
     """
 
     read_chunk: Shape = (1, 1)
@@ -163,6 +164,7 @@ class Layout:
     scratch_bytes: int = 0
     zero_copy_width: int = 0
     pinned: bool = False
+    in_place: bool = False
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""
@@ -224,11 +226,14 @@ class Layout:
         return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
-        """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
+        """Whether the device accesses panels of shape `panel` directly in the caller's array.
 
-        If `thin` is given, it is the shape of the thin panels at the start of the run, and the result is
-        about them. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE` elements.
+        The CPU multiplies them in place, or a GPU copies them from memory that the caller pinned. If `thin`
+        is given, it is the shape of the thin panels at the start of the run, and the result is about them.
+        Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE` elements.
         """
+        if self.in_place:
+            return True
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
 

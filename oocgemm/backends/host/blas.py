@@ -42,9 +42,9 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
     Args:
         trans_a, trans_b: op() of a and b.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        a, b: the operands as stored, in c's dtype. Each row is contiguous; a and b may be
+        a, b: the operands as stored, in c's dtype. Each row is contiguous; a, b and c may be
             views of wider arrays.
-        c: m x n, C-contiguous; float32, float64, complex64 or complex128.
+        c: m x n; float32, float64, complex64 or complex128.
 
     Raises:
         BackendError: the BLAS has 32-bit integers, and an extent is 2^31 or more.
@@ -197,7 +197,7 @@ def _cblas_gemm() -> Gemm | None:
     def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
         m, n = c.shape
         k = a.shape[0] if trans_a.swaps else a.shape[1]
-        if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
+        if integer is ctypes.c_int32 and max(m, n, k, *map(_leading, (a, b, c))) >= 2**31:
             raise BackendError(
                 f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: "
                 "pass a smaller --tile"
@@ -208,7 +208,7 @@ def _cblas_gemm() -> Gemm | None:
             scalars = [value.ctypes.data for value in boxed]
         functions[c.dtype.name](
             *(_ROW_MAJOR, _TRANS[trans_a], _TRANS[trans_b], m, n, k, scalars[0]),
-            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, n),
+            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, _leading(c)),
         )
 
     return call

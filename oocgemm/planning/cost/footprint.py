@@ -1,6 +1,6 @@
 """Memory of a plan on device and host, and lower bounds on the bytes that it moves over each link."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -180,10 +180,15 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     return max(once, int(streaming * narrowest))
 
 
-def required_bytes(problem: GemmProblem, part: Coverage | None = None) -> dict[str, int]:
-    """Return the bytes over each link if every element that is needed for a part of C crosses it once."""
+def required_bytes(
+    problem: GemmProblem, part: Coverage | None = None, in_place: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the bytes over each link if every element that is needed for a part of C crosses it once.
+
+    The operands in `in_place` cross none: they are multiplied where they are.
+    """
     part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
-    sizes = problem.itemsizes
+    sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
     c_bytes = part.elements * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]

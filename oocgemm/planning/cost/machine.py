@@ -18,7 +18,7 @@ STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
 # Bytes per second, so many that they take no time: the rate of reads that are skipped, because the device
-# copies directly from the caller's array.
+# accesses the caller's array directly.
 INSTANT = 1e15
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
@@ -199,6 +199,8 @@ class MachineModel:
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
         """Return the bytes per second at which panels of shape `panel` are read from an array."""
+        if layout.in_place:
+            return INSTANT
         if layout.in_memory:
             if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory
