@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.planning import Op
+from oocgemm.planning import Budgets, Layout, Layouts, Op, default_model, make_plan
+from oocgemm.planning.search.candidates import MIN_CALL_ROWS
 from oocgemm.stores.arrays import ArrayMatrix
-from tests.problems import assert_same, integer_c, integers, reference, stored
+from tests.plan_cases import problem
+from tests.problems import assert_same, integer_c, integers, reference, spoil, stored
 from tests.suite import examples
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +58,8 @@ PLACES = st.sampled_from(
 @given(data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_arrays_with_any_strides_give_the_exact_product(data: st.DataObject) -> None:
-    m, n, k = (data.draw(st.integers(1, 30)) for _ in range(3))
+    # Extents of 1 are frequent: BLAS multiplies vectors by other functions.
+    m, n, k = (data.draw(st.just(1) | st.integers(1, 30)) for _ in range(3))
     dtype = data.draw(st.sampled_from(["float32", "float64", "complex64", "complex128", "float16", "int8"]))
     op_a, op_b, beta = data.draw(OPS), data.draw(OPS), data.draw(st.sampled_from([0, 2]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -66,6 +69,8 @@ def test_arrays_with_any_strides_give_the_exact_product(data: st.DataObject) -> 
     )
     c = embedded(integer_c(rng, (m, n), dtype), data.draw(PLACES))
     expected = reference(1, op_a, a, op_b, b, beta, c)
+    if beta == 0:
+        spoil(c)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(1, 35),) * 3))
     oocgemm.gemm(a, b, c, beta=beta, trans_a=op_a, trans_b=op_b, tile=tile, backend="host")
     assert_same(c, expected)
@@ -90,6 +95,17 @@ def test_no_block_of_an_array_is_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert_same(out, A @ B + 1)
     assert result.plan.in_place == {"A", "B", "C"}
     assert set(result.plan.traffic.values()) == {0}
+
+
+def test_a_product_in_place_needs_no_memory_and_one_step_per_row_of_tiles() -> None:
+    layout = Layout(in_memory=True, in_place=True)
+    machine = default_model("host", 2)
+    budgets = Budgets(machine.device_reserve, machine.host_reserve)
+    for m, n, k in ((20000, 20000, 20000), (500, 500, 500000), (100000, 5000, 1), (5, 3, 0)):
+        plan = make_plan(problem(m, n, k), budgets, machine, Layouts(layout, layout, layout))
+        assert (plan.tile.n, plan.grid.steps) == (n, 1)
+        assert plan.tile.m >= min(m, MIN_CALL_ROWS)
+        assert plan.footprint.device_total <= budgets.device
 
 
 def test_only_arrays_in_memory_are_multiplied_in_place(tmp_path: Path) -> None:

@@ -248,6 +248,8 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
         The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
     """
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
+    # Slots of operands that are multiplied in place have no memory.
+    sizes |= {("device", operand): 0 for operand in plan.in_place}
     offsets: dict[Slot, int] = {}
     end = 0
     for operand in "CABDP" if tier == "device" else "ABC":

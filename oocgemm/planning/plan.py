@@ -219,8 +219,7 @@ class Plan:
     @property
     def in_place(self) -> set[str]:
         """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
-        layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
-        return {operand for operand, layout in layouts.items() if layout.in_place}
+        return self.layouts.in_place
 
     def is_zero_copy(self, operation: Operation) -> bool:
         """Tell whether the device accesses an operation's block directly in the caller's array."""

@@ -23,7 +23,6 @@ from oocgemm.backends.base import (
     device_offsets,
     numpy_dtype,
     step_scalars,
-    stored_shape,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
@@ -99,11 +98,9 @@ class HostSession:
     def view(self, operation: Operation, region: Region) -> Array:
         if region.slot.operand in ("C", "D"):
             return self._rows(operation, region)
-        return self._slot_panel(region, operation.operand, stored_shape(operation, self._problem))
-
-    def _slot_panel(self, region: Region, operand: str, shape: tuple[int, int]) -> Array:
-        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
-        return self._view(self._offsets[region.slot], shape, dtype)
+        rows, cols = operation.block
+        trans = self._problem.trans_a if operation.operand == "A" else self._problem.trans_b
+        return self._panel(region, operation.operand, *((cols, rows) if trans.swaps else (rows, cols)))
 
     def _rows(self, operation: Operation, region: Region) -> Array:
         """Return the rows of C that an operation covers, as a view of a device slot or of the caller's array.
@@ -164,7 +161,8 @@ class HostSession:
         """Return a panel, given as ranges of the stored operand, in its slot or in the caller's array."""
         if operand in self._in_place:
             return self._in_place[operand][slice(*rows), slice(*cols)]
-        return self._slot_panel(region, operand, (length(rows), length(cols)))
+        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
+        return self._view(self._offsets[region.slot], (length(rows), length(cols)), dtype)
 
     def _prepare(self, op: Operation) -> None:
         problem, slot = self._problem, op.writes[0].slot

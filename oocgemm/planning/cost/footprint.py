@@ -108,6 +108,8 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
     problem, machine = setting.problem, setting.machine
     tile, slots = candidate.tile, candidate.slots
     size = slot_bytes(problem, tile, slots.strip)
+    # Slots of operands that are multiplied in place have no memory.
+    size |= {("device", operand): 0 for operand in setting.layouts.in_place}
     device = {
         "C": slots.c * size["device", "C"],
         "A": slots.a * size["device", "A"],
