@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from oocgemm import backends, stores
 from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.backends.host import backend as host
 from oocgemm.engine import slots
-from oocgemm.planning import Kind, Operation, Plan
+from oocgemm.planning import Kind, Layout, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system import memory
@@ -65,6 +65,11 @@ class FaultyMatrix:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matrix, name)
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of a matrix that is never multiplied in place, without reads and writes."""
+        return replace(self._matrix.layout, in_place=False)
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         if self._read:
             self._read.strike()
@@ -79,7 +84,7 @@ class FaultyMatrix:
 @contextmanager
 def faulty_stores(**faults: Fault) -> Iterator[None]:
     """Make reads and writes of operands fail during the block, by names such as `read_A` and `write_C`."""
-    opening, creating = stores.open_matrix, stores.create_output
+    opening, creating, new_layout = stores.open_matrix, stores.create_output, stores.new_layout
 
     def wrapped(name: str, matrix: Matrix) -> Any:
         return FaultyMatrix(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
@@ -93,6 +98,7 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
     with (
         patch.object(stores, "open_matrix", open_matrix),
         patch.object(stores, "create_output", create_output),
+        patch.object(stores, "new_layout", lambda *of: replace(new_layout(*of), in_place=False)),
     ):
         yield
 
