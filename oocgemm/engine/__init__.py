@@ -21,7 +21,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    `transfers.Transfers.read` cuts the panel into parts (`blocks.parts`). The reader threads read them from
    the store into a host slot (`slots.HostSlots`), which is then pinned. A panel that is pinned in the
    caller's memory (`pinning.PinnedOperands`) is not read: the upload copies it from there (`zero_copy`). If
-   host and device share one memory, the store reads into the device slot.
+   host and device share one memory, the store reads into the device slot. A panel in the caller's memory
+   is then not read at all (`Layout.in_place`).
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
    backend. On CUDA, `backends.cuda.session` enqueues the copies, and makes the h2d stream wait for the events
