@@ -89,11 +89,13 @@ class Bench:
         if self.on_gpu:
             self._bound_of_kernel(case, found)
         with pinned(*((a, b, c) if case.source == PINNED else ())):
-            self._ours(case, (a, b, c), paths, found)
+            # On the CPU other programs disturb more, so contenders take turns with oocgemm.
+            turns = {} if self.on_gpu or self.skip_loop else self._turns(case, (a, b, c), paths, 0)
+            self._ours(case, (a, b, c), paths, found, turns)
             if paths and case.source in COLD:
                 evict(*paths)
                 rates["disk_read"] = found["disk_read"] = grid_ceilings.disk_read(files_of(*paths))
-            if not self.skip_loop:
+            if self.on_gpu and not self.skip_loop:
                 self._others(case, (a, b, c), paths, found)
         if self.on_gpu:
             found["bounds"] = bounds(case, rates, found.get("compute_seconds"))
@@ -114,8 +116,10 @@ class Bench:
         if timed := self._kernels[key]:
             found["compute_seconds"], found["compute_of"] = timed
 
-    def _ours(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
-        """Run oocgemm: a first call, and the counted ones."""
+    def _ours(
+        self, case: Case, arrays: Any, paths: Any, found: dict[str, Any], turns: dict[str, tuple[Turn, Any]]
+    ) -> None:
+        """Run oocgemm: a first call, and the counted ones. After each, the contenders in `turns` run once."""
         a, b, c = arrays
         options = case.options | {"backend": self.backend} | ({"overwrite": True} if paths else {})
         place: Any = self.files.product(case, "oocgemm") if paths else c
@@ -137,14 +141,35 @@ class Bench:
                 found["plan"] = {"tile": str(plan.tile), "steps": plan.steps}
             if self.other:
                 self.other.sample(case, paths, found)
+            for name, (turn, out) in turns.items():
+                self._take_turn(name, case, paths, found, turn, out)
+        for name, first in found.get("firsts", {}).items():
+            found["samples"][name] = found["samples"][name] or [first]
         found["samples"]["oocgemm"] = samples
         found["T"] = spread(samples)
         found["exposed"] = result.report.exposed
         release()
 
-    def _others(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
+    def _take_turn(
+        self, name: str, case: Case, paths: Any, found: dict[str, Any], turn: Turn, result: Any
+    ) -> None:
+        """Run a contender once; check its first result. The first call is not counted unless it is the only.
+
+        A loop runs no more once its calls took `CONTENDER_SECONDS`.
+        """
+        firsts, samples = found.setdefault("firsts", {}), found["samples"].setdefault(name, [])
+        if name in firsts:
+            if name == "in_core" or firsts[name] + sum(samples) < CONTENDER_SECONDS:
+                samples.append(timed(turn)[0])
+            return
+        if isinstance(result, np.ndarray) and not paths:
+            self.operands.spoil(result)
+        firsts[name], _ = timed(turn)
+        found["right"][name] = is_right(case, result)
+
+    def _turns(self, case: Case, arrays: Any, paths: Any, free: int) -> dict[str, tuple[Turn, Any]]:
+        """Return the contenders of a case: a function that multiplies, and its C."""
         a, b, c = arrays
-        free = free_memory()
         turns: dict[str, tuple[Turn, Any]] = {}
         if paths:
             place = self.files.product(case, "loop")
@@ -165,7 +190,11 @@ class Bench:
                 turns["in_core"] = (lambda: in_core(case, a, b, c)), c
         else:
             turns["in_core"] = (lambda: np.matmul(a, b, out=c)), c
-        for name, (turn, result) in turns.items():
+        return turns
+
+    def _others(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
+        """Run the contenders on a GPU, one after the other."""
+        for name, (turn, result) in self._turns(case, arrays, paths, free_memory()).items():
             try:
                 self._turn(name, case, paths, found, turn, result)
             except Exception as error:  # such as too little memory for a contender

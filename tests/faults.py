@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,6 +72,8 @@ def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
             super().write(rows, cols, data)
 
     matrix.__class__ = Faulty
+    # It is never multiplied in place, which would take no reads and writes.
+    matrix.layout = replace(matrix.layout, in_place=False)
     return matrix
 
 
@@ -81,7 +83,7 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
 
     A GPU reads and writes arrays in memory by other means: there, only stored operands fail.
     """
-    opening, creating = stores.open_matrix, stores.create_output
+    opening, creating, new_layout = stores.open_matrix, stores.create_output, stores.new_layout
 
     def wrapped(name: str, matrix: Matrix) -> Any:
         return faulty(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
@@ -95,6 +97,7 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
     with (
         patch.object(stores, "open_matrix", open_matrix),
         patch.object(stores, "create_output", create_output),
+        patch.object(stores, "new_layout", lambda *of: replace(new_layout(*of), in_place=False)),
     ):
         yield
 

@@ -19,7 +19,7 @@ import oocgemm
 from oocgemm import stores
 from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.engine import executor
+from oocgemm.engine import executor, short
 from oocgemm.engine.annotation import annotation
 from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
@@ -66,7 +66,7 @@ def test_a_failing_device_operation_stops_the_run(
 
 
 @pytest.mark.parametrize("method", ["read", "write"])
-def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right: Callable[..., None] = getattr(ArrayMatrix, method)
 
     def failing(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
@@ -74,9 +74,14 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
             raise OSError(28, "No space left on device")
         right(self, rows, cols, data)
 
+    def mapped(name: str, array: Any) -> Any:
+        np.save(tmp_path / name, array)
+        return np.load(tmp_path / name, mmap_mode="r+")
+
+    operands = mapped("a.npy", A), mapped("b.npy", B), mapped("c.npy", A @ B)
     monkeypatch.setattr(ArrayMatrix, method, failing)
     with pytest.raises(ExecutionError, match="No space left on device"):
-        oocgemm.matmul(A, B, tile="10x10x10", backend="host")
+        oocgemm.gemm(*operands, tile="10x10x10", backend="host")
     assert own_threads() == []
 
 
@@ -85,6 +90,7 @@ def test_the_first_error_is_the_one_that_is_raised(
     mapped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Files are read into host slots, and memory maps while they are uploaded."""
+    monkeypatch.setattr(short, "MAX_SHORT_STEPS", -1)
     right, begun, failed = Run._fail, threading.Event(), threading.Event()
     sources = [np.load(path, mmap_mode="r") if mapped else path for path in saved(tmp_path, A, B)]
     matrix: Any = type(stores.open_matrix("A", sources[0]))

@@ -40,7 +40,7 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
 ) -> None:
     monkeypatch.setattr(budgets_module, "available_memory", lambda *_: 100 << 20)
     budgets: dict[str, Any] = {"device_memory": "200MiB", "host_memory": "200MiB"}
-    a = np.ones((1800, 1800))
+    a = np.ones((1800, 1800))[:, ::-1]  # not contiguous: it cannot be multiplied in place, without slots
     with nullcontext() if unified else staged():
         said = failure(tmp_path, a, a, tile="1800x1800x1800", **budgets)
         assert "100 MiB are available" in said

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.engine import executor
+from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
-from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.system import memory, threads
 from tests.backends_here import staged
 from tests.command import own_threads
@@ -36,7 +35,7 @@ extents = st.integers(0, 40)
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MAX_SHORT_STEPS", -1)
+    monkeypatch.setattr(short, "MAX_SHORT_STEPS", -1)
 
 
 @pytest.fixture
@@ -55,9 +54,9 @@ def test_one_thread_computes_what_many_threads_compute(
     options: dict[str, Any] = {"beta": beta, "verify": verify, "trans_a": transposed, "backend": "host"}
     options["tile"] = f"{max(1, (m + 1) // 2)}x{max(1, n)}x{max(1, (k + 1) // 2)}"
     found = []
-    for steps in (executor.MAX_SHORT_STEPS, -1):
+    for steps in (short.MAX_SHORT_STEPS, -1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor, "MAX_SHORT_STEPS", steps)
+            patch.setattr(short, "MAX_SHORT_STEPS", steps)
             if slots:
                 with staged():
                     found.append(oocgemm.gemm(a, b, c.copy(), **options))
@@ -66,8 +65,8 @@ def test_one_thread_computes_what_many_threads_compute(
     expected = (a.T if transposed else a) @ b + beta * c
     for result in found:
         np.testing.assert_array_equal(result.out, expected)
-    short, long = ({span.id: (span.kind, span.tile, span.waits) for span in r.timeline.spans} for r in found)
-    assert short == long
+    one, many = ({span.id: (span.kind, span.tile, span.waits) for span in r.timeline.spans} for r in found)
+    assert one == many
 
 
 def test_a_short_run_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +97,20 @@ def test_a_long_run_starts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == {"oocgemm-compute-0"}
 
 
-def test_writes_are_put_off_until_all_is_submitted(device: Device) -> None:
+def test_downloads_are_put_off_until_all_is_submitted(device: Device) -> None:
     """One thread would otherwise wait for the first tile before it submits the second."""
     plan = oocgemm.plan(A, B, tile="20x50x30", **CUDA)
     assert plan.slots.c > 1
     before = len(device.calls)
     result = plan.run()
     np.testing.assert_array_equal(result.out, A @ B)
-    starts = {kind: [s.id for s in result.timeline.spans if s.kind == kind] for kind in ("write", "multiply")}
+    starts = {
+        kind: [s.id for s in result.timeline.spans if s.kind == kind] for kind in ("download", "multiply")
+    }
     made = [name for name, _ in device.calls[before:]]
     last_product = len(made) - made[::-1].index("cublasGemmEx")
     assert "Event.synchronize" not in made[made.index("cublasGemmEx") : last_product]
-    assert min(starts["write"]) < max(starts["multiply"])  # in the order of the schedule, they are mixed
+    assert min(starts["download"]) < max(starts["multiply"])  # in the order of the schedule, they are mixed
     device.check()
 
 
@@ -129,20 +130,20 @@ def test_a_failing_operation_of_a_short_run_is_named(kind: Kind, monkeypatch: py
 
 
 def test_an_interrupt_stops_a_short_run_before_its_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, reads = ArrayMatrix.read, 0
+    right, submitted = HostSession.submit, 0
 
-    def interrupted(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
-        nonlocal reads
-        reads += 1
-        if reads == 1:
+    def interrupted(self: HostSession, operation: Any, host: Any, after: Any) -> Any:
+        nonlocal submitted
+        submitted += 1
+        if submitted == 1:
             os.kill(os.getpid(), 2)
             time.sleep(4 * threads.SIGNAL_INTERVAL)
-        right(self, rows, cols, out)
+        return right(self, operation, host, after)
 
-    monkeypatch.setattr(ArrayMatrix, "read", interrupted)
+    monkeypatch.setattr(HostSession, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         oocgemm.matmul(A, B, tile="20x50x30", backend="host")
-    assert reads == 1
+    assert submitted == 1
 
 
 def test_free_memory_is_asked_for_once_in_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ streams then wait for these.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -84,10 +84,14 @@ class Token(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """The handle of an operation that has already ended, because the submitting thread ran it."""
+    """The handle of an operation that has already ended, because the submitting thread ran it.
+
+    `moved` is False for a Read or a Write that copied no bytes, because the CPU multiplies the data in place.
+    """
 
     start: int
     end: int
+    moved: bool = True
 
     def synchronize(self) -> None:
         return
@@ -153,6 +157,12 @@ class Session(Protocol):
         """Return a part of a buffer on the device as an array, in the orientation of the stored operand.
 
         Called only if host and device share one memory.
+        """
+
+    def use_in_place(self, arrays: Mapping[str, Array]) -> None:
+        """Multiply the caller's arrays of some operands ("A", "B", "C") where they are, without slots.
+
+        Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
     def kernels_used(self) -> list[str]:
@@ -241,6 +251,8 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
         The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
     """
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
+    # Slots of operands that are multiplied in place have no memory.
+    sizes |= {("device", operand): 0 for operand in plan.in_place}
     offsets: dict[Slot, int] = {}
     end = 0
     for operand in "CABDP" if tier == "device" else "ABC":

@@ -15,14 +15,14 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
-   pauses (backpressure). A short product in memory (`executor.is_short`) has no queues and no threads:
+   pauses (backpressure). A short product in memory (`short.is_short`) has no queues and no threads:
    `executor.Run._run_inline` runs its operations one after the other.
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
    `transfers.Transfers.read` cuts the panel into parts (`blocks.parts`). The reader threads read them from
    the store into a host slot (`slots.HostSlots`), which is then pinned. If host and device share one memory,
-   the store reads into the device slot. A GPU needs no Read for an array in host memory, unless the host
-   computes checksums.
+   the store reads into the device slot, and a panel in the caller's memory is not read at all
+   (`Layout.in_place`). A GPU needs no Read for an array in host memory, unless the host computes checksums.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
    backend: its host slot, or its block of an array in memory (`direct.host_block`). On CUDA,

@@ -1,8 +1,8 @@
 """Runs a schedule, and finds each operation's waits when it is queued.
 
-A short run (`is_short`) takes place in the calling thread, one operation after the other. In any other run,
-there is one queue per stream. The calling thread queues the operations in program order. It pauses while too
-many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
+A short run (`short.is_short`) takes place in the calling thread, one operation after the other. In any other
+run, there is one queue per stream. The calling thread queues the operations in program order. It pauses while
+too many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
 already. So there is no deadlock.
 
 Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
@@ -26,6 +26,7 @@ from typing import Protocol
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
 from oocgemm.engine.annotation import annotation
 from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
+from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -45,10 +46,6 @@ POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
-# A run of at most this many steps, on operands in memory that have at most this many bytes together with C,
-# needs less time than its threads take to start. Its operations run one after the other in one thread. So do
-# those of a run on pinned operands, of any size: they are only enqueued.
-MAX_SHORT_STEPS, MAX_SHORT_BYTES, MAX_DIRECT_STEPS = 16, 128 << 20, 64
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
@@ -73,20 +70,6 @@ class Verifier(Protocol):
 
 
 Perform = Callable[[Operation, list[Token]], Token]
-
-
-def is_short(plan: Plan) -> bool:
-    """Return whether a plan's operations take so little time that one thread should run all of them."""
-    layouts = plan.layouts
-    if plan.steps > MAX_DIRECT_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
-        return False
-    problem, sizes = plan.problem, plan.problem.itemsizes
-    if all(map(plan.is_direct, "ABC")) and not problem.planes:
-        return True
-    if plan.steps > MAX_SHORT_STEPS:
-        return False
-    m, n, k = problem.m, problem.n, problem.depth
-    return m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"] <= MAX_SHORT_BYTES
 
 
 class Run:
@@ -136,7 +119,7 @@ class Run:
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
-        self.wrote = False  # whether any write to C has begun
+        self.wrote = plan.layouts.c.in_place  # whether any write to C may have begun
 
     def execute(self, cancel: Cancel | None = None) -> None:
         """Run the schedule; return when the last operation has ended and all threads are joined.
@@ -155,8 +138,8 @@ class Run:
     def _run_inline(self) -> None:
         """Run all operations in this thread, in program order. Collect their spans at the end.
 
-        A Write waits for the device. If the device works asynchronously, a Write is deferred until a later
-        operation waits for it, or until everything else has been submitted.
+        Writes, and Downloads to pageable memory, wait for the device. If it works asynchronously, they are
+        deferred until a later operation waits for them, or until everything else has been submitted.
         """
         tracker: HazardTracker[Completion] = HazardTracker()
         deferred: deque[Item] = deque()
@@ -164,23 +147,30 @@ class Run:
             for number, operation in enumerate(self._plan.schedule(), self._first):
                 completion = Completion(number)
                 item: Item = operation, tracker.admit(operation, completion), completion
-                if operation.kind is Kind.WRITE and self._session.asynchronous:
+                waits = operation.kind is Kind.WRITE or (
+                    operation.kind is Kind.DOWNLOAD and self._staging.is_pageable(operation)
+                )
+                if waits and self._session.asynchronous:
                     deferred.append(item)
                     continue
                 while deferred and not is_ready(item):
-                    self._step(deferred.popleft(), self._transfer)
-                on_store = operation.kind in _STORE_KINDS
-                with nullcontext() if on_store else self._session.worker(Stream.of(operation)):
-                    self._step(item, self._transfer if on_store else self._submit)
+                    self._step_inline(deferred.popleft())
+                self._step_inline(item)
                 if self._error is not None:
                     break
             for item in deferred:
-                self._step(item, self._transfer)
+                self._step_inline(item)
         except BaseException as error:
             self._fail(error)
         self._all_submitted.set()
         self._in_flight.put(None)
         self._collect()
+
+    def _step_inline(self, item: Item) -> None:
+        """Run or submit an operation in this thread."""
+        on_store = item[0].kind in _STORE_KINDS
+        with nullcontext() if on_store else self._session.worker(Stream.of(item[0])):
+            self._step(item, self._transfer if on_store else self._submit)
 
     def _run_in_threads(self) -> None:
         """Run the operations in one or more threads per stream. Collect their spans in another thread."""
@@ -325,7 +315,10 @@ class Run:
         # If device and host share one memory, Reads and Writes use the device slots directly.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
-        if on_host:
+        in_place = self._staging.is_in_place(operation)
+        if in_place:
+            columns = []  # the panel or the result is in the caller's memory
+        elif on_host:
             columns = self._staging.columns(region.slot, operation)
         else:
             columns = [self._session.view(operation, region)]
@@ -333,10 +326,11 @@ class Run:
         start = perf_counter_ns()
         passed = True
         if self._verifier is None:
-            self._staging.transfer(operation, columns)
+            if not in_place:
+                self._staging.transfer(operation, columns)
         else:
             passed = self._verifier.transfer(self._staging, operation, columns)
-        token = DoneToken(start, perf_counter_ns())
+        token = DoneToken(start, perf_counter_ns(), moved=not in_place)
         if self._finished is not None and not reading and passed:
             self._count_written(operation)
         return token
@@ -380,6 +374,8 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
+                if isinstance(completion.token, DoneToken) and not completion.token.moved:
+                    operation = operation._replace(bytes=0)
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_located_error(error, operation))

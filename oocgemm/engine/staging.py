@@ -62,6 +62,10 @@ class Staging:
         copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD)
         return copies and self._plan.slots.streams(operand) and not self._plan.is_direct(operand)
 
+    def is_in_place(self, operation: Operation) -> bool:
+        """Return whether the CPU multiplies an operation's block where it is in the caller's memory."""
+        return operation.operand in self._plan.in_place
+
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
         """Return the memory for an operation's block in a host slot, as arrays of the stored operand.
 

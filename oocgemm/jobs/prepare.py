@@ -205,13 +205,6 @@ def _plan(
     request has no plan, the product is planned within the budgets.
     """
     existing, c = output.matrix, request.c
-    layouts = Layouts(
-        _layout(a, engine).oriented(problem.trans_a),
-        _layout(b, engine).oriented(problem.trans_b),
-        c.layout(problem, output.chunks, output.compressor)
-        if existing is None
-        else _layout(existing, engine),
-    )
     backend = "cuda" if engine is None else engine.name
     device = None if engine is None else backends.identity(engine)
     read = (a, b, existing if problem.reads_c else None)
@@ -219,6 +212,17 @@ def _plan(
     writes = c.file_systems() if existing is None else stored_on(existing)
     rates = models(backend, device, Places(reads, writes, codecs))
     machine = rates.best
+    # With checksums, panels and strips pass through slots, where they are summed.
+    in_place = machine.unified and not problem.checked
+    layouts = Layouts(
+        _layout(a, engine, in_place=in_place).oriented(problem.trans_a),
+        _layout(b, engine, in_place=in_place).oriented(problem.trans_b),
+        _layout(
+            c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
+            engine,
+            in_place=in_place and not problem.finishes,
+        ),
+    )
 
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is None:
@@ -232,9 +236,15 @@ def _plan(
     return _as_planned(request.planned, problem, machine, layouts)
 
 
-def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
-    """Return a matrix's layout. Set `pinned` in it if the matrix is in memory that the backend has pinned."""
-    layout = matrix.layout
+def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:
+    """Return the layout of a matrix, or of a new C, for a run.
+
+    Clear its `in_place` unless the run may multiply in place. Set its `pinned` if the matrix is in memory
+    that the backend has pinned.
+    """
+    if isinstance(matrix, Layout):
+        return replace(matrix, in_place=matrix.in_place and in_place)
+    layout = replace(matrix.layout, in_place=matrix.layout.in_place and in_place)
     if engine is None or not layout.zero_copy_width:
         return layout
     return replace(layout, pinned=engine.is_pinned(*stores.span(matrix)))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Session
-from oocgemm.engine.executor import Observer, Run, is_short
+from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
 from oocgemm.jobs import output
@@ -161,6 +162,7 @@ def execute(
         kernels: list[str] = []
         if session is not None:
             operands = {"A": job.a, "B": job.b, "C": target.matrix}
+            session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
             staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)

@@ -159,12 +159,12 @@ class Plan:
     @cached_property
     def traffic(self) -> dict[str, int]:
         """Bytes that cross each link during the run."""
-        return self.schedule().traffic(self.loads)
+        return self.schedule().traffic(self.loads, self.in_place)
 
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        required, sizes = required_bytes(self.problem, self.coverage), self.problem.itemsizes
+        required, sizes = required_bytes(self.problem, self.coverage, self.in_place), self.problem.itemsizes
         if self.slots.unified:
             return required | {"h2d": 0, "d2h": 0}
         # The device copies from or to the arrays of operands without host slots: nothing is read or written.
@@ -184,9 +184,9 @@ class Plan:
         bound on "read" from the sum of both budgets.
         """
         once, memory = self.required, self.budgets.device + self.budgets.host
-        streams = any(map(self.slots.streams, "ABC"))
+        unread = self.in_place or any(map(self.slots.streams, "ABC"))
         return {
-            "read": once["read"] if streams else min_bytes(self.problem, memory, self.coverage),
+            "read": once["read"] if unread else min_bytes(self.problem, memory, self.coverage),
             "h2d": 0 if self.slots.unified else min_bytes(self.problem, self.budgets.device, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
@@ -209,6 +209,11 @@ class Plan:
         """
         layout, panel = self._panels[operand]
         return self.slots.streams(operand) and layout.is_direct(panel)
+
+    @property
+    def in_place(self) -> set[str]:
+        """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
+        return self.layouts.in_place
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:

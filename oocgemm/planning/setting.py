@@ -34,6 +34,12 @@ class Layouts:
         """Whether both A and B are in memory."""
         return self.a.in_memory and self.b.in_memory
 
+    @property
+    def in_place(self) -> set[str]:
+        """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
+        layouts = {"A": self.a, "B": self.b, "C": self.c}
+        return {operand for operand, layout in layouts.items() if layout.in_place}
+
 
 @dataclass(frozen=True)
 class Setting:

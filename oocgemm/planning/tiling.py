@@ -147,6 +147,7 @@ class Layout:
     - `zero_copy_width`: half of this many contiguous elements per row of a block suffice for a direct copy
       between the array and the device, without a pinned buffer; 0 means that no block may be copied directly.
     - `pinned`: the caller has pinned the array. Blocks of other arrays are never copied directly.
+    - `in_place`: the CPU multiplies blocks of the array where they are, without copying them into slots.
     """
 
     read_chunk: Shape = (1, 1)
@@ -163,6 +164,7 @@ class Layout:
     scratch_bytes: int = 0
     zero_copy_width: int = 0
     pinned: bool = False
+    in_place: bool = False
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

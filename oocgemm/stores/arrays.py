@@ -54,7 +54,7 @@ class Arrays(Store):
         Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
         """
         refuse_zarr_options("an ndarray", chunks, compressor)
-        return Layout(in_memory=True, itemsize=problem.itemsizes["C"])
+        return Layout(in_memory=True, itemsize=problem.itemsizes["C"], in_place=True)
 
 
 class ArrayLikes(Store):
@@ -89,10 +89,12 @@ class ArrayMatrix:
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
         self.mapped = self._map is not None
+        # Blocks of a memory map are copied, so that their pages do not stay in the resident set.
         self.layout = Layout(
             in_memory=True,
             itemsize=self.dtype.itemsize,
             zero_copy_width=0 if self.mapped else _min_row_elements(array),
+            in_place=not self.mapped and _has_contiguous_rows(array),
         )
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -201,6 +203,17 @@ def _min_row_elements(array: Array) -> int:
     if not contiguous or not array.size or not array.dtype.isnative:
         return 0
     return min(cols, -(-MIN_ROW_BYTES // size))
+
+
+def _has_contiguous_rows(array: Array) -> bool:
+    """Return whether a BLAS can multiply blocks of an array in place.
+
+    Its elements must be aligned and in native byte order. Rows must be contiguous and must not overlap.
+    """
+    (rows, cols), (stride, step), size = array.shape, array.strides, array.itemsize
+    contiguous = cols == 1 or step == size
+    apart = rows == 1 or (stride >= cols * size and stride % size == 0)
+    return bool(contiguous and apart and array.flags.aligned and array.dtype.isnative)
 
 
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:

@@ -8,7 +8,7 @@ result of the device.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -261,6 +261,9 @@ class CudaSession:
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
+
+    def use_in_place(self, arrays: Mapping[str, Array]) -> None:
+        assert not arrays  # a GPU multiplies in its own memory only
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]

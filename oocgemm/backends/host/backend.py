@@ -6,7 +6,7 @@ is also useful by itself: it multiplies arrays on disk within a hard memory budg
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -25,7 +25,6 @@ from oocgemm.backends.base import (
     device_offsets,
     numpy_dtype,
     step_scalars,
-    stored_shape,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
@@ -33,6 +32,7 @@ from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
+from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
 
 
@@ -49,6 +49,7 @@ class HostSession:
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
+        self._in_place: Mapping[str, Array] = {}
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -85,6 +86,9 @@ class HostSession:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
 
+    def use_in_place(self, arrays: Mapping[str, Array]) -> None:
+        self._in_place = arrays
+
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]
 
@@ -93,6 +97,7 @@ class HostSession:
 
     def close(self, failed: bool = False) -> None:
         del self._arena, self._work
+        self._in_place = {}
 
     def pin(self, host: Sequence[Array]) -> None:
         pass
@@ -100,19 +105,19 @@ class HostSession:
     def view(self, operation: Operation, region: Region) -> Array:
         if region.slot.operand in ("C", "D"):
             return self._rows(operation, region)
-        return self._panel(region, operation.operand, stored_shape(operation, self._problem))
-
-    def _panel(self, region: Region, operand: str, shape: tuple[int, int]) -> Array:
-        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
-        return self._view(self._offsets[region.slot], shape, dtype)
+        rows, cols = operation.block
+        trans = self._problem.trans_a if operation.operand == "A" else self._problem.trans_b
+        return self._panel(region, operation.operand, *((cols, rows) if trans.swaps else (rows, cols)))
 
     def _rows(self, operation: Operation, region: Region) -> Array:
-        """Return the rows of C that an operation covers, as a view of a device slot.
+        """Return the rows of C that an operation covers, as a view of a device slot or of the caller's array.
 
         A slot of the operand "C" contains a tile in the accumulator's dtype. A slot of the operand "D"
         contains a strip, cast to C's dtype.
         """
-        rows, cols = (stop - start for start, stop in (operation.m, operation.n))
+        if "C" in self._in_place:
+            return self._in_place["C"][slice(*operation.m), slice(*operation.n)]
+        rows, cols = length(operation.m), length(operation.n)
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
         dtype = numpy_dtype(name)
         return self._view(self._offsets[region.slot] + region.start * dtype.itemsize, (rows, cols), dtype)
@@ -151,11 +156,20 @@ class HostSession:
         `whole` is the number of rows of the tile. The panel of op(A) always has that many rows, even if the
         operation covers only a strip of the tile.
         """
-        problem, (n, k) = self._problem, (stop - start for start, stop in (op.n, op.k))
+        problem = self._problem
+        top, _ = self._tile_rows(op.tile[0])
+        rows = top, top + whole
         return (
-            self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k)),
-            self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n)),
+            self._panel(op.reads[0], "A", *((op.k, rows) if problem.trans_a.swaps else (rows, op.k))),
+            self._panel(op.reads[1], "B", *((op.n, op.k) if problem.trans_b.swaps else (op.k, op.n))),
         )
+
+    def _panel(self, region: Region, operand: str, rows: Range, cols: Range) -> Array:
+        """Return a panel, given as ranges of the stored operand, in its slot or in the caller's array."""
+        if operand in self._in_place:
+            return self._in_place[operand][slice(*rows), slice(*cols)]
+        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
+        return self._view(self._offsets[region.slot], (length(rows), length(cols)), dtype)
 
     def _prepare(self, op: Operation) -> None:
         problem, slot = self._problem, op.writes[0].slot

@@ -42,9 +42,9 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
     Args:
         trans_a, trans_b: op() of a and b.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        a, b: the operands as stored, in c's dtype. Each row is contiguous; a and b may be
+        a, b: the operands as stored, in c's dtype. Each row is contiguous; a, b and c may be
             views of wider arrays.
-        c: m x n, C-contiguous; float32, float64, complex64 or complex128.
+        c: m x n; float32, float64, complex64 or complex128.
 
     Raises:
         BackendError: the BLAS has 32-bit integers, and an extent is 2^31 or more.
@@ -182,33 +182,63 @@ def _cblas_gemm() -> Gemm | None:
     integer: Any = ctypes.c_int64 if suffix == "64_" else ctypes.c_int32
     pointer, enum = ctypes.c_void_p, ctypes.c_int
 
-    def bind(dtype: str) -> Any:
+    def bind(name: str, dtype: str) -> Any:
         scalar: Any = {"float32": ctypes.c_float, "float64": ctypes.c_double}.get(dtype, pointer)
-        function = getattr(library, f"{prefix}{_LETTERS[dtype]}gemm{suffix}")
+        function = getattr(library, f"{prefix}{_LETTERS[dtype]}{name}{suffix}")
         function.restype = None
-        function.argtypes = [
-            *(enum, enum, enum, integer, integer, integer, scalar),
-            *(pointer, integer, pointer, integer, scalar, pointer, integer),
-        ]
+        # An array and its leading dimension; for a vector, the distance between its elements.
+        array = pointer, integer
+        sizes = [enum] * 3 + [integer] * 3 if name == "gemm" else [enum] * 2 + [integer] * 2
+        function.argtypes = [*sizes, scalar, *array, *array, scalar, *array]
         return function
 
-    functions = {dtype: bind(dtype) for dtype in _LETTERS}
+    gemms = {dtype: bind("gemm", dtype) for dtype in _LETTERS}
+    gemvs = {dtype: bind("gemv", dtype) for dtype in _LETTERS}
 
     def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
         m, n = c.shape
         k = a.shape[0] if trans_a.swaps else a.shape[1]
-        if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
+        if integer is ctypes.c_int32 and max(m, n, k, *map(_leading, (a, b, c))) >= 2**31:
             raise BackendError(
                 f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: "
                 "pass a smaller --tile"
             )
+        vector = _as_gemv(trans_a, trans_b, a, b, c)
+        if vector is not None and beta == 0:
+            # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.
+            c[...], beta = 0, 1
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":
             boxed = [np.array(value, c.dtype) for value in scalars]
             scalars = [value.ctypes.data for value in boxed]
-        functions[c.dtype.name](
+        if vector is not None:
+            trans, matrix, x, x_step, c_step = vector
+            gemvs[c.dtype.name](
+                *(_ROW_MAJOR, _TRANS[trans], *matrix.shape, scalars[0], matrix.ctypes.data, _leading(matrix)),
+                *(x.ctypes.data, x_step, scalars[1], c.ctypes.data, c_step),
+            )
+            return
+        gemms[c.dtype.name](
             *(_ROW_MAJOR, _TRANS[trans_a], _TRANS[trans_b], m, n, k, scalars[0]),
-            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, n),
+            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, _leading(c)),
         )
 
     return call
+
+
+def _as_gemv(
+    trans_a: Op, trans_b: Op, a: Array, b: Array, c: Array
+) -> tuple[Op, Array, Array, int, int] | None:
+    """Express a product with one row or one column as matrix times vector, which BLAS computes faster.
+
+    Returns op(), the matrix, the vector, and the distances between elements of the vector and of C. Returns
+    None for other products, and where BLAS has no such function: one that conjugates the vector, or that
+    conjugates the matrix without transposing it.
+    """
+    conjugates = c.dtype.kind == "c"
+    if c.shape[1] == 1 and not (conjugates and trans_b is Op.C):
+        return trans_a, a, b, 1 if trans_b.swaps else _leading(b), _leading(c)
+    if c.shape[0] == 1 and not (conjugates and Op.C in (trans_a, trans_b)):
+        # One row: C^T = op(B)^T op(A)^T.
+        return Op.N if trans_b.swaps else Op.T, b, a, _leading(a) if trans_a.swaps else 1, 1
+    return None

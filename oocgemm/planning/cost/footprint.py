@@ -1,6 +1,6 @@
 """Memory of a plan on device and host, and lower bounds on the bytes that it moves over each link."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -109,6 +109,8 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
     problem, machine = setting.problem, setting.machine
     tile, slots = candidate.tile, candidate.slots
     size, ring = slot_bytes(problem, tile, slots.strip), ring_shape(setting)
+    # Slots of operands that are multiplied in place have no memory.
+    size |= {("device", operand): 0 for operand in setting.layouts.in_place}
     device = {
         "C": slots.c * size["device", "C"],
         "A": slots.a * size["device", "A"],
@@ -182,10 +184,15 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     return max(once, int(streaming * narrowest))
 
 
-def required_bytes(problem: GemmProblem, part: Coverage | None = None) -> dict[str, int]:
-    """Return the bytes over each link if every element that is needed for a part of C crosses it once."""
+def required_bytes(
+    problem: GemmProblem, part: Coverage | None = None, in_place: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the bytes over each link if every element that is needed for a part of C crosses it once.
+
+    The operands in `in_place` cross none: they are multiplied where they are.
+    """
     part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
-    sizes = problem.itemsizes
+    sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
     c_bytes = part.elements * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]

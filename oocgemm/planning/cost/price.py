@@ -24,4 +24,4 @@ def strip_rate(setting: Setting, strip: Shape) -> float:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
-    return INSTANT if setting.streams_c else machine.memory
+    return INSTANT if setting.streams_c or layout.in_place else machine.memory

@@ -22,8 +22,8 @@ In a run, operations of different streams overlap. They wait for one another onl
 of a buffer (`oocgemm.planning.schedule.hazards`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import NamedTuple
@@ -208,10 +208,18 @@ class Schedule:
         a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
         return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
 
-    def traffic(self, loads: Loads | None = None) -> dict[str, int]:
-        """Count the bytes that cross each link ("read", "h2d", "d2h", "write") during the whole run."""
+    def traffic(self, loads: Loads | None = None, in_place: Collection[str] = ()) -> dict[str, int]:
+        """Count the bytes that cross each link ("read", "h2d", "d2h", "write") during the whole run.
+
+        The operands in `in_place` cross none: they are multiplied where they are.
+        """
         loads = loads or self.loads()
-        c = self.problem.itemsizes["C"] * self.elements
+        loads = replace(
+            loads,
+            a_read=0 if "A" in in_place else loads.a_read,
+            b_read=0 if "B" in in_place else loads.b_read,
+        )
+        c = 0 if "C" in in_place else self.problem.itemsizes["C"] * self.elements
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterator
 from math import inf, prod
 
-from oocgemm.planning.cost.footprint import Candidate, scratch_bytes
+from oocgemm.planning.cost.footprint import Candidate, scratch_bytes, workspace_per_element
 from oocgemm.planning.cost.predict import min_seconds
 from oocgemm.planning.search.shapes import shapes
 from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import TileShape, round_up
+from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
 # Minimum size of a large chunk, in bytes. For large chunks, more threads are used (`io_threads`). For smaller
 # ones, more threads do not help: most of the time is taken by opening and closing files.
 LARGE_CHUNK = 8 << 20
 # With less device memory for slots than this, in bytes, all depths (tile.k) and the smallest tile are tried.
 SCARCE_MEMORY = 1 << 20
+# If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
+# MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
+CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
 
 
 def candidates(
@@ -30,6 +33,8 @@ def candidates(
     fall as the caller finds better candidates.
     """
     problem, machine = setting.problem, setting.machine
+    if tile is None and needs_no_memory(setting):
+        tile = in_place_tile(setting)
     none = True
     # If memory is scarce, all depths (tile.k) are tried: panels of the best ones may leave no room for a
     # tile.
@@ -50,6 +55,26 @@ def candidates(
         if tile or not (none or scarce):
             return
     yield from slot_counts(setting, min_tile(setting), 1, io_threads)
+
+
+def needs_no_memory(setting: Setting) -> bool:
+    """Return whether A, B and C are multiplied in place, without any workspace."""
+    problem = setting.problem
+    workspace = problem.planes or workspace_per_element(problem, setting.machine)
+    return len(setting.layouts.in_place) == 3 and not workspace
+
+
+def in_place_tile(setting: Setting) -> TileShape:
+    """Return the tile shape of a product that needs no memory: some rows of C, and all of n and k.
+
+    As few products as possible are the fastest. C is only divided so that a run shows its progress and can
+    be cancelled.
+    """
+    problem = setting.problem
+    m, n, k = max(1, problem.m), max(1, problem.n), max(1, problem.depth)
+    seconds = setting.machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
+    tiles = max(1, min(int(seconds / CALL_SECONDS), m // MIN_CALL_ROWS))
+    return TileShape(ceil_div(m, tiles), n, k)
 
 
 def min_tile(setting: Setting) -> TileShape:

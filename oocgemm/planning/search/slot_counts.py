@@ -235,6 +235,8 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
+    if setting.layouts.c.in_place:
+        wanted = tile.m  # nothing is written, so that strips would only take more operations
     max_rows = tile.m
     if setting.host_caches_panels:
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
