@@ -72,6 +72,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,
+        "ablation": tables.ablation,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
         "calls": grid_tables.calls,

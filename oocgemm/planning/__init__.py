@@ -1,6 +1,7 @@
 """Plan products: pure decisions from shapes, budgets and rates. No I/O, no clock, no arrays."""
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
+from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
@@ -9,7 +10,6 @@ from oocgemm.planning.cost.machine import (
     MachineModel,
     default_model,
 )
-from oocgemm.planning.cost.predict import Prediction
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule

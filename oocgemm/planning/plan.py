@@ -5,6 +5,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
+from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Footprint,
@@ -15,7 +16,6 @@ from oocgemm.planning.cost.footprint import (
 )
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.predict import Prediction, predict, read_amplification
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
@@ -194,13 +194,27 @@ class Plan:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted seconds of the run, computed from the bytes in `loads`."""
-        return predict(self.setting, self.candidate, self.loads)
+        """Predicted seconds of the run, by the virtual clock.
+
+        A resumed run takes the same fraction of the seconds of the whole run as it computes of C.
+        """
+        whole = predict(self.setting, self.candidate)
+        share = self.coverage.elements / max(1, self.problem.m * self.problem.n)
+        if share == 1:
+            return whole
+        lanes = {lane: share * seconds for lane, seconds in whole.lanes.items()}
+        rest = whole.total - whole.start_up - whole.tail
+        total = whole.start_up + share * rest + whole.tail if share else 0.0
+        return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total)
 
     @cached_property
     def amplification(self) -> dict[str, float]:
         """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
-        return read_amplification(self.setting, self.tile)
+        problem, tile = self.problem, self.tile
+        return {
+            "A": self.layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k)),
+            "B": self.layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n)),
+        }
 
     def is_direct(self, operand: str) -> bool:
         """Tell whether the device copies the blocks of an operand directly from or to the caller's array.

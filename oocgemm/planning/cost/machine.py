@@ -33,9 +33,6 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
 
 # Properties of GPUs, measured on an H200 with CUDA 13.
 
-# Rate of copies of separate rows of 8 to 16 KiB to the device, relative to the rate of contiguous copies.
-# Both were measured during multiplications.
-NARROW_ROWS = 0.6
 # Seconds per byte that the host takes to compute the digest of a panel after it has read the panel.
 DIGEST_SECONDS_PER_BYTE = 2.5e-12
 # Time to multiply a tile strip by strip (in blocks of rows), relative to the time to multiply it at once.
@@ -49,6 +46,8 @@ SMALL_BLOCK = 64, 64
 MAX_WAVE_QUANTIZATION = 1.1
 # Strips have a multiple of this many rows, so that cuBLAS computes them in whole blocks.
 STRIP_BLOCK = 128
+# `MachineModel.strip_rows` adds at most this many blocks of rows to a strip.
+MAX_STRIP_BLOCKS = 32
 # cuBLAS is 0.6% faster in float32 if rows of large tiles start at multiples of 128 bytes. Tile extents of at
 # least `LARGE_EXTENT` are therefore multiples of `LARGE_UNIT`.
 LARGE_UNIT, LARGE_EXTENT = 32, 8192
@@ -189,28 +188,12 @@ class MachineModel:
         last wave (one block on each multiprocessor of the GPU).
         """
         across, fewest = max(1, ceil_div(width, STRIP_BLOCK)), ceil_div(wanted, STRIP_BLOCK)
-        counts = range(fewest, fewest + fewest // 4 + 1)
+        counts = range(fewest, fewest + min(fewest // 4, MAX_STRIP_BLOCKS) + 1)
         return STRIP_BLOCK * max(
             counts, key=lambda count: count * across / round_up(count * across, self.multiprocessors)
         )
 
-    def upload_rate(self, layout: Layout, panel: Shape, thin: Shape | None = None) -> float:
-        """Return the bytes per second at which panels of shape `panel` are uploaded.
-
-        If `thin` is given, return the rate for thin panels of that shape at the start of the run instead.
-        """
-        if layout.in_memory and not layout.is_direct(panel, thin):
-            return min(self.h2d, self._copy_rate(layout, thin or panel))
-        narrow = layout.in_memory and (thin or panel)[layout.contiguous] < layout.zero_copy_width
-        return NARROW_ROWS * self.h2d if narrow else self.h2d
-
-    def download_rate(self, layout: Layout, strip: Shape) -> float:
-        """Return the bytes per second at which blocks of rows of C of shape `strip` are downloaded."""
-        if layout.in_memory and not layout.is_direct(strip):
-            return min(self.d2h, self._copy_rate(layout, strip))
-        return self.d2h
-
-    def _copy_rate(self, layout: Layout, panel: Shape) -> float:
+    def copy_rate(self, layout: Layout, panel: Shape) -> float:
         """Return the bytes per second of copies between a pageable array and pinned buffers."""
         row = panel[layout.contiguous]
         # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.

@@ -1,27 +1,153 @@
-"""Rates of single operations: reads of panels (blocks of A and B) and writes of blocks of rows of C."""
+"""What an operation costs, in seconds, and at which rate a link or a store delivers a block.
 
-from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT
+This is the only place that turns sizes into times. `oocgemm.planning.cost.simulate` and
+`oocgemm.planning.cost.clock` decide which operations overlap.
+"""
+
+from math import inf
+
+from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRIP_OVERHEAD
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
 
+# Relative rate of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
+# rate). Rows are separate unless a block consists of whole rows of the array.
+ROW_RATES = (
+    (64 << 10, 1.0),
+    (32 << 10, 0.9),
+    (16 << 10, 0.65),
+    (8 << 10, 0.6),
+    (4 << 10, 0.5),
+    (2 << 10, 0.45),
+    (1 << 10, 0.35),
+)
+# Fraction of the time of a Write to storage during which a CPU core is busy.
+WRITE_CPU_SHARE = 0.25
 
-def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> float:
-    """Return the bytes per second at which an operand of shape `shape` is read in panels of shape `panel`.
 
-    Only bytes of the panel count, but the time to read the other bytes of its chunks is included. So is the
-    time in which the host computes the panel's digest, if the device computes checksums.
+class Prices:
+    """The seconds of single operations of a product on a machine.
+
+    Blocks are given by their operand ("A", "B" or "C") and their numbers of rows and columns in op(A), op(B)
+    or C.
     """
-    if setting.streams(layout):
-        return INSTANT
-    rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
-    return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate
 
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        problem, layouts = setting.problem, setting.layouts
+        m, n, k = problem.m, problem.n, problem.depth
+        self._whole: dict[str, tuple[Layout, Shape]] = {
+            "A": (layouts.a, (m, k)),
+            "B": (layouts.b, (k, n)),
+            "C": (layouts.c, (m, n)),
+        }
+        self._sizes = problem.itemsizes
+        # Operands whose blocks go between their arrays and the device, without host slots.
+        self.streams = {
+            "A": setting.streams(layouts.a),
+            "B": setting.streams(layouts.b),
+            "C": setting.streams_c,
+        }
+        # The part of a Write in which it keeps a CPU core busy. In the rest, the core waits for the disk.
+        self.write_cpu_share = 1.0 if layouts.c.in_memory else WRITE_CPU_SHARE
+        self._rates: dict[tuple[str, str, int, int], float] = {}
 
-def strip_rate(setting: Setting, strip: Shape) -> float:
-    """Return the bytes per second at which blocks of rows of C of shape `strip` are written to storage."""
-    machine, layout = setting.machine, setting.layouts.c
-    if layout.line:
-        return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
-    if not layout.in_memory:
-        return machine.write
-    return INSTANT if setting.streams_c or layout.in_place else machine.memory
+    def bytes(self, operand: str, rows: int, cols: int) -> int:
+        """Return the bytes of a block."""
+        return rows * cols * self._sizes[operand]
+
+    def rate(self, link: str, operand: str, rows: int, cols: int) -> float:
+        """Return the bytes per second at which `link` ("read", "h2d", "d2h" or "write") moves a block."""
+        key = link, operand, rows, cols
+        if key not in self._rates:
+            of = {"read": self._read_rate, "write": self._write_rate}.get(link)
+            self._rates[key] = (
+                of(operand, (rows, cols)) if of else self._copy_rate(link, operand, (rows, cols))
+            )
+        return self._rates[key]
+
+    def read(self, operand: str, rows: int, cols: int) -> float:
+        """Return the seconds of a Read, without page faults."""
+        return self.bytes(operand, rows, cols) / self.rate("read", operand, rows, cols)
+
+    def faults(self, operand: str, rows: int, cols: int) -> float:
+        """Return the seconds of page faults of the first Read into a slot."""
+        return self.bytes(operand, rows, cols) * self.setting.machine.arena_seconds_per_byte
+
+    def accumulator_faults(self, rows: int, n: int) -> float:
+        """Return the seconds of page faults of the first Multiply into `rows` rows of an accumulator."""
+        machine = self.setting.machine
+        faults = machine.unified and not self._whole["C"][0].in_place
+        return rows * n * self._sizes["acc"] * machine.arena_seconds_per_byte if faults else 0.0
+
+    def upload(self, operand: str, rows: int, cols: int) -> float:
+        """Return the seconds of an Upload."""
+        seconds = self.bytes(operand, rows, cols) / self.rate("h2d", operand, rows, cols)
+        return seconds + self.setting.machine.copy_latency
+
+    def download(self, rows: int, cols: int) -> float:
+        """Return the seconds of a Download of a strip of C."""
+        seconds = self.bytes("C", rows, cols) / self.rate("d2h", "C", rows, cols)
+        return seconds + self.setting.machine.copy_latency
+
+    def write(self, rows: int, cols: int) -> float:
+        """Return the seconds of a Write of a strip of C."""
+        seconds = self.bytes("C", rows, cols) / self.rate("write", "C", rows, cols)
+        return seconds + self.setting.machine.write_latency
+
+    def staged(self, operand: str, rows: int, cols: int) -> float:
+        """Return the seconds for which the host copies a block between a pageable array and pinned memory."""
+        if not self.streams[operand] or self._whole[operand][0].is_direct((rows, cols)):
+            return 0.0
+        layout = self._whole[operand][0]
+        return self.bytes(operand, rows, cols) / self.setting.machine.copy_rate(layout, (rows, cols))
+
+    def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
+        """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
+        problem, machine = self.setting.problem, self.setting.machine
+        if not k:
+            return machine.step_latency
+        # A strip takes only the small STRIP_OVERHEAD, because `MachineModel.strip_rows` has chosen its number
+        # of rows so that it fills the GPU's waves.
+        m, factor = rows, 1.0
+        if not machine.unified:
+            m = of_rows
+            strip = rows < of_rows
+            factor = STRIP_OVERHEAD if strip else machine.wave_quantization(problem.rate, m, n)
+        flops = problem.step_flops(rows, n, k)
+        return factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+
+    def prepare(self, m: int, n: int, k: int) -> float:
+        """Return the seconds of a Prepare, which splits the panels of a step into residues."""
+        machine = self.setting.machine
+        return (m + n) * k * self._sizes["A"] / machine.prepare + machine.step_latency
+
+    def _read_rate(self, operand: str, block: Shape) -> float:
+        setting, (layout, whole) = self.setting, self._whole[operand]
+        if self.streams[operand]:
+            return INSTANT
+        rate = setting.machine.store_rate(layout, block) / layout.read_amplification(whole, block)
+        if operand != "C" and setting.problem.checked == "device":
+            rate = 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE)
+        return rate
+
+    def _write_rate(self, operand: str, strip: Shape) -> float:
+        machine, (layout, _) = self.setting.machine, self._whole[operand]
+        if layout.line:
+            return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
+        if layout.in_place:
+            return INSTANT
+        return machine.memory if layout.in_memory else machine.write
+
+    def _copy_rate(self, link: str, operand: str, block: Shape) -> float:
+        machine, (layout, whole) = self.setting.machine, self._whole[operand]
+        rate = machine.h2d if link == "h2d" else machine.d2h
+        if not self.streams[operand]:
+            return rate
+        if not layout.is_direct(block):
+            return min(rate, machine.copy_rate(layout, block))
+        axis = layout.contiguous
+        row = inf if block[axis] == whole[axis] else block[axis] * self._sizes[operand]
+        least, share = ROW_RATES[-1]
+        share *= min(1.0, row / least)
+        return rate * next((found for enough, found in ROW_RATES if row >= enough), share)

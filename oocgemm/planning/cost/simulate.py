@@ -2,95 +2,78 @@
 
 `HazardTracker` derives the waits of operations for one another, as it does in a real run. A real run
 registers operations with completion events. The simulation registers them with the times at which they end.
+
+`oocgemm.planning.cost.clock` computes the same times far faster, without creating the operations.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from oocgemm.planning.cost.machine import STRIP_OVERHEAD
-from oocgemm.planning.cost.price import panel_rate, strip_rate
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
 from oocgemm.planning.schedule.slots import Slot
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import Layout, Shape, length
+from oocgemm.planning.tiling import length
 
 # Operations that a host thread runs or waits for. Waking the thread takes extra time. Other operations wake
 # no thread: the device itself starts them when the operations before them have ended.
 _WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
-def _rate(operation: Operation, setting: Setting) -> float:
-    """Return the bytes per second of a Read, an Upload, a Download or a Write."""
-    if operation.kind is Kind.DOWNLOAD:
-        return setting.machine.download_rate(setting.layouts.c, _shape(operation))
-    if operation.kind is Kind.WRITE:
-        return strip_rate(setting, _shape(operation))
-    layout, shape = _operand(operation, setting)
-    if operation.kind is Kind.UPLOAD:
-        return setting.machine.upload_rate(layout, _shape(operation))
-    return panel_rate(setting, layout, shape, _shape(operation))
-
-
-def _operand(operation: Operation, setting: Setting) -> tuple[Layout, Shape]:
-    """Return layout and shape of the operand X that an operation copies. Their axes are those of op(X)."""
-    problem, layouts = setting.problem, setting.layouts
-    m, n, k = problem.m, problem.n, problem.depth
-    return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[operation.operand]
-
-
-def _shape(operation: Operation) -> Shape:
-    rows, cols = operation.block
-    return length(rows), length(cols)
+@lru_cache(4)
+def _prices(setting: Setting) -> Prices:
+    return Prices(setting)
 
 
 def duration(operation: Operation, setting: Setting) -> float:
     """Return the modelled seconds of one operation."""
-    problem, machine = setting.problem, setting.machine
+    return _seconds(operation, _prices(setting))
+
+
+def _seconds(operation: Operation, prices: Prices) -> float:
+    rows, cols = map(length, operation.block)
+    k, seconds = length(operation.k), prices.setting.machine.step_latency  # a Finish takes this latency
     match operation.kind:
         case Kind.READ:
-            return operation.bytes / _rate(operation, setting)
+            seconds = prices.read(operation.operand, rows, cols)
         case Kind.WRITE:
-            return operation.bytes / _rate(operation, setting) + machine.write_latency
+            seconds = prices.write(rows, cols)
         case Kind.UPLOAD:
-            return operation.bytes / _rate(operation, setting) + machine.copy_latency
+            seconds = prices.upload(operation.operand, rows, cols)
         case Kind.DOWNLOAD:
-            return operation.bytes / _rate(operation, setting) + machine.copy_latency
+            seconds = prices.download(rows, cols)
         case Kind.MULTIPLY:
-            m, n, k = length(operation.m), length(operation.n), length(operation.k)
-            # A strip takes only the small STRIP_OVERHEAD, because `MachineModel.strip_rows` has chosen its
-            # number of rows so that it fills the GPU's waves.
-            factor = 1.0
-            if k and not machine.unified:
-                rows, m = m, operation.reads[0].stop // k
-                factor = STRIP_OVERHEAD if rows < m else machine.wave_quantization(problem.rate, m, n)
-            seconds = factor * machine.multiply_seconds(problem.rate, operation.flops, m, n, k) if k else 0.0
-            return seconds + machine.step_latency
-        case _:
-            # Only Prepare and Finish reach this case. The `bytes` of a Finish are 0, so that its modelled
-            # time is only `step_latency`.
-            return operation.bytes / machine.prepare + machine.step_latency
+            seconds = prices.multiply(rows, operation.reads[0].stop // k if k else rows, cols, k)
+        case Kind.PREPARE:
+            seconds = prices.prepare(rows, cols, k)
+    return seconds
 
 
 def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, float]]:
-    """Yield operations with their modelled seconds. The first read into a buffer includes its page faults."""
-    touched = set[Slot]()
+    """Yield operations with their modelled seconds. The first use of a buffer includes its page faults."""
+    prices, touched, first_tiles = Prices(setting), set[Slot](), set(schedule.tiles[: schedule.slots.c])
     for operation in schedule:
-        seconds = duration(operation, setting)
-        if operation.kind is Kind.READ:
+        seconds = _seconds(operation, prices)
+        if operation.kind is Kind.READ and operation.operand != "C":
             slot = operation.writes[0].slot
             if slot not in touched:
                 touched.add(slot)
-                seconds += operation.bytes * setting.machine.arena_seconds_per_byte
+                seconds += prices.faults(operation.operand, *map(length, operation.block))
+        elif operation.kind is Kind.MULTIPLY and operation.first and operation.tile in first_tiles:
+            seconds += prices.accumulator_faults(length(operation.m), length(operation.n))
         yield operation, seconds
 
 
 def simulate(schedule: Schedule, setting: Setting) -> float:
     """Return the seconds from the start of the run until its last operation ends.
 
-    Operations of different streams overlap. The host issues operations one by one.
+    Operations of different streams overlap, unless they share CPU cores. The host issues operations one by
+    one.
     """
-    issue = setting.machine.issue
+    issue, shares_cores = setting.machine.issue, setting.machine.shares_cores
     tracker: HazardTracker[list[float]] = HazardTracker()
+    prices, staged = Prices(setting), 0.0
     stream_free: dict[str, float] = {}
     end = issued = 0.0
     for operation, seconds in timed(schedule, setting):
@@ -101,8 +84,14 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
             ready += issue
         # A Prepare runs on the GPU's cores, so that it cannot overlap multiplications.
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
+        if shares_cores and operation.kind is not Kind.WRITE:
+            stream = "compute"
         start = max(ready, issued, stream_free.get(stream, 0.0))
         done[0] = start + seconds
         stream_free[stream] = done[0]
+        if shares_cores and operation.kind is Kind.WRITE:
+            stream_free["compute"] = stream_free.get("compute", 0.0) + prices.write_cpu_share * seconds
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+            staged += prices.staged(operation.operand, *map(length, operation.block))
         end = max(end, done[0])
-    return end
+    return max(end, staged)

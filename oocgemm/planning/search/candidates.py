@@ -1,10 +1,11 @@
 """Enumerate the candidates for a product: tile shapes with numbers of slots (buffers)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf, prod
 
+from oocgemm.planning.cost.bound import shape_bound
 from oocgemm.planning.cost.footprint import Candidate, scratch_bytes, workspace_per_element
-from oocgemm.planning.cost.predict import min_seconds
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.shapes import shapes
 from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
@@ -18,43 +19,40 @@ SCARCE_MEMORY = 1 << 20
 # If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
+# A tile shape is skipped if a lower bound on its time exceeds the least bound of a candidate by this factor.
+PRUNE_FACTOR = 1.3
 
 
-def candidates(
-    setting: Setting,
-    tile: TileShape | None,
-    io_threads: int,
-    limit: Callable[[], float] = lambda: inf,
-) -> Iterator[Candidate]:
-    """Yield candidates that fit the budgets. If `tile` is given, all of them have that tile shape.
+def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Iterator[tuple[float, Candidate]]:
+    """Yield candidates that fit the budgets, each with a lower bound on its seconds.
 
-    Tile shapes come in ascending order of a lower bound on their predicted seconds. The enumeration ends at
-    the first shape whose bound exceeds `limit()`. `limit` is called for each shape, so that its result may
-    fall as the caller finds better candidates.
+    If `tile` is given, all of them have that tile shape. Tile shapes whose lower bound exceeds `PRUNE_FACTOR`
+    times the least bound of a candidate are left out.
     """
+    setting = prices.setting
     problem, machine = setting.problem, setting.machine
     if tile is None and needs_no_memory(setting):
         tile = in_place_tile(setting)
-    none = True
+    best = inf
     # If memory is scarce, all depths (tile.k) are tried: panels of the best ones may leave no room for a
     # tile.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
-        bounds = {shape: min_seconds(setting, shape) for shape, _ in tried}
+        bounds = {shape: shape_bound(prices, shape) for shape, _ in tried}
         tried.sort(key=lambda found: bounds[found[0]])
         # A shape that fits with two accumulators is also tried with one, which leaves more memory for panels.
         accumulators = ((shape, c) for shape, count in tried for c in range(1, count + 1))
         for shape, c in dict.fromkeys(accumulators):
-            if bounds[shape] > limit():
+            if bounds[shape] > PRUNE_FACTOR * best:
                 break
             if c == 1 or shape.m < problem.m or shape.n < problem.n:
-                for candidate in slot_counts(setting, shape, c, io_threads):
-                    none = False
-                    yield candidate
-        if tile or not (none or scarce):
+                for least, candidate in slot_counts(prices, shape, c, io_threads):
+                    best = min(best, least)
+                    yield least, candidate
+        if tile or not (best == inf or scarce):
             return
-    yield from slot_counts(setting, min_tile(setting), 1, io_threads)
+    yield from slot_counts(prices, min_tile(setting), 1, io_threads)
 
 
 def needs_no_memory(setting: Setting) -> bool:

@@ -4,42 +4,35 @@ from math import inf, isqrt, lcm
 
 from oocgemm.planning import integers
 from oocgemm.planning.cost.footprint import workspace_per_element
-from oocgemm.planning.cost.machine import INSTANT
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.emulation import MAX_DEPTH
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import ceil_div, round_up
+from oocgemm.planning.tiling import ceil_div
 
 # Depths (tile.k) to try for all dtypes, and further ones for int8.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS = (16384, 32768)
 # Tile shapes are enumerated for this many depths (tile.k), the best ones. More would make planning slower.
 BEST_DEPTHS = 4
-# `_deep_depths` tries no deeper steps once loading a step's panels takes this many times as long as issuing
-# it.
-MAX_LOAD_RATIO = 4
 
 
 def best_depths(setting: Setting, memory: int, *, every_depth: bool) -> list[int]:
     """List the best depths (tile.k) in ascending order, or all depths to try if `every_depth`.
 
-    Products with small m and n also get deeper panels (`_deep_depths`). `memory` is the bytes of device
-    memory for tiles and panels.
+    `memory` is the bytes of device memory for tiles and panels.
     """
-    usual = _usual_depths(setting, memory)[: None if every_depth else BEST_DEPTHS]
-    return sorted({*usual, *_deep_depths(setting)})
+    return sorted(_depths(setting, memory)[: None if every_depth else BEST_DEPTHS])
 
 
 def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
     """Return the bytes per second of the slowest link that panels cross, for tiles of shape (m, n, k)."""
-    machine, layouts = setting.machine, setting.layouts
-    m, n, k = tile
-    panels = (layouts.a, (m, k)), (layouts.b, (k, n))
-    stores = (machine.store_rate(*panel) for panel in panels if not setting.streams(panel[0]))
-    return min(*stores, *(machine.upload_rate(*panel) for panel in panels if not machine.unified), INSTANT)
+    prices, (m, n, k) = Prices(setting), tile
+    links = ("read",) if setting.machine.unified else ("read", "h2d")
+    return min(prices.rate(link, *panel) for link in links for panel in (("A", m, k), ("B", k, n)))
 
 
-def _usual_depths(setting: Setting, memory: int) -> list[int]:
+def _depths(setting: Setting, memory: int) -> list[int]:
     """List the depths (tile.k) to try, best first.
 
     They are `DEPTHS`, small multiples of the chunks' extents along k, and the maximum depth. Multiples and
@@ -52,7 +45,7 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
     chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
     units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
     multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
-    deepest = min([_max_depth(problem), *_deep_depths(setting)[-1:]])
+    deepest = max_depth(problem)
     usual = (*DEPTHS, *BYTE_DEPTHS) if problem.exact else DEPTHS
     depths = sorted(k for k in {*usual, deepest, *multiples} if k <= deepest and (k >= 16 or k == depth))
 
@@ -73,11 +66,7 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
         moved = problem.m * problem.n * depth * itemsize * (1 / m + 1 / n)
         copied = moved / link_rate(setting, (m, n, k))
         steps = ceil_div(problem.m, m) * ceil_div(problem.n, n) * ceil_div(depth, k)
-        amplification = max(
-            layouts.a.read_amplification((problem.m, depth), (m, k)),
-            layouts.b.read_amplification((depth, problem.n), (k, n)),
-        )
-        overlapped = max(compute, copied * amplification) + 0.1 * (compute + copied * amplification)
+        overlapped = max(compute, copied) + 0.1 * (compute + copied)
         return overlapped + steps * machine.step_latency
 
     def whole_chunks(k: int) -> bool:
@@ -87,32 +76,7 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
     return sorted(depths, key=lambda k: (seconds(k) == inf, not whole_chunks(k), seconds(k)))
 
 
-def _deep_depths(setting: Setting) -> list[int]:
-    """List depths (tile.k) above `DEPTHS` for products with small m and n; otherwise return an empty list.
-
-    If m and n are small, the host takes longer to issue a step than to load its panels. Deeper panels mean
-    fewer steps to issue. The list ends at the first depth at which loading a step's panels takes
-    `MAX_LOAD_RATIO` times as long as issuing the step.
-    """
-    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
-    # Bytes that a step loads per unit of its depth: one column of A and one row of B.
-    per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]
-    # Operations per step: a multiplication, two reads and, with a GPU, two uploads.
-    issuing = machine.issue * (3 if machine.unified else 5)
-    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    k, limit = round_up(DEPTHS[-1], unit if unit < DEPTHS[-1] else 1), _max_depth(problem)
-
-    def loading(k: int) -> float:
-        return k * per_k / link_rate(setting, (problem.m, problem.n, k))
-
-    depths: list[int] = []
-    while k < limit and loading(k) < (MAX_LOAD_RATIO if depths else 1) * issuing:
-        k = min(2 * k, limit)
-        depths.append(k)
-    return depths
-
-
-def _max_depth(problem: GemmProblem) -> int:
+def max_depth(problem: GemmProblem) -> int:
     """Return the maximum depth of a step: all of k, or the depth above which int32 sums could overflow."""
     depth = max(1, problem.depth)
     if problem.exact:

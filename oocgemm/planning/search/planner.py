@@ -1,47 +1,43 @@
-"""Choose how to run a product: enumerate candidates, predict their times, simulate the best few, choose.
+"""Choose how to run a product: enumerate candidates, and run the best of them on the virtual clock.
+
+A lower bound orders the candidates. The clock runs them in this order, until no other one can be faster. Then
+the planner changes one decision of the best candidate at a time, and keeps each change that saves time.
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
 fewer bytes in fewer operations.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, islice
 from math import inf
 
-from oocgemm.planning.cost.footprint import Candidate, footprint, required_bytes, slot_bytes
+from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.footprint import Candidate, required_bytes
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.predict import min_seconds, predict
-from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.search.candidates import candidates, io_threads
-from oocgemm.planning.search.ramp import best_ramp
+from oocgemm.planning.search.moves import moves
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
-from oocgemm.planning.search.shapes import with_more_tiles, with_smaller_last
-from oocgemm.planning.search.slot_counts import MAX_DRAIN, slot_counts
 from oocgemm.planning.setting import Budgets, Layouts, Setting
-from oocgemm.planning.tiling import Tile, TileGrid, TileShape, ceil_div
+from oocgemm.planning.tiling import Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, parse_size
 
-# The planner counts loads and simulates schedules for at most this fraction of the predicted time of the run,
-# and for at most this many seconds.
-EFFORT, MAX_EFFORT = 0.004, 0.5
-# Estimated seconds that the planner takes per step to count the loads of a candidate, and per operation to
-# simulate it.
-COUNT_SECONDS, SIMULATE_SECONDS = 20e-6, 15e-6
-# Number of best candidates that are compared by counted loads and by simulated schedules.
-FINALISTS = 4
-# Maximum number of further candidates, besides the best one, from which `_with_shorter_tail` derives shapes.
-SEEDS = 3
-# Estimated seconds that the planner takes to predict the candidates of one tile shape, and the minimum number
-# of shapes that `_with_shorter_tail` tries. It tries more as long as they take no longer than EFFORT permits.
-SHAPE_SECONDS, MIN_DERIVED = 0.4e-3, 12
-# A tile shape is skipped if a lower bound on its time exceeds the best predicted time by this factor.
-PRUNE_FACTOR = 1.1
+# The virtual clock runs for at most this fraction of the predicted time of the run, and for at most this many
+# seconds. It may always run for MIN_EFFORT seconds.
+EFFORT, MIN_EFFORT, MAX_EFFORT = 0.004, 0.004, 0.4
+# Estimated seconds that the clock takes per candidate, per tile that it runs, and per step.
+CANDIDATE_SECONDS, TILE_SECONDS, STEP_SECONDS = 100e-6, 20e-6, 2e-6
+# The clock runs about this many tiles of a candidate, and this many steps of a tile. It skips the others.
+MAX_TILES, MAX_STEPS = 30, 30
+# Of the effort, the part that is spent on enumerated candidates. The rest is for changes of the best one.
+ENUMERATED = 0.5
+# A change of the best candidate is kept if it saves at least this fraction of the time.
+MIN_GAIN = 0.002
 # Larger budgets are recommended only if the product takes at least MIN_SLOW seconds, and would be at least
 # MIN_FASTER times as fast.
 MIN_SLOW, MIN_FASTER = 5.0, 10
@@ -138,190 +134,98 @@ def resumed_plan(
 def _planned(setting: Setting, tile: TileShape | None) -> Plan:
     if tile is not None:
         check_tile(setting, tile)
-    threads = io_threads(setting)
-    scored = _scored(setting, tile, threads)
-    if not scored:
-        threads = 1  # one I/O thread needs the least temporary memory
-        scored = _scored(setting, tile, threads)
-    if not scored:
+    prices = Prices(setting)
+    for threads in (io_threads(setting), 1):  # one I/O thread needs the least temporary memory
+        found = list(candidates(prices, tile, threads))
+        if found:
+            break
+    else:
         raise budget_error(setting, tile)
-    scored.sort(key=_rank)
-    if tile is None and scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
-        scored = _with_shorter_tail(setting, scored, threads)
-    limit = (1 + CLOSE) * scored[0].prediction.total
-    close = sum(s.prediction.total <= limit for s in scored)
-    # Candidate 0 is predicted to be fastest. It stays at index 0, so that it is one of the finalists.
-    scored[1:close] = sorted(scored[1:close], key=lambda s: s.prediction.serial)
-    scored[:FINALISTS] = [_ramped(setting, _with_longer_drain(setting, s)) for s in scored[:FINALISTS]]
-    best = _best_of(setting, scored)
+    search = _Search(prices)
+    search.run_best(found)
+    if tile is None and 0 not in (setting.problem.m, setting.problem.n):
+        search.improve()
+    scored = search.ranked()
     return Plan(
         setting.problem,
         setting.layouts,
         setting.budgets,
         setting.machine,
-        best.candidate,
-        tuple(_varied([best, *scored])),
+        scored[0].candidate,
+        tuple(_varied(scored)),
     )
 
 
-def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int) -> list[Scored]:
-    """Add candidates with a smaller last tile, and return all candidates, best first.
+class _Search:
+    """The candidates that the virtual clock has run, and the effort that is left for others."""
 
-    No multiplication overlaps the download and the write of the last tile (the tail), so that a smaller last
-    tile may save time. The new tile shapes are derived from those of the best candidate, and of up to `SEEDS`
-    others that would be best without their tails. Short runs try only the first few.
-    """
-    found, known = list(scored), {s.candidate for s in scored}
-    most = max(MIN_DERIVED, int(EFFORT * scored[0].prediction.total / SHAPE_SECONDS))
-    for derive in (with_more_tiles, with_smaller_last):
-        best: dict[tuple[int, int], Scored] = {}
-        for s in sorted(found, key=lambda s: s.prediction.total - s.prediction.tail):
-            best.setdefault(TileGrid.of(setting.problem, s.candidate.tile).shape, s)
-        seeds = [min(found, key=_rank), *islice(best.values(), SEEDS)]
-        shapes = {s.candidate.tile for s in found}
-        last_elements: dict[tuple[TileShape, int], int] = {}  # by shape and number of accumulators
-        for s in seeds:
-            elements = _last_elements(setting.problem, s.candidate)
-            for shape in derive(setting, s.candidate.tile):
-                if shape not in shapes:
-                    key = shape, s.candidate.slots.c
-                    last_elements[key] = max(last_elements.get(key, 0), elements)
-        limit = PRUNE_FACTOR * seeds[0].prediction.total
-        for (shape, accumulators), elements in islice(last_elements.items(), most):
-            if min_seconds(setting, shape) <= limit:
-                derived = slot_counts(setting, shape, accumulators, threads)
-                for candidate in _ending_smaller(setting.problem, derived, elements):
-                    if candidate not in known:
-                        known.add(candidate)
-                        found.append(Scored(candidate, predict(setting, candidate)))
-    return sorted(found, key=_rank)
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._found: dict[Candidate, Prediction] = {}
+        self._spent, self._limit = 0.0, MIN_EFFORT
 
+    @property
+    def best(self) -> Scored:
+        """The candidate that is predicted to be fastest."""
+        return min((Scored(*item) for item in self._found.items()), key=_rank)
 
-def _scored(setting: Setting, tile: TileShape | None, threads: int) -> list[Scored]:
-    """Predict the times of all candidates, or of those of one tile shape.
+    def run_best(self, found: Sequence[tuple[float, Candidate]]) -> None:
+        """Run candidates in ascending order of their lower bounds, until no other one can be faster.
 
-    A shape is skipped if the lower bound on its time exceeds `PRUNE_FACTOR` times the best predicted time.
-    """
-    best, found = inf, list[Scored]()
+        Candidates of the same tile shape come later, because other shapes are more likely to be faster.
+        """
+        best, alike = inf, Counter[tuple[TileShape, int]]()
+        order: list[tuple[float, int]] = []
+        for number, (least, candidate) in enumerate(found):
+            shape = candidate.tile, candidate.slots.c
+            order.append((least * (1 + CLOSE * alike[shape]), number))
+            alike[shape] += 1
+        for _, number in sorted(order):
+            least, candidate = found[number]
+            if self._found and self._spent > ENUMERATED * self._limit:
+                break
+            if least >= best:
+                continue
+            best = min(best, self._run(candidate).total)
+            self._limit = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best))
 
-    def limit() -> float:
-        return PRUNE_FACTOR * best
+    def improve(self) -> None:
+        """Change one decision of the best candidate at a time. Keep changes that save time."""
+        improved = True
+        while improved and self._spent < self._limit:
+            improved = False
+            start = self.best
+            limit = (1 - MIN_GAIN) * start.prediction.total
+            for least, candidate in moves(self._prices, start.candidate):
+                if self._spent >= self._limit:
+                    break
+                if least < limit and candidate not in self._found:
+                    improved = self._run(candidate).total < limit
+                    if improved:
+                        break
 
-    for candidate in candidates(setting, tile, threads, limit):
-        found.append(Scored(candidate, predict(setting, candidate)))
-        best = min(best, found[-1].prediction.total)
-    return found
+    def ranked(self) -> list[Scored]:
+        """Return the chosen candidate, then all others that have run, best first."""
+        scored = sorted((Scored(*item) for item in self._found.items()), key=_rank)
+        limit = (1 + CLOSE) * scored[0].prediction.total
+        close = [s for s in scored if s.prediction.total <= limit]
+        chosen = min(close, key=lambda s: (s.prediction.serial, _rank(s)))
+        return [chosen, *(s for s in scored if s is not chosen)]
 
-
-def _ending_smaller(problem: GemmProblem, found: Iterable[Candidate], elements: int) -> Iterator[Candidate]:
-    """Yield the candidates whose last tile has fewer than `elements` elements of C.
-
-    Each candidate is yielded with or without `Traversal.turns`, whichever has the smaller last tile.
-    """
-    for turning in found:
-        straight = replace(turning, traversal=replace(turning.traversal, turns=False))
-        candidate = min(turning, straight, key=lambda candidate: _last_elements(problem, candidate))
-        if _last_elements(problem, candidate) < elements:
-            yield candidate
-
-
-def _last_elements(problem: GemmProblem, candidate: Candidate) -> int:
-    """Count the elements of C in the tile that a candidate computes last."""
-    grid = TileGrid.of(problem, candidate.tile)
-    return grid.elements(last(candidate.traversal, *grid.shape))
-
-
-def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
-    """Choose how many steps of the last tile run strip by strip (`Slots.drain`).
-
-    With more such steps, the first strip is written earlier, but fewer device slots are left to cache panels.
-    More steps only help if multiplications are the bottleneck and the last tile takes long to write.
-    Otherwise the candidate is returned unchanged.
-    """
-    problem, machine, budgets = setting.problem, setting.machine, setting.budgets
-    candidate, slots, p = s.candidate, s.candidate.slots, s.prediction
-    if machine.shares_cores or problem.planes or p.bottleneck != "compute" or p.tail <= CLOSE * p.total:
-        return s
-    size, best = slot_bytes(problem, candidate.tile, slots.strip), s
-    a_size, b_size = size["device", "A"], size["device", "B"]
-    panels = slots.a * a_size + slots.b * b_size
-    longest = min(panels // max(1, a_size + b_size), MAX_DRAIN, TileGrid.of(problem, candidate.tile).steps)
-    for drain in range(slots.last_steps + 1, longest + 1):
-        a = max(drain, min(slots.a, (panels - drain * b_size) // a_size))
-        b = max(drain, min(slots.b, (panels - a * a_size) // b_size))
-        longer = replace(candidate, slots=replace(slots, a=a, b=b, drain=drain, turn=slots.turn_steps))
-        used = footprint(setting, longer)
-        if used.device_total <= budgets.device and used.host_total <= budgets.host:
-            best = min(best, Scored(longer, predict(setting, longer)), key=_rank)
-    return best
-
-
-def _ramped(setting: Setting, s: Scored) -> Scored:
-    """Add thin first steps (`TileGrid.ramp`) if multiplications are the bottleneck and overlap copies.
-
-    Otherwise return the candidate unchanged: an earlier start of the multiplications gains nothing if copies
-    are the bottleneck.
-    """
-    if setting.machine.shares_cores or s.prediction.bottleneck != "compute":
-        return s
-    return replace(s, candidate=replace(s.candidate, ramp=best_ramp(setting, s.candidate.tile)))
+    def _run(self, candidate: Candidate) -> Prediction:
+        problem = self._prices.setting.problem
+        grid = TileGrid.of(problem, candidate.tile)
+        tiles = min(MAX_TILES, grid.shape[0] * grid.shape[1])
+        steps = min(grid.steps, MAX_STEPS + max(candidate.slots.a, candidate.slots.b))
+        self._spent += CANDIDATE_SECONDS + tiles * (TILE_SECONDS + steps * STEP_SECONDS)
+        self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
+        return self._found[candidate]
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
     """Return a sort key, smallest for the best candidate: predicted time, then numbers to break ties."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
-
-
-def _min_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
-    """Choose the candidate with the least work among those whose time is within `CLOSE` of the best.
-
-    The work is `Prediction.serial`: the time that the run would take if no operations overlapped.
-    `timed` has (seconds, candidate) pairs.
-    """
-    limit = (1 + CLOSE) * min(seconds for seconds, _ in timed)
-    return min((s for seconds, s in timed if seconds <= limit), key=lambda s: (s.prediction.serial, _rank(s)))
-
-
-def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
-    """Choose the best of the first `FINALISTS` candidates.
-
-    The bytes that each candidate loads are counted instead of estimated. If copies and multiplications
-    overlap, the schedules are also simulated. All this takes at most the fraction `EFFORT` of the predicted
-    time of the run: candidates for which no time is left are ignored. If there is no time to compare two
-    candidates, the choice is made among all of `scored`, by their estimates.
-    """
-    problem, machine = setting.problem, setting.machine
-    effort = min(MAX_EFFORT, EFFORT * scored[0].prediction.total)
-    exact: list[Scored] = []
-    for s in scored[:FINALISTS]:
-        grid = TileGrid.of(problem, s.candidate.tile)
-        cost = COUNT_SECONDS * grid.shape[0] * grid.shape[1] * grid.steps
-        effort -= cost
-        # Counting the loads of millions of tiles takes long. The first candidate is counted only if there is
-        # time for a second one, to compare it with.
-        if effort < 0 or (not exact and effort < cost):
-            break
-        schedule = schedule_of(setting, s.candidate)
-        exact.append(Scored(s.candidate, predict(setting, s.candidate, schedule.loads())))
-    exact.sort(key=_rank)
-    costs = accumulate(_simulation_seconds(problem, s.candidate) for s in exact)
-    simulated = [s for s, cost in zip(exact, costs, strict=True) if cost <= effort]
-    if machine.shares_cores or len(simulated) < 2:
-        return _min_work([(s.prediction.total, s) for s in exact or scored])
-    bound = min(max(s.prediction.lanes.values()) for s in simulated)
-    timed: list[tuple[float, Scored]] = []
-    for s in sorted(simulated, key=lambda s: s.prediction.serial):
-        timed.append((simulate(schedule_of(setting, s.candidate), setting), s))
-        if timed[-1][0] <= (1 + CLOSE) * bound:
-            break  # no candidate is faster than `bound`, and the remaining ones have more work
-    return _min_work(timed)
-
-
-def _simulation_seconds(problem: GemmProblem, candidate: Candidate) -> float:
-    """Estimate the seconds that simulating a candidate's schedule takes."""
-    grid, strips = TileGrid.of(problem, candidate.tile), ceil_div(candidate.tile.m, candidate.slots.strip)
-    return SIMULATE_SECONDS * grid.shape[0] * grid.shape[1] * (5 * grid.steps + 4 * strips)
 
 
 def _varied(scored: Sequence[Scored]) -> Iterator[Scored]:

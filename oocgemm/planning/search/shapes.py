@@ -11,9 +11,7 @@ with all panels of a column of tiles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 from math import inf, lcm
 
 from oocgemm.planning.check_blocks import checksum_fraction
@@ -26,23 +24,16 @@ from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
 # `_best_of` groups tile shapes of similar area into bins. Of the shapes with memory for only two panels per
 # operand, it keeps the best one of each of the BINS bins with the largest areas.
-BINS = 3
+BINS = 2
 # All numbers of tiles per row or column up to this one are tried. Of larger numbers, only some are tried.
-DENSE_COUNTS = 32
+DENSE_COUNTS = 12
 # `_reading_shapes` divides C into at most this many rows of tiles. With more, planning would take longer.
 MAX_READING_COUNT = 48
-# `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
-LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
-# Maximum number of tiles that `with_more_tiles` adds along an extent.
-MORE_TILES = 3
-# Shapes that shorten the tail (`with_more_tiles`, `with_smaller_last`) have at most this many tiles along an
-# extent.
-FEW_TILES = 8
 # A tile.m and a tile.n of this size are tried too. Such thin tiles leave nearly all memory to cached panels.
 THIN_EXTENT = 16
 
 
-def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """List the units of which tile extents are multiples, for m and for n.
 
     No chunk of C may be in two tiles. Therefore the units are multiples of the chunks of C, unless C does not
@@ -73,7 +64,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):
         return
-    units_m, units_n = _alignments(setting)
+    units_m, units_n = alignments(setting)
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     a, b, acc = (problem.itemsizes[x] for x in ("A", "B", "acc"))
     work = workspace_per_element(problem, machine)
@@ -178,51 +169,6 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
     return cost_a * across * a_bytes + cost_b * down * b_bytes - saved
 
 
-def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield shapes of longer or wider tiles than `tile`, so that the last tile of C is smaller.
-
-    The number of tiles stays the same. No multiplication overlaps the download and the write of the last
-    tile, so that a smaller one saves time.
-    """
-    problem = setting.problem
-    (*_, unit_m), (*_, unit_n) = _alignments(setting)
-    for share in LAST_SHARES:
-        for shape in (
-            replace(tile, m=_longer(problem.m, tile.m, unit_m, share)),
-            replace(tile, n=_longer(problem.n, tile.n, unit_n, share)),
-        ):
-            if shape != tile:
-                yield shape
-
-
-def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield shapes of smaller tiles, with a few more tiles along m, n or both.
-
-    The output of smaller tiles starts sooner, and less of it remains after the last multiplication.
-    """
-    problem = setting.problem
-    (*_, unit_m), (*_, unit_n) = _alignments(setting)
-    counts = ceil_div(problem.m, tile.m), ceil_div(problem.n, tile.n)
-    for down, across in product(*(range(x, min(x + MORE_TILES, FEW_TILES) + 1) for x in counts)):
-        tile_m = round_up(ceil_div(problem.m, down), unit_m)
-        tile_n = round_up(ceil_div(problem.n, across), unit_n)
-        yield replace(tile, m=min(tile_m, tile.m), n=min(tile_n, tile.n))
-
-
-def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
-    """Return a tile extent above `nominal` that shortens the last tile to about `share` of its extent.
-
-    The number of tiles stays the same. Returns `nominal` if no extent fulfils this, or if there are more than
-    `FEW_TILES` tiles along the axis.
-    """
-    count = ceil_div(extent, nominal)
-    if not 1 < count <= FEW_TILES:
-        return nominal
-    rest = extent - (count - 1) * nominal
-    longer = round_up(ceil_div(extent - int(share * rest), count - 1), unit)
-    return longer if nominal < longer and (count - 1) * longer < extent else nominal
-
-
 def _column_work(setting: Setting, tile_m: int) -> int:
     """Return the bytes of workspace per column of a tile, for emulated products or for int32 sums."""
     problem = setting.problem
@@ -240,7 +186,7 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
     work = workspace_per_element(problem, machine)
     a_bytes, b_bytes = m * k * a, k * n * b
     host = setting.budgets.host - machine.host_reserve
-    units_m, units_n = _alignments(setting)
+    units_m, units_n = alignments(setting)
     units_m, units_n = units_m[-2:], units_n[-2:]
     extents_m = _extents(m, units_m, [count for count in _counts(m) if count <= MAX_READING_COUNT])
     for tile_k in depths:
@@ -319,7 +265,7 @@ def _counts(extent: int) -> Iterator[int]:
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < DENSE_COUNTS else ceil_div(count * 25, 24)
+        count = count + 1 if count < DENSE_COUNTS else ceil_div(count * 9, 8)
 
 
 @lru_cache(4096)  # cached, because the same arguments recur for every depth

@@ -6,12 +6,12 @@ are used again.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from math import ceil
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
+from oocgemm.planning.cost.bound import bound
 from oocgemm.planning.cost.footprint import Candidate, extents, footprint, slot_bytes
-from oocgemm.planning.cost.loads import estimate_loads
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
@@ -29,9 +29,6 @@ STAGED_STRIPS = 10
 # of them.
 HOST_SHARE = 400
 MAX_STRIPS = 32
-# If reads from storage are slower than uploads by at least this factor, candidates with one host slot per
-# operand are tried too. Their reads and uploads alternate, but more panels can be cached.
-SLOW_STORE_FACTOR = 10
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
 # Pairs (rule for the device, rule for the host) to try. `_filled` explains the rules.
@@ -45,13 +42,17 @@ PRIORITIES = (
 )
 
 
-def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
+def slot_counts(
+    prices: Prices, tile: TileShape, c: int, io_threads: int
+) -> Iterator[tuple[float, Candidate]]:
     """Yield candidates that have the tile shape `tile`, `c` accumulators and `io_threads` I/O threads.
 
-    They differ in their traversals and in their numbers of slots for panels. Slots beyond the minimum numbers
-    are added by the rules that `_filled` explains.
+    Each is yielded with a lower bound on its seconds. The candidates differ in their traversals and in their
+    numbers of slots for panels. Slots beyond the minimum numbers are added by the rules that `_filled`
+    explains.
     """
-    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
+    setting = prices.setting
+    problem, machine = setting.problem, setting.machine
     base = _min_slots(setting, tile, c, io_threads)
     if base is None:
         return
@@ -59,82 +60,45 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
     grid = TileGrid.of(problem, tile)
     (down, across), steps = grid.shape, grid.steps
     free, host_free = _free(setting, tile, base, io_threads)
-    base = _draining(setting, tile, base, steps, free, size)
-    if not machine.unified and not layouts.c.in_memory:
-        base = _with_tile_on_host(setting, tile, base, steps, host_free // 2, size)
+    base = _draining(prices, tile, base, steps, free, size)
+    # With host slots for a whole tile of C, the GPU need not wait until a tile has been written to storage.
+    whole = ceil_div(extents(problem, tile)[0], base.strip) + 1
+    if base.host_c and machine.write < machine.d2h and whole * size["host", "C"] <= host_free // 2:
+        base = replace(base, host_c=max(whole, base.host_c))
     free, host_free = _free(setting, tile, base, io_threads)
     caches = down * across > 0 and setting.host_caches_panels
-    bases = [(base, host_free)]
-    if caches and SLOW_STORE_FACTOR * machine.read <= machine.h2d:
-        strip = min(base.strip, round_up(ceil_div(base.strip, 64), setting.c_chunks(tile)[0]))
-        host_a, host_b, host_c = (min(1, count) for count in (base.host_a, base.host_b, base.host_c))
-        lean = replace(base, host_a=host_a, host_b=host_b, host_c=host_c, strip=strip)
-        bases.append((lean, _free(setting, tile, lean, io_threads)[1]))
     device = size["device", "A"], size["device", "B"]
+    checks = panel_checksum_bytes(problem, tile, base.strip)
+    on_host_bytes = (
+        0 if base.host_a == 0 else size["host", "A"] + checks[0],
+        0 if base.host_b == 0 else size["host", "B"] + checks[1],
+    )
     room = free if machine.unified else host_free
-    for axis in (0, 1) if down * across > 1 else (0,):
-        found: list[tuple[float, bool, int, Candidate]] = []
-        for band in _bands((down, across)[axis], axis, steps, room, size, spills=caches):
+    for axis in (0, 1) if min(down, across) > 1 else (0,):
+        found: dict[Candidate, None] = {}
+        for band in _bands(down, across, axis, steps, room, size, spills=caches):
             traversal = Traversal(axis, band)
-            a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
-            yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
-            if not caches:
-                continue
-            known: set[tuple[bool, int, int, int, int]] = set()
             # The device and the host may follow different rules, since they need not cache the same panels.
-            priorities = PRIORITIES if band > 1 else PRIORITIES[:4]
-            for (fewest, spare), (on_device, on_host) in product(bases, priorities):
+            rules = PRIORITIES if caches else PRIORITIES[:1]
+            for on_device, on_host in rules:
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                checks = panel_checksum_bytes(problem, tile, fewest.strip)
-                host = (
-                    0 if base.host_a == 0 else size["host", "A"] + checks[0],
-                    0 if base.host_b == 0 else size["host", "B"] + checks[1],
-                )
-                sizes = fewest.host_a, fewest.host_b, spare, *host
-                host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
-                in_turn = fewest is not base
-                if (in_turn, a, b, host_a, host_b) in known:
-                    continue
-                known.add((in_turn, a, b, host_a, host_b))
-                filled = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
-                loads = estimate_loads(problem, grid, filled, traversal)
-                up = (loads.a_up + loads.b_up) / machine.h2d
-                read = (loads.a_read + loads.b_read) / machine.read
-                read += (host_a * host[0] + host_b * host[1]) * machine.arena_seconds_per_byte
-                seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
-                found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
-        found.sort()
-        # Yield the two candidates with the shortest estimated times. Leave out the second one if its reads
-        # and uploads alternate (`in_turn`), but those of the first one overlap.
-        yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
+                filled = replace(base, a=a, b=b)
+                if caches:
+                    sizes = base.host_a, base.host_b, host_free, *on_host_bytes
+                    host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
+                    cached = replace(filled, host_a=host_a, host_b=host_b)
+                    found[Candidate(tile, cached, traversal, io_threads)] = None
+                found[Candidate(tile, filled, traversal, io_threads)] = None
+        # More panels in host slots save reads, but the first uses of the slots cause page faults.
+        bounds = {x: bound(prices, x) for x in found}
+        fewest = min(map(_host_slots, bounds))
+        lean = (x for x in bounds if _host_slots(x) == fewest)
+        for x in dict.fromkeys(min(some, key=bounds.__getitem__) for some in (bounds, lean)):
+            yield bounds[x], x
 
 
-def _with_tile_on_host(
-    setting: Setting,
-    tile: TileShape,
-    base: Slots,
-    steps: int,
-    free: int,
-    size: dict[tuple[str, str], int],
-) -> Slots:
-    """Add host slots for a whole tile of C, if they fit and help.
-
-    With these slots, the GPU need not wait until a tile has been written to storage. They help if writing a
-    tile takes longer than downloading it, but not longer than computing the next tile.
-    """
-    problem, machine = setting.problem, setting.machine
-    if machine.write >= machine.d2h:
-        return base
-    m, n, k = extents(problem, tile)
-    seconds = steps * machine.multiply_seconds(problem.rate, problem.step_flops(m, n, k), m, n, k)
-    more = ceil_div(m, base.strip) + 1 - base.host_c
-    if (
-        more <= 0
-        or more * size["host", "C"] > free
-        or seconds < m * n * problem.itemsizes["C"] / machine.write
-    ):
-        return base
-    return replace(base, host_c=base.host_c + more)
+def _host_slots(candidate: Candidate) -> int:
+    return candidate.slots.host_a + candidate.slots.host_b
 
 
 def _filled(
@@ -183,13 +147,23 @@ def _filled(
 
 
 def _bands(
-    rows: int, axis: int, steps: int, free: int, size: dict[tuple[str, str], int], *, spills: bool
+    down: int,
+    across: int,
+    axis: int,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+    *,
+    spills: bool,
 ) -> list[int]:
     """List the numbers of tile rows (or columns) per band to try.
 
     They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`,
     larger bands are tried too: panels that do not fit on the host may be cached on the device.
     """
+    if min(down, across) <= 1:
+        return [1]
+    rows = (down, across)[axis]
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
@@ -200,7 +174,7 @@ def _bands(
         fewest = {max(fewest)}
     else:
         fewest |= {max(1, min(fewest) - 1)}
-    return sorted({1, *(ceil_div(rows, count) for count in fewest)}) if rows > 1 else [1]
+    return sorted({1, *(ceil_div(rows, count) for count in fewest)})
 
 
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
@@ -245,9 +219,8 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
         {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
     )
     finish = 2 if problem.finishes else 0
-    two = machine.shares_cores or not setting.host_caches_panels
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
-    for host in (0,) if machine.unified else (2, 1) if two else (3, 2, 1):
+    for host in (0,) if machine.unified else (3, 2, 1):
         for rows in strips:
             host_a, host_b, host_c = (host * needed for needed in through_slots)
             slots = Slots(
@@ -261,7 +234,7 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
 
 
 def _draining(
-    setting: Setting,
+    prices: Prices,
     tile: TileShape,
     base: Slots,
     steps: int,
@@ -274,7 +247,7 @@ def _draining(
     fewest steps that take longer than that, within two limits: `MAX_DRAIN`, and the number whose panels fit
     into `free` bytes of the device.
     """
-    problem, machine = setting.problem, setting.machine
+    problem, machine = prices.setting.problem, prices.setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
     # Emulated products keep the default, one step: several steps would need the residues of all their panels
@@ -282,7 +255,7 @@ def _draining(
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
-    down = machine.download_rate(setting.layouts.c, (base.strip, n))
+    down = prices.rate("d2h", "C", base.strip, n)
     seconds = m * n * problem.itemsizes["C"] / (machine.write if base.unified else down)
     several = m < problem.m or n < problem.n
     wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)

@@ -1,0 +1,380 @@
+"""The virtual clock: predict the time of a candidate without creating the operations of its schedule.
+
+The clock goes through the run in program order, as `oocgemm.planning.cost.simulate` does, but only keeps the
+times at which streams and slots become free. It is fast because it collapses what is periodic: the steps of a
+tile, the tiles of a row, the rows of tiles. Each is repeated until all times grow at constant rates. The rest
+is skipped, up to the repetition in which one time could overtake another.
+
+Which panels are cached follows from their reuse distance: the number of panels of the operand that are used
+between two uses of a panel. The panel is still in its slot if this number is below the number of slots. In a
+traversal that turns at the end of each row of tiles, Belady's policy evicts the same panels.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oocgemm.planning.cost.footprint import Candidate, extents
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.cost.streams import Load, State, Streams, Strip
+from oocgemm.planning.schedule.traversal import last
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
+
+# All lanes whose time is predicted. "issue" is an additional lane: the time in which threads hold the GIL and
+# submit operations one after another.
+LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
+# Growth rates that differ by less than this, in seconds per repetition, are equal.
+TOLERANCE = 1e-12
+# Fewer steps than this are run one by one.
+MIN_COLLAPSED = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted seconds of a run in `total`, and the parts that it consists of.
+
+    `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
+    first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
+    multiplication.
+    """
+
+    lanes: Mapping[str, float]
+    start_up: float
+    bubbles: float
+    tail: float
+    total: float
+
+    @property
+    def bottleneck(self) -> str:
+        """Name of the lane that is busy longest."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+    @property
+    def serial(self) -> float:
+        """Seconds that the run would take if no operations overlapped."""
+        return sum(self.lanes.values())
+
+
+def predict(setting: Setting, candidate: Candidate, prices: Prices | None = None) -> Prediction:
+    """Predict the seconds of a run of a candidate over all of C."""
+    grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp)
+    if 0 in grid.shape:
+        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
+    clock = _Clock(prices or Prices(setting), candidate, grid)
+    clock.run()
+    return clock.prediction()
+
+
+def cached(slots: int, between: int, steps: int) -> int:
+    """Count the panels of a tile that are in slots, if `between` panels lie between two tiles that use them.
+
+    The tile goes through its panels in the opposite order to the tile before it.
+
+    >>> cached(10, 0, 4), cached(10, 8, 4), cached(10, 12, 4)
+    (4, 2, 0)
+    """
+    return max(0, min(slots - between, steps))
+
+
+class _Clock:
+    """Runs the tiles of a candidate on streams."""
+
+    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid) -> None:
+        self.setting, self.prices = prices.setting, prices
+        self.grid, self.traversal, self.slots = grid, candidate.traversal, candidate.slots
+        self.rows = min(candidate.slots.strip, extents(self.setting.problem, candidate.tile)[0])
+        self.streams = Streams(prices, candidate.slots)
+        self._last = last(candidate.traversal, *grid.shape)
+        self._loads: dict[tuple[str, int, int, float], Load] = {}
+        self._widths = [0] * self.slots.c  # of the latest tile in each accumulator, next accumulator first
+        self._strips: dict[tuple[int, int], Strip] = {}
+        self._multiply: dict[tuple[int, int, int, int], float] = {}
+
+    def prediction(self) -> Prediction:
+        """Return the times of the tiles that have run."""
+        s, layouts = self.streams, self.setting.layouts
+        lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.issued}
+        if layouts.c.encodes:
+            lanes |= {"encode": s.busy["write"], "write": 0.0}
+        total = max(s.read, s.h2d, s.compute, s.d2h, s.write, s.busy["staged"])
+        tail = total - s.multiplied
+        bubbles = s.multiplied - s.first_start - s.busy["compute"]
+        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total)
+
+    # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
+    # columns (axis 1), rows and columns change roles.
+
+    def run(self) -> None:
+        """Run all tiles."""
+        shape = self.grid.shape
+        down, across = shape if self.traversal.axis == 0 else shape[::-1]
+        band = min(self.traversal.band, down)
+        count = ceil_div(down, band)
+        for start, stop in _pieces(count, (1, count - 1)):
+            self._repeat(start, stop, lambda number: self._band(number, band, down, across))
+
+    def _band(self, number: int, band: int, down: int, across: int) -> None:
+        top = number * band
+        height, backwards = min(band, down - top), self.traversal.turns and number % 2 == 1
+        passing = (self.slots.b, self.slots.a)[self.traversal.axis] // self.grid.steps
+
+        def column(c: int) -> None:
+            self._column(c, across - 1 - c if backwards else c, top, height, again=number > 0)
+
+        for start, stop in _pieces(across, (1, across - 1, passing, passing + 1)):
+            self._repeat(start, stop, column)
+
+    def _column(self, c: int, col: int, top: int, height: int, *, again: bool) -> None:
+        """Run column `col`, number `c` of a band. `again` tells that an earlier band has used its panels."""
+        slots, steps, axis = self.slots, self.grid.steps, self.traversal.axis
+        on_device, on_host = [slots.a, slots.b], [slots.host_a, slots.host_b]
+        if not self.traversal.turns and c * steps < on_device[1 - axis] < self.grid.shape[1 - axis] * steps:
+            # Two slots are needed for panels that pass through.
+            on_device[1 - axis] -= 2
+
+        def tile(r: int) -> None:
+            row = top + (r if c % 2 == 0 else height - 1 - r)
+            # For A and B (exchanged for axis 1): whether a tile has used the panels before, and the panels
+            # used in between.
+            uses = (c > 0, r * steps), (r > 0 or again, 0 if r else c * steps)
+            found = [
+                (
+                    cached(on_device[x], between, steps),
+                    0 if slots.unified else cached(on_host[x], between, steps),
+                )
+                if used
+                else (0, 0)
+                for x, (used, between) in enumerate(uses if axis == 0 else uses[::-1])
+            ]
+            self._tile((row, col) if axis == 0 else (col, row), found)
+
+        kept = on_device[axis] // steps
+        for start, stop in _pieces(height, (1, height - 1, kept, kept + 1)):
+            self._repeat(start, stop, tile)
+
+    def _repeat(self, start: int, stop: int, body: Callable[[int], None]) -> None:
+        """Call `body` with the numbers from `start` to `stop`, and skip calls that repeat others.
+
+        Two calls count as one repetition, because directions and accumulators alternate.
+        """
+
+        def twice(number: int) -> None:
+            body(start + 2 * number)
+            body(start + 2 * number + 1)
+
+        pairs = (stop - start) // 2 if stop - start >= 8 else 0
+        self._skip_repeated(pairs, twice)
+        for number in range(start + 2 * pairs, stop):
+            body(number)
+
+    def _skip_repeated(self, count: int, body: Callable[[int], None]) -> None:
+        """Call `body` with the numbers up to `count`, and skip calls that only repeat those before them."""
+        done, pause = 0, 0
+        while done < count:
+            for _ in range(min(pause, count - done)):
+                body(done)
+                done += 1
+            if count - done <= 2:
+                pause = 2
+                continue
+            states = [self.streams.state()]
+            for _ in range(2):
+                body(done)
+                done += 1
+                states.append(self.streams.state())
+            more = _repeatable(states, count - done)
+            if more:
+                self.streams.advance(states[1], states[2], more)
+                done += more
+            pause = 1 if more else 2 * pause + 1
+
+    # The steps of a tile.
+
+    def _tile(self, tile: Tile, found: Sequence[tuple[int, int]]) -> None:
+        """Run a tile. `found` has the numbers of cached panels of A and B, on the device and on the host."""
+        grid, slots, problem, s = self.grid, self.slots, self.setting.problem, self.streams
+        rows, n = length(grid.rows(tile[0])), length(grid.cols(tile[1]))
+        strips = [min(self.rows, rows - top) for top in range(0, rows, self.rows)]
+        first = tile == (0, 0)
+        segments = _segments(grid, forwards=sum(tile) % 2 == 0, ramp=grid.ramp if first else 0)
+        steps = sum(count for count, _ in segments)
+        tail = min(slots.last_steps if tile == self._last else slots.turn_steps, steps)
+        stop = steps - tail
+        head = 0 if first else min(slots.turn_steps, stop)
+        free = s.drained.pop(0)
+        free = _free_strips(free, self._widths.pop(0) or n, n, len(strips))
+        self._widths.append(n)
+        parts = [self._strip(height, n) for height in strips]
+        if problem.reads_c and not problem.finishes:
+            free = [s.load_c(number, strip, free[number]) for number, strip in enumerate(parts)]
+        faults = self.prices.accumulator_faults(rows, n) if s.untouched else 0.0
+        s.untouched = max(0, s.untouched - 1)
+        group: list[tuple[Sequence[Load | None], Sequence[float], float]] = []
+        done: list[float] = []
+        for begin, end, depth in _cut(segments, (found[0][0], found[1][0], head, stop)):
+            loads = self._panels(rows, n, depth, begin, steps, found)
+            prepare = self.prices.prepare(rows, n, depth) if slots.planes and depth else 0.0
+            if head <= begin < stop:
+                seconds = self._seconds(rows, rows, n, depth)
+                if begin == 0:
+                    s.steps(1, loads, seconds + faults, prepare, max(free))
+                    faults = 0.0
+                self._steps(end - (begin or 1), loads, seconds, prepare)
+                continue
+            per_strip = [self._seconds(height, rows, n, depth) for height in strips]
+            group += [(loads, per_strip, prepare)] * (end - begin)
+            if end in (head, steps):
+                if faults:
+                    share = faults / rows
+                    group[0] = loads, [x + share * y for x, y in zip(per_strip, strips, strict=True)], prepare
+                starts = end == head or stop == 0
+                done = s.group(group, free if starts else (), parts, drains=end == steps)
+                group, faults = [], 0.0
+        if not tail:
+            done = [s.drain(number, strip) for number, strip in enumerate(parts)]
+        s.drained.append(done)
+        for ring in (s.host_c, s.finished):
+            turn = len(strips) % len(ring)
+            ring[:] = ring[turn:] + ring[:turn]
+
+    def _strip(self, height: int, n: int) -> Strip:
+        if (height, n) not in self._strips:
+            prices, reads_c = self.prices, self.setting.problem.reads_c
+            self._strips[height, n] = Strip(
+                prices.download(height, n),
+                prices.write(height, n),
+                prices.staged("C", height, n),
+                *((prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)),
+            )
+        return self._strips[height, n]
+
+    def _steps(self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float) -> None:
+        """Run equal steps. If there are many, skip those that repeat others."""
+        slots, s = self.slots, self.streams
+        window = max(slots.a, slots.b, slots.host_a, slots.host_b, *(x.fresh for x in s.panels)) + 2
+        if count < max(MIN_COLLAPSED, 2 * window):
+            s.steps(count, loads, multiply, prepare)
+            return
+        s.steps(window, loads, multiply, prepare)
+        self._skip_repeated(count - window, lambda _: s.steps(1, loads, multiply, prepare))
+
+    def _panels(
+        self, rows: int, n: int, depth: int, step: int, steps: int, found: Sequence[tuple[int, int]]
+    ) -> list[Load | None]:
+        """Return how the panels of A and B of a step are loaded, None for those in device slots."""
+        loads: list[Load | None] = []
+        for operand, block, (on_device, on_host) in zip(
+            "AB", ((rows, depth), (depth, n)), found, strict=True
+        ):
+            if step < on_device or not depth:
+                loads.append(None)
+                continue
+            share = max(0, steps - max(on_device, on_host)) / (steps - on_device)
+            if self.slots.streams(operand):
+                share = 0.0
+            key = operand, *block, share
+            if key not in self._loads:
+                self._loads[key] = Load(self.prices, *key)
+            loads.append(self._loads[key])
+        return loads
+
+    def _seconds(self, rows: int, of_rows: int, n: int, k: int) -> float:
+        key = rows, of_rows, n, k
+        if key not in self._multiply:
+            self._multiply[key] = self.prices.multiply(*key)
+        return self._multiply[key]
+
+
+def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) -> list[float]:
+    """Return when the strips of a tile may overwrite those of the tile before, which are free at `free`.
+
+    Two tiles of different widths have their strips at different offsets in the accumulator.
+
+    >>> _free_strips([1.0, 2.0, 3.0], 100, 100, 2), _free_strips([1.0, 2.0, 3.0], 100, 200, 2)
+    ([1.0, 2.0], [2.0, 3.0])
+    """
+    if old_width == width:
+        return [*free[:count], *[0.0] * (count - len(free))]
+    found = []
+    for number in range(count):
+        overlapping = free[number * width // old_width : ceil_div((number + 1) * width, old_width)]
+        found.append(max(overlapping, default=0.0))
+    return found
+
+
+def _segments(grid: TileGrid, *, forwards: bool, ramp: int) -> list[tuple[int, int]]:
+    """List (number of steps, depth) of a tile in the order in which its steps run."""
+    steps, k = grid.steps, grid.tile.k
+    edge = length(grid.depth(steps - 1))
+    if ramp:
+        thin = [(1, length(grid.depth(step))) for step in range(steps, steps + ramp + 1)]
+        return [*thin, (steps - 2, k), (1, edge)] if steps > 1 else thin
+    if edge == k or steps == 1:
+        return [(steps, edge)]
+    return [(steps - 1, k), (1, edge)] if forwards else [(1, edge), (steps - 1, k)]
+
+
+def _cut(segments: Sequence[tuple[int, int]], cuts: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, depth) of the segments, divided at `cuts`.
+
+    >>> list(_cut([(3, 64), (1, 10)], (0, 2)))
+    [(0, 2, 64), (2, 3, 64), (3, 4, 10)]
+    """
+    begin = 0
+    for count, depth in segments:
+        for start, stop in pairwise(
+            sorted({begin, begin + count, *(c for c in cuts if begin < c < begin + count)})
+        ):
+            yield start, stop, depth
+        begin += count
+
+
+def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges into which `cuts` divide the numbers below `count`.
+
+    >>> list(_pieces(5, (1, 4, 9)))
+    [(0, 1), (1, 4), (4, 5)]
+    """
+    return pairwise(sorted({0, count, *(cut for cut in cuts if 0 < cut < count)}))
+
+
+def _repeatable(states: Sequence[State], most: int) -> int:
+    """Return how many more repetitions grow as the last two did, at most `most`.
+
+    They do as long as no time overtakes another one that it might be compared with: one that is later now,
+    but grows more slowly.
+    """
+    first, second, third = (times for times, _, _ in states)
+    if not len(first) == len(second) == len(third) or states[0][2] != states[2][2]:
+        return 0
+    rates = [z - y for y, z in zip(second, third, strict=True)]
+    if any(
+        abs(rate - (y - x)) > TOLERANCE + 1e-9 * rate for rate, x, y in zip(rates, first, second, strict=True)
+    ):
+        return 0
+    # Within a repetition, operations shift times by less than this.
+    margin = 2 * max(rates)
+    fastest = max(rates)
+    leading = [
+        time for time, rate in zip(third, rates, strict=True) if fastest - rate <= TOLERANCE + 1e-9 * fastest
+    ]
+    low, high = min(leading), max(leading)
+    others = {
+        (time, rate)
+        for time, rate in zip(third, rates, strict=True)
+        if fastest - rate > TOLERANCE + 1e-9 * fastest
+    }
+    for time, rate in others:
+        if time > low - margin:
+            if time < high + margin:
+                return 0
+            most = min(most, int((time - high - margin) / (fastest - rate)))
+        for other, its_rate in others:
+            if its_rate > rate and other < time + margin:
+                most = (
+                    0
+                    if other > time - margin
+                    else min(most, int((time - other - margin) / (its_rate - rate)))
+                )
+    return max(0, most)

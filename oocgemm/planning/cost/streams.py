@@ -1,0 +1,332 @@
+"""The streams and slots of a run on the virtual clock: when each becomes free, and how long each is busy."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.schedule.slots import Slots
+
+# Lanes for which seconds are counted. "staged" is the time in which the host copies pageable arrays.
+BUSY = ("read", "decode", "h2d", "prepare", "compute", "d2h", "write", "staged")
+_TIMES = ("issued", "read", "h2d", "compute", "d2h", "write", "read_c", "h2d_c", "multiplied")
+# All times, the seconds for which each lane was busy, and the numbers of slots that are still unused.
+State = tuple[list[float], list[float], list[int]]
+
+
+class Load:
+    """How steps load a panel: seconds of its Read, page faults, Upload and staging.
+
+    `share` is the fraction of these panels that is read. The others are in host slots.
+    """
+
+    __slots__ = ("faults", "read", "share", "staged", "upload")
+
+    def __init__(self, prices: Prices, operand: str, rows: int, cols: int, share: float) -> None:
+        self.read = prices.read(operand, rows, cols)
+        self.faults = prices.faults(operand, rows, cols)
+        self.upload = prices.upload(operand, rows, cols)
+        self.staged = prices.staged(operand, rows, cols)
+        self.share = share
+
+
+class Strip(NamedTuple):
+    """How a strip of C leaves the device: seconds of its Download and Write, and of staging.
+
+    `old_read` and `old_upload` are the seconds to load the old strip. They are 0 if it is not read.
+    """
+
+    download: float
+    write: float
+    staged: float
+    old_read: float
+    old_upload: float
+
+
+class Panels:
+    """The slots of A or of B. `lane` is the lane of its Reads."""
+
+    def __init__(self, device: int, host: int, lane: str) -> None:
+        self.device, self.host, self.lane = device, host, lane
+        self.uploads = [0.0] * max(1, host)  # ends of the latest Uploads
+        self.fresh = host or device  # slots that no Read has filled yet
+
+
+class Streams:
+    """The times at which streams and slots become free, and the seconds for which each lane is busy.
+
+    The host issues operations one by one. An operation starts when it has been issued, its stream is free,
+    and the operations that it waits for have ended. If a host thread runs the operation, waking the thread
+    after such a wait takes extra time.
+    """
+
+    def __init__(self, prices: Prices, slots: Slots) -> None:
+        setting = prices.setting
+        machine, layouts, problem = setting.machine, setting.layouts, setting.problem
+        self.prices, self.slots = prices, slots
+        self.issue, self.latency, self.shares_cores = (
+            machine.issue,
+            machine.step_latency,
+            machine.shares_cores,
+        )
+        self.finishes, self.reads_c = problem.finishes, problem.reads_c
+        lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
+        host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
+        self.panels = Panels(slots.a, host_a, lanes[0]), Panels(slots.b, host_b, lanes[1])
+        self.c_lane, self.streams_c = lanes[2], slots.streams("C")
+        self.issued = self.read = self.h2d = self.compute = self.d2h = self.write = 0.0
+        self.read_c = self.h2d_c = self.multiplied = 0.0
+        self.first_start = -1.0  # start of the first Multiply
+        self.ends = [0.0] * max(slots.a, slots.b)  # ends of the latest steps
+        # When the strips of each accumulator have drained, next accumulator first. When the host slots for
+        # strips, and the device slots for finished strips, are free, next slot first.
+        self.drained = [[0.0] for _ in range(slots.c)]
+        self.host_c = [0.0] * max(1, slots.host_c)
+        self.finished = [0.0] * max(1, slots.finish)
+        self.untouched = slots.c  # accumulators that no tile has used yet
+        self.busy = dict.fromkeys(BUSY, 0.0)
+
+    # Steps that multiply the whole tile.
+
+    def steps(
+        self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float, wait: float = 0.0
+    ) -> None:
+        """Run `count` equal steps.
+
+        Args:
+            count: number of steps.
+            loads: how the panels of A and of B are loaded; None if they are in device slots already.
+            multiply, prepare: seconds of these operations.
+            wait: time at which the accumulator of the tile is free.
+        """
+        fresh = [
+            x.fresh for x, load in zip(self.panels, loads, strict=True) if load and load.share and x.fresh
+        ]
+        new = min([count, *fresh]) if fresh else 0
+        if wait:
+            self._run(1, loads, multiply, prepare, wait, faults=new > 0)
+            count, new = count - 1, max(0, new - 1)
+        if new:
+            self._run(new, loads, multiply, prepare, faults=True)
+            count -= new
+        if count and fresh and new < max(fresh):
+            self.steps(count, loads, multiply, prepare)
+        elif count:
+            self._run(count, loads, multiply, prepare)
+
+    def _run(
+        self,
+        count: int,
+        loads: Sequence[Load | None],
+        multiply: float,
+        prepare: float,
+        wait: float = 0.0,
+        *,
+        faults: bool = False,
+    ) -> None:
+        issue, ends, issued, compute = self.issue, self.ends, self.issued, self.compute
+        read_free, h2d, unified, shares = self.read, self.h2d, self.slots.unified, self.shares_cores
+        loaded = []
+        for panels, load in zip(self.panels, loads, strict=True):
+            if load is not None:
+                read = load.share * load.read
+                if faults and load.share and panels.fresh:
+                    read += load.faults
+                    panels.fresh = max(0, panels.fresh - count)
+                self.busy[panels.lane] += count * read
+                if not unified:
+                    self.busy["h2d"] += count * load.upload
+                    self.busy["staged"] += count * load.staged
+                loaded.append((panels.uploads, panels.device, panels.host, load.share, read, load.upload))
+        for _ in range(count):
+            arrived = wait
+            for uploads, slots, host_slots, share, read, upload in loaded:
+                free = ends[-slots]
+                issued += share * issue
+                if unified:
+                    start = max(issued, compute if shares else read_free, free + issue if free else 0.0)
+                    read_free = start + read
+                    arrived = max(arrived, read_free)
+                    if shares:
+                        compute = read_free
+                    continue
+                if share:
+                    reused = uploads[-host_slots]
+                    read_free = max(issued, read_free, reused + issue if reused else 0.0) + read
+                    free = max(free, read_free)
+                issued += issue
+                h2d = max(issued, h2d, free + issue if free else 0.0) + upload
+                uploads.append(h2d)
+                arrived = max(arrived, h2d)
+            if prepare:
+                issued += issue
+                arrived = compute = max(issued, compute, arrived) + prepare
+            issued += issue
+            start = max(issued, compute, arrived)
+            if self.first_start < 0:
+                self.first_start = start
+            compute = start + multiply
+            ends.append(compute)
+        self.busy["compute"] += count * multiply
+        self.busy["prepare"] += count * prepare
+        self.issued, self.compute, self.multiplied = issued, compute, compute
+        self.read, self.h2d = read_free, h2d
+
+    # Steps that run strip by strip, and the drain of a tile.
+
+    def group(
+        self,
+        steps: Sequence[tuple[Sequence[Load | None], Sequence[float], float]],
+        drained: Sequence[float],
+        strips: Sequence[Strip],
+        *,
+        drains: bool,
+    ) -> list[float]:
+        """Run steps strip by strip. All panels are loaded first.
+
+        Args:
+            steps: per step, how its panels are loaded, the seconds of its Multiply per strip, and those of
+                its Prepare.
+            drained: per strip, when the accumulator is free; empty if these are not the first steps.
+            strips: the strips of the tile.
+            drains: whether each strip drains after these steps.
+
+        Returns:
+            When each strip has drained.
+        """
+        arrived = [self._load(number, loads) for number, (loads, _, _) in enumerate(steps)]
+        for number, (_, _, prepare) in enumerate(steps):
+            if prepare:
+                self.issued += self.issue
+                arrived[number] = self.compute = max(self.issued, self.compute, arrived[number]) + prepare
+                self.busy["prepare"] += prepare
+        ends, out = [0.0] * len(steps), []
+        for number_of_strip, strip in enumerate(strips):
+            for number, (_, multiply, _) in enumerate(steps):
+                self.issued += self.issue
+                wait = drained[number_of_strip] if drained and number == 0 else 0.0
+                start = max(self.issued, self.compute, arrived[number], wait)
+                if self.first_start < 0:
+                    self.first_start = start
+                ends[number] = self.multiplied = self.compute = start + multiply[number_of_strip]
+                self.busy["compute"] += multiply[number_of_strip]
+            if drains:
+                out.append(self.drain(number_of_strip, strip))
+        self.ends += ends
+        return out
+
+    def _load(self, number: int, loads: Sequence[Load | None]) -> float:
+        """Load the panels of the step with this number in a group; return when they have arrived."""
+        arrived = 0.0
+        for panels, load in zip(self.panels, loads, strict=True):
+            if load is None:
+                continue
+            free = self.ends[number - panels.device]
+            read = load.share * load.read
+            if panels.fresh and load.share:
+                panels.fresh -= 1
+                read += load.faults
+            self.busy[panels.lane] += read
+            self.issued += load.share * self.issue
+            if self.slots.unified:
+                stream = self.compute if self.shares_cores else self.read
+                self.read = max(self.issued, stream, free + self.issue if free else 0.0) + read
+                if self.shares_cores:
+                    self.compute = self.read
+                arrived = max(arrived, self.read)
+                continue
+            if load.share:
+                reused = panels.uploads[-panels.host]
+                self.read = max(self.issued, self.read, reused + self.issue if reused else 0.0) + read
+                free = max(free, self.read)
+            self.issued += self.issue
+            self.h2d = max(self.issued, self.h2d, free + self.issue if free else 0.0) + load.upload
+            panels.uploads.append(self.h2d)
+            self.busy["h2d"] += load.upload
+            self.busy["staged"] += load.staged
+            arrived = max(arrived, self.h2d)
+        return arrived
+
+    def load_c(self, number: int, strip: Strip, free: float) -> float:
+        """Load an old strip of C into a device slot that is free at `free`; return when it has arrived."""
+        slot = number % len(self.host_c)
+        if not self.streams_c:
+            self.issued += self.issue
+            at = free if self.slots.unified else self.host_c[slot]
+            stream = self.compute if self.shares_cores else self.read_c
+            self.read_c = max(self.issued, stream, at + self.issue if at else 0.0) + strip.old_read
+            self.busy[self.c_lane] += strip.old_read
+            if self.shares_cores:
+                self.compute = self.read_c
+            if self.slots.unified:
+                return self.read_c
+            free = max(free, self.read_c)
+        self.issued += self.issue
+        self.h2d_c = max(self.issued, self.h2d_c, free + self.issue if free else 0.0) + strip.old_upload
+        self.host_c[slot] = self.h2d_c
+        self.busy["staged"] += strip.staged
+        self.busy["h2d"] += strip.old_upload
+        return self.h2d_c
+
+    def drain(self, number: int, strip: Strip) -> float:
+        """Finish, download and write the strip that was multiplied last; return when the accumulator is free.
+
+        `number` is that of the strip in its tile.
+        """
+        ready, slot, finished = self.compute, number % len(self.host_c), number % len(self.finished)
+        if self.finishes:
+            free = self.finished[finished]
+            arrived = self.load_c(number, strip, free) if self.reads_c else free
+            self.issued += self.issue
+            ready = self.compute = max(self.issued, self.compute, arrived) + self.latency
+            self.busy["compute"] += self.latency
+        freed = ready
+        if not self.slots.unified:
+            self.issued += self.issue
+            ready = max(ready, 0.0 if self.streams_c else self.host_c[slot]) + self.issue
+            ready = self.d2h = max(self.issued, self.d2h, ready) + strip.download
+            self.busy["d2h"] += strip.download
+            self.busy["staged"] += strip.staged
+        if not self.streams_c:
+            self.issued += self.issue
+            self.write = max(self.issued, self.write, ready + self.issue) + strip.write
+            self.busy["write"] += strip.write
+            self.host_c[slot] = self.write
+        if self.shares_cores:
+            self.compute += self.prices.write_cpu_share * strip.write
+        copied = self.write if self.slots.unified else ready
+        if not self.finishes:
+            return copied
+        self.finished[finished] = copied
+        return freed
+
+    # State, to skip repetitions.
+
+    def state(self) -> State:
+        """Return what later operations depend on, and the seconds for which lanes were busy."""
+        times = [getattr(self, name) for name in _TIMES]
+        for some in self._lists():
+            times += some
+        return times, list(self.busy.values()), [self.untouched, *(panels.fresh for panels in self.panels)]
+
+    def advance(self, before: State, now: State, count: int) -> None:
+        """Skip `count` repetitions in which everything grows as it did from `before` to `now`."""
+        times, busy = (
+            [y + count * (y - x) for x, y in zip(*pair, strict=True)]
+            for pair in zip(before[:2], now[:2], strict=True)
+        )
+        moved = iter(times)
+        for name in _TIMES:
+            setattr(self, name, next(moved))
+        for some in self._lists():
+            some[:] = [next(moved) for _ in some]
+        self.busy = dict(zip(BUSY, busy, strict=True))
+
+    def _lists(self) -> Iterator[list[float]]:
+        del self.ends[: -max(self.slots.a, self.slots.b)]
+        yield self.ends
+        for panels in self.panels:
+            del panels.uploads[: -max(1, panels.host)]
+            yield panels.uploads
+        yield from self.drained
+        yield self.host_c
+        yield self.finished
