@@ -12,8 +12,8 @@ in two predictions:
 from dataclasses import replace
 from functools import lru_cache
 
-from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.clock import predict
+from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.rates import scaled
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.plan import Plan, Scored, schedule_of

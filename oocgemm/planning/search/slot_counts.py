@@ -31,6 +31,9 @@ HOST_SHARE = 400
 MAX_STRIPS = 32
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
+# Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
+# Several of its blocks are copied at the same time: one alone does not keep all threads and the link busy.
+PAGEABLE_SLOTS = 4
 # Pairs (rule for the device, rule for the host) to try. `_filled` explains the rules.
 PRIORITIES = (
     ("soonest", "soonest"),
@@ -220,16 +223,25 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     )
     finish = 2 if problem.finishes else 0
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
+    grid = TileGrid.of(problem, tile)
+    many = [
+        min(PAGEABLE_SLOTS, max(2, tiles * grid.steps))
+        if setting.streams(layout) and not layout.pinned
+        else 2
+        for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
+    ]
     for host in (0,) if machine.unified else (3, 2, 1):
         for rows in strips:
             host_a, host_b, host_c = (host * needed for needed in through_slots)
-            slots = Slots(
-                *(2, 2, c, host_a, host_b, host_c, finish, rows),
-                planes=2 if problem.planes else 0,
-                unified=machine.unified,
-            )
-            if min(_free(setting, tile, slots, io_threads)) >= 0:
-                return slots
+            for (a, b), least in (((many[0], many[1]), budgets.device // 2), ((2, 2), 0)):
+                slots = Slots(
+                    *(a, b, c, host_a, host_b, host_c, finish, rows),
+                    planes=2 if problem.planes else 0,
+                    unified=machine.unified,
+                )
+                free, host_free = _free(setting, tile, slots, io_threads)
+                if free >= least and host_free >= 0:
+                    return slots
     return None
 
 
