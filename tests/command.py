@@ -75,7 +75,7 @@ def forget_threads() -> None:
 
 
 # Threads that are kept for the next run, until `oocgemm.release`.
-KEPT = ("oocgemm-upload-", "oocgemm-download-", IDLE)
+KEPT = ("oocgemm-upload-", "oocgemm-download-")
 
 
 def own_threads(*, kept: bool = False) -> list[str]:
@@ -88,5 +88,7 @@ def own_threads(*, kept: bool = False) -> list[str]:
 
 
 def _alive() -> list[threading.Thread]:
+    """Return the live threads of runs, without those that wait for the next run."""
     # Threads whose start was interrupted stay in Python's list but never run.
-    return [t for t in threading.enumerate() if t.name.startswith("oocgemm") and t.is_alive()]
+    found = [t for t in threading.enumerate() if t.name.startswith("oocgemm") and t.is_alive()]
+    return [thread for thread in found if thread.name != IDLE]

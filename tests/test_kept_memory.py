@@ -12,7 +12,6 @@ import pytest
 import oocgemm
 from oocgemm import Plan, backends
 from oocgemm.planning.cost.ring import ring_shape
-from oocgemm.system.threads import IDLE
 from tests.command import own_threads
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.device import Device, Fault
@@ -46,10 +45,6 @@ def product(request: pytest.FixtureRequest, tmp_path: Path) -> Multiply:
     return multiply
 
 
-def ring_threads() -> list[str]:
-    return [name for name in own_threads(kept=True) if name != IDLE]
-
-
 def opened(plan: Plan) -> Any:
     return backends.open_backend("cuda").open(plan, "cublas")
 
@@ -72,7 +67,7 @@ def test_the_next_run_finds_its_memory_pinned(device: Device, product: Multiply)
     pinned = []
     for _ in range(3):
         np.testing.assert_array_equal(product(), A @ A)
-        pinned.append((dict(device.memory.pinned), sorted(ring_threads())))
+        pinned.append((dict(device.memory.pinned), sorted(own_threads(kept=True))))
     assert pinned[0] == pinned[1] == pinned[2]
     assert device.count("hostRegister") == len(pinned[0][0]) > 0
     assert device.count("hostUnregister") == 0
@@ -85,7 +80,7 @@ def test_release_unpins_the_memory(device: Device, product: Multiply) -> None:
     for _ in range(2):
         oocgemm.release()
         assert not device.memory.pinned
-        assert ring_threads() == []
+        assert own_threads(kept=True) == []
     np.testing.assert_array_equal(product(), A @ A)
     device.check()
 
@@ -141,7 +136,7 @@ def test_a_run_frees_kept_memory_that_it_does_not_use(device: Device, tmp_path: 
     session = opened(stored)
     (arena,) = device.memory.pinned
     assert arena == session.host_arena.ctypes.data
-    assert ring_threads() == []
+    assert own_threads(kept=True) == []
     session.close()
     session = opened(in_memory)
     assert not device.memory.pinned
@@ -189,7 +184,7 @@ def test_a_ring_that_cannot_be_opened_leaves_nothing(device: Device, name: str) 
         device.faults.clear()
         oocgemm.release()
         assert not device.memory.pinned
-        assert ring_threads() == []
+        assert own_threads(kept=True) == []
     assert failed
     device.check()
 
@@ -212,7 +207,7 @@ def test_threads_that_the_system_refuses_leave_nothing(
             a_plan().run()
     oocgemm.release()
     assert not device.memory.pinned
-    assert ring_threads() == []
+    assert own_threads(kept=True) == []
     np.testing.assert_array_equal(a_plan().run().out, A @ A)
     device.check()
 

@@ -220,7 +220,7 @@ def test_rates_apply_to_their_file_system_and_codec() -> None:
 
 def test_a_plan_does_not_rely_on_rates_that_nobody_measured() -> None:
     """All rates are known but that of host memory, which is slower than assumed."""
-    case = next(c for c in CUDA if c.name == "16384x65536x16384 int8 pinned device=2GiB")
+    case = next(c for c in CUDA if c.name == "8192x8192x8192 float64 pinned")
     setting = setting_of(case, GPU)
     true = true_machine(GPU, 8)
     informed = scaled(true, {"memory": GPU.memory / true.memory})

@@ -2,7 +2,7 @@
 
 The model prices an operation as ``amount / rate * factor + fixed``: `factor` follows from shapes and layouts,
 `fixed` is a latency. So a rate is computed from the time that operations took by inverting the price. Pricing
-an operation with a rate and with twice that rate yields both terms; no formula is repeated here.
+an operation with a rate and with half that rate yields both terms; no formula is repeated here.
 
 Operations of one kind may overlap. Their rate is that of all of them together while at least one runs. The
 run is divided into bins of time, and the median over the bins is taken, so that a short disturbance does not
@@ -129,8 +129,9 @@ def _price(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str], kern
     operation = _typical(plan, kind, operand)
     amount = operation.flops or operation.bytes
     once = duration(operation, setting)
-    twice = duration(operation, replace(setting, machine=scaled(machine, {name: 2.0})))
-    variable = 2 * (once - twice)
+    # At half the rate, no other rate can be the slower one if it was not before.
+    slow = duration(operation, replace(setting, machine=scaled(machine, {name: 0.5})))
+    variable = slow - once
     if variable <= 0 or not amount:
         return None
     # A panel at the edge may have short rows, which take longer per byte.

@@ -99,7 +99,7 @@ def _plan(machine: MachineModel, a: Matrix, depth: int) -> Plan:
     (rows, cols), room = a.shape, available_memory()
     problem = GemmProblem(rows, COLUMNS, cols, "float64", "float64", "float64", "float64")
     in_memory = Layout(in_memory=True)
-    layouts = Layouts(replace(a.layout, zero_copy_width=0), in_memory, in_memory)
+    layouts = Layouts(replace(a.layout, zero_copy_width=0, in_place=False), in_memory, in_memory)
     budgets = Budgets(room, room)
     setting = Setting(problem, machine, layouts, budgets)
     if machine.unified:
