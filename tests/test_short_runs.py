@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oocgemm
+from oocgemm import backends
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
@@ -105,6 +106,7 @@ def test_downloads_are_put_off_until_all_is_submitted(
     plan = oocgemm.plan(A, B, tile="20x50x30", **CUDA)
     two = replace(plan.candidate, slots=replace(plan.slots, c=2))  # accumulators
     plan = replace(plan, candidate=two)
+    backends.open_backend("cuda")  # imports the session's module
     session = sys.modules["oocgemm.backends.cuda.session"].CudaSession
     right, kinds = session.submit, list[Kind]()
 
