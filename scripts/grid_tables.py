@@ -43,7 +43,7 @@ def commands() -> list[str]:
         for name, one in found.items() if kind == "commands" else ():
             if isinstance(one, dict) and "process" in one:
                 own = tables.seconds(one["T"]) if "T" in one else ""
-                rows.append([machine, f"`oocgemm {name}`", tables.seconds(one["process"]), own])
+                rows.append([machine, f"oocgemm {name.lstrip('-')}", tables.seconds(one["process"]), own])
     return tables.table(["machine", "command", "whole process", "T"], rows)
 
 
