@@ -1,0 +1,1 @@
+"""Parts of one plan, for several processes: which tiles each one computes, and how many are worth using."""

@@ -1,0 +1,54 @@
+"""Parts: rectangles of tiles of one shared plan, each computed by one process.
+
+All parts have the candidate of the shared plan: its tile shape, its depth of panels, its direction along k.
+So each element of C is summed in the same order, whichever process computes it, and has the same bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from oocgemm.planning.tile_set import TileSet
+from oocgemm.planning.tiling import Range, TileGrid
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tiles of C that one process computes.
+
+    `number` identifies the part in its plan. `rows` and `cols` are ranges of tile rows and of tile columns in
+    the grid of the whole plan. `k_slice` is the number of the part's range of k, if the plan splits k.
+    """
+
+    number: int
+    rows: Range
+    cols: Range
+    k_slice: int = 0
+
+    def tiles(self, grid: TileGrid) -> TileSet:
+        """Return the tiles of the part. `grid` is that of the whole plan."""
+        return TileSet.rectangle(grid).part(self.rows, self.cols)
+
+    def __str__(self) -> str:
+        (top, bottom), (left, right) = self.rows, self.cols
+        return f"part {self.number} (tiles [{top}:{bottom}, {left}:{right}])"
+
+
+def divide(grid: TileGrid, down: int, across: int, k_slices: int = 1) -> tuple[Part, ...]:
+    """Divide the tiles of a plan into `down` x `across` rectangles of nearly equal sizes, per slice of k.
+
+    There are fewer if the grid has fewer rows or columns of tiles.
+    """
+    rows, cols = (list(_even(*pair)) for pair in zip(grid.shape, (down, across), strict=True))
+    found = product(range(k_slices), rows, cols)
+    return tuple(Part(number, r, c, k_slice) for number, (k_slice, r, c) in enumerate(found))
+
+
+def _even(count: int, pieces: int) -> Iterator[Range]:
+    """Divide the numbers below `count` into `pieces` nearly equal ranges, none of them empty.
+
+    >>> list(_even(7, 3)), list(_even(2, 3))
+    ([(0, 2), (2, 4), (4, 7)], [(0, 1), (1, 2)])
+    """
+    pieces = min(pieces, count)
+    return pairwise(count * piece // pieces for piece in range(pieces + 1)) if pieces else iter(())
