@@ -51,11 +51,8 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
     ("extents", "budgets", "backend"),
     [
         ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
-        pytest.param(
-            *((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
-            marks=pytest.mark.xfail(run=False, reason="the virtual clock takes minutes for 10^14 elements"),
-        ),
         *slow(
+            ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
             ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # one operand has 28,867 buffers
         ),
     ],
@@ -73,10 +70,11 @@ def test_planning_is_bounded_however_many_tiles_there_are(
     monkeypatch.setattr(SlotCache, "acquire", counted)
     monkeypatch.setattr(plan_module, "MAX_COUNTED", 20_000)
     p = problem(*extents, "float32")
-    tracemalloc.start()
+    if extents[2] > 3:  # tracing makes a plan of thin tiles, which are many, take minutes
+        tracemalloc.start()
     plan = make_plan(p, Budgets(*budgets), default_model(backend, 2))
     plan.to_dict()
-    _, peak = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()  # zeros if nothing is traced
     tracemalloc.stop()
     assert plan.steps > 10**7
     assert calls < 100_000

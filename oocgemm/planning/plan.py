@@ -1,6 +1,6 @@
 """A plan: every decision about a product, and the memory, traffic and time that follow from it."""
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -153,8 +153,9 @@ class Plan:
         if counted is not None:
             return counted
         every = estimate_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
-        share = self.coverage.elements / (self.problem.m * self.problem.n)
-        return Loads(*(share * loaded for loaded in astuple(every)))
+        whole = TileSet.rectangle(self.grid).extents
+        a, b = (part / all_ for part, all_ in zip(self.tiles.extents, whole, strict=True))
+        return Loads(a * every.a_up, b * every.b_up, a * every.a_read, b * every.b_read)
 
     @cached_property
     def traffic(self) -> dict[str, int]:

@@ -76,6 +76,15 @@ class TileSet:
             elements += rows[i] * cols[j]
         return Coverage(sum(rows.values()), sum(cols.values()), elements)
 
+    @cached_property
+    def extents(self) -> tuple[int, int]:
+        """The sums over all tiles of their numbers of rows and of their numbers of columns."""
+        grid = self.grid
+        if self.is_whole:
+            down, across = grid.shape
+            return grid.m * across, grid.n * down
+        return sum(length(grid.rows(i)) for i, _ in self), sum(length(grid.cols(j)) for _, j in self)
+
     def __contains__(self, tile: object) -> bool:
         return isinstance(tile, tuple) and self._covers(tile) and tile not in self.done
 

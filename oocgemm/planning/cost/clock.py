@@ -13,10 +13,11 @@ traversal that turns at the end of each row of tiles, Belady's policy evicts the
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.streams import Load, State, Streams, Strip
+from oocgemm.planning.cost.streams import MAX_AHEAD, Load, State, Streams, Strip
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
@@ -24,10 +25,10 @@ from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
 # All lanes whose time is predicted. "issue" is an additional lane: the time in which threads hold the GIL and
 # submit operations one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
-# Growth rates that differ by less than this, in seconds per repetition, are equal.
-TOLERANCE = 1e-12
 # Fewer steps than this are run one by one.
 MIN_COLLAPSED = 24
+# If times do not grow at constant rates after this many repetitions, the rest takes as long as the last ones.
+MAX_REPETITIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,10 @@ class _Clock:
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.issued}
         if layouts.c.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
-        total = max(s.read, s.h2d, s.compute, s.d2h, s.write, s.busy["staged"])
-        tail = total - s.multiplied
-        bubbles = s.multiplied - s.first_start - s.busy["compute"]
+        total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), s.busy["staged"])
+        multiplied = s.base + s.multiplied
+        tail = total - multiplied
+        bubbles = multiplied - s.first_start - s.busy["compute"]
         return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total)
 
     # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
@@ -170,24 +172,25 @@ class _Clock:
 
     def _skip_repeated(self, count: int, body: Callable[[int], None]) -> None:
         """Call `body` with the numbers up to `count`, and skip calls that only repeat those before them."""
-        done, pause = 0, 0
-        while done < count:
-            for _ in range(min(pause, count - done)):
-                body(done)
-                done += 1
-            if count - done <= 2:
-                pause = 2
-                continue
+        done = ran = 0  # `ran` counts those since calls were last skipped
+        size = 1  # this many repetitions are compared with the next ones
+        while count - done > 2 * size:
             states = [self.streams.state()]
             for _ in range(2):
-                body(done)
-                done += 1
+                for number in range(done, done + size):
+                    body(number)
+                done += size
                 states.append(self.streams.state())
-            more = _repeatable(states, count - done)
+            ran += 2 * size
+            settled = ran < MAX_REPETITIONS
+            groups = (count - done) // size
+            more = _repeatable(states, size, groups) if settled else max(0, groups - 1)
             if more:
-                self.streams.advance(states[1], states[2], more)
-                done += more
-            pause = 1 if more else 2 * pause + 1
+                self.streams.advance(states[1], states[2], more, together=not settled)
+                done += size * more
+            ran, size = (0, 1) if more else (ran, 2 * size)
+        for number in range(done, count):
+            body(number)
 
     # The steps of a tile.
 
@@ -226,8 +229,10 @@ class _Clock:
             group += [(loads, per_strip, prepare)] * (end - begin)
             if end in (head, steps):
                 if faults:
-                    share = faults / rows
-                    group[0] = loads, [x + share * y for x, y in zip(per_strip, strips, strict=True)], prepare
+                    first_loads, seconds_per_strip, first_prepare = group[0]
+                    shares = [faults * height / rows for height in strips]
+                    slower = [x + y for x, y in zip(seconds_per_strip, shares, strict=True)]
+                    group[0] = first_loads, slower, first_prepare
                 starts = end == head or stop == 0
                 done = s.group(group, free if starts else (), parts, drains=end == steps)
                 group, faults = [], 0.0
@@ -252,7 +257,7 @@ class _Clock:
     def _steps(self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float) -> None:
         """Run equal steps. If there are many, skip those that repeat others."""
         slots, s = self.slots, self.streams
-        window = max(slots.a, slots.b, slots.host_a, slots.host_b, *(x.fresh for x in s.panels)) + 2
+        window = min(MAX_AHEAD, max(slots.a, slots.b, slots.host_a, slots.host_b)) + 2
         if count < max(MIN_COLLAPSED, 2 * window):
             s.steps(count, loads, multiply, prepare)
             return
@@ -295,11 +300,11 @@ def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) 
     ([1.0, 2.0], [2.0, 3.0])
     """
     if old_width == width:
-        return [*free[:count], *[0.0] * (count - len(free))]
+        return [*free[:count], *[-inf] * (count - len(free))]
     found = []
     for number in range(count):
         overlapping = free[number * width // old_width : ceil_div((number + 1) * width, old_width)]
-        found.append(max(overlapping, default=0.0))
+        found.append(max(overlapping, default=-inf))
     return found
 
 
@@ -339,42 +344,40 @@ def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
     return pairwise(sorted({0, count, *(cut for cut in cuts if 0 < cut < count)}))
 
 
-def _repeatable(states: Sequence[State], most: int) -> int:
-    """Return how many more repetitions grow as the last two did, at most `most`.
+def _repeatable(states: Sequence[State], size: int, most: int) -> int:
+    """Return how many groups of repetitions will grow as the last two groups did, at most `most`.
 
-    They do as long as no time overtakes another one that it might be compared with: one that is later now,
-    but grows more slowly.
+    They do until a time overtakes one that is later now, but grows more slowly. A time that is about to be
+    overtaken delays nothing that grows faster than itself.
+
+    Args:
+        states: before, between and after the last two groups.
+        size: number of repetitions in a group.
+        most: number of groups that are left.
     """
-    first, second, third = (times for times, _, _ in states)
-    if not len(first) == len(second) == len(third) or states[0][2] != states[2][2]:
+    first, second, third = states
+    if not len(first.times) == len(second.times) == len(third.times):
         return 0
-    rates = [z - y for y, z in zip(second, third, strict=True)]
-    if any(
-        abs(rate - (y - x)) > TOLERANCE + 1e-9 * rate for rate, x, y in zip(rates, first, second, strict=True)
-    ):
+    for x, y, z in zip(first.unused, second.unused, third.unused, strict=True):
+        if x - y != y - z:
+            return 0
+        if y > z:
+            most = min(most, z // (y - z) - 1)
+    periods = second.base - first.base, third.base - second.base
+    # Rounding errors of growth rates, which are seconds per repetition.
+    noise = [1e-9 * periods[1] + 1e-14 * abs(time) for time in third.times]
+    before = [y - x + periods[0] for x, y in zip(first.times, second.times, strict=True)]
+    rates = [y - x + periods[1] for x, y in zip(second.times, third.times, strict=True)]
+    if any(abs(y - x) > error for x, y, error in zip(before, rates, noise, strict=True)):
         return 0
-    # Within a repetition, operations shift times by less than this.
-    margin = 2 * max(rates)
     fastest = max(rates)
-    leading = [
-        time for time, rate in zip(third, rates, strict=True) if fastest - rate <= TOLERANCE + 1e-9 * fastest
-    ]
-    low, high = min(leading), max(leading)
-    others = {
-        (time, rate)
-        for time, rate in zip(third, rates, strict=True)
-        if fastest - rate > TOLERANCE + 1e-9 * fastest
-    }
+    margin = 2 * fastest / size  # within a repetition, operations shift times by less than this
+    grown = list(zip(third.times, rates, noise, strict=True))
+    high = max(time for time, rate, error in grown if fastest - rate <= error)
+    others = {(time, rate) for time, rate, error in grown if fastest - rate > error}
+    others.add((high, fastest))
     for time, rate in others:
-        if time > low - margin:
-            if time < high + margin:
-                return 0
-            most = min(most, int((time - high - margin) / (fastest - rate)))
         for other, its_rate in others:
-            if its_rate > rate and other < time + margin:
-                most = (
-                    0
-                    if other > time - margin
-                    else min(most, int((time - other - margin) / (its_rate - rate)))
-                )
+            if its_rate > rate and other < time - margin:
+                most = min(most, int((time - other - margin) / (its_rate - rate)))
     return max(0, most)

@@ -1,6 +1,7 @@
 """The streams and slots of a run on the virtual clock: when each becomes free, and how long each is busy."""
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 from oocgemm.planning.cost.price import Prices
@@ -9,8 +10,24 @@ from oocgemm.planning.schedule.slots import Slots
 # Lanes for which seconds are counted. "staged" is the time in which the host copies pageable arrays.
 BUSY = ("read", "decode", "h2d", "prepare", "compute", "d2h", "write", "staged")
 _TIMES = ("issued", "read", "h2d", "compute", "d2h", "write", "read_c", "h2d_c", "multiplied")
-# All times, the seconds for which each lane was busy, and the numbers of slots that are still unused.
-State = tuple[list[float], list[float], list[int]]
+# More slots than this for a kind of block count as this many: a stream that runs so far ahead of the others
+# gains nothing by running further ahead.
+MAX_AHEAD = 64
+# A time before the run, at which slots that nothing has used yet became free.
+_BEFORE = -1.0
+
+
+class State(NamedTuple):
+    """What later operations depend on, and the seconds for which lanes were busy.
+
+    `times` are relative to `base`, in seconds. So their rounding errors do not grow during the run. `unused`
+    are the numbers of slots that nothing has used yet.
+    """
+
+    base: float
+    times: list[float]
+    busy: list[float]
+    unused: list[int]
 
 
 class Load:
@@ -46,8 +63,8 @@ class Panels:
     """The slots of A or of B. `lane` is the lane of its Reads."""
 
     def __init__(self, device: int, host: int, lane: str) -> None:
-        self.device, self.host, self.lane = device, host, lane
-        self.uploads = [0.0] * max(1, host)  # ends of the latest Uploads
+        self.device, self.host, self.lane = min(device, MAX_AHEAD), min(host, MAX_AHEAD), lane
+        self.uploads = [_BEFORE] * max(1, self.host)  # ends of the latest Uploads
         self.fresh = host or device  # slots that no Read has filled yet
 
 
@@ -73,22 +90,24 @@ class Streams:
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
         self.panels = Panels(slots.a, host_a, lanes[0]), Panels(slots.b, host_b, lanes[1])
         self.c_lane, self.streams_c = lanes[2], slots.streams("C")
-        self.issued = self.read = self.h2d = self.compute = self.d2h = self.write = 0.0
+        # All times except `first_start` are relative to `base`.
+        self.base = self.issued = self.read = self.h2d = self.compute = self.d2h = self.write = 0.0
         self.read_c = self.h2d_c = self.multiplied = 0.0
         self.first_start = -1.0  # start of the first Multiply
-        self.ends = [0.0] * max(slots.a, slots.b)  # ends of the latest steps
+        self._steps_kept = max(panels.device for panels in self.panels)
+        self.ends = [_BEFORE] * self._steps_kept  # ends of the latest steps
         # When the strips of each accumulator have drained, next accumulator first. When the host slots for
         # strips, and the device slots for finished strips, are free, next slot first.
-        self.drained = [[0.0] for _ in range(slots.c)]
-        self.host_c = [0.0] * max(1, slots.host_c)
-        self.finished = [0.0] * max(1, slots.finish)
+        self.drained = [[_BEFORE] for _ in range(slots.c)]
+        self.host_c = [_BEFORE] * min(max(1, slots.host_c), MAX_AHEAD)
+        self.finished = [_BEFORE] * min(max(1, slots.finish), MAX_AHEAD)
         self.untouched = slots.c  # accumulators that no tile has used yet
         self.busy = dict.fromkeys(BUSY, 0.0)
 
     # Steps that multiply the whole tile.
 
     def steps(
-        self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float, wait: float = 0.0
+        self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float, wait: float = -inf
     ) -> None:
         """Run `count` equal steps.
 
@@ -96,13 +115,13 @@ class Streams:
             count: number of steps.
             loads: how the panels of A and of B are loaded; None if they are in device slots already.
             multiply, prepare: seconds of these operations.
-            wait: time at which the accumulator of the tile is free.
+            wait: time at which the accumulator of the tile is free; -inf if it is.
         """
         fresh = [
             x.fresh for x, load in zip(self.panels, loads, strict=True) if load and load.share and x.fresh
         ]
         new = min([count, *fresh]) if fresh else 0
-        if wait:
+        if wait > -inf:
             self._run(1, loads, multiply, prepare, wait, faults=new > 0)
             count, new = count - 1, max(0, new - 1)
         if new:
@@ -119,7 +138,7 @@ class Streams:
         loads: Sequence[Load | None],
         multiply: float,
         prepare: float,
-        wait: float = 0.0,
+        wait: float = -inf,
         *,
         faults: bool = False,
     ) -> None:
@@ -143,7 +162,7 @@ class Streams:
                 free = ends[-slots]
                 issued += share * issue
                 if unified:
-                    start = max(issued, compute if shares else read_free, free + issue if free else 0.0)
+                    start = max(issued, compute if shares else read_free, free + issue)
                     read_free = start + read
                     arrived = max(arrived, read_free)
                     if shares:
@@ -151,10 +170,10 @@ class Streams:
                     continue
                 if share:
                     reused = uploads[-host_slots]
-                    read_free = max(issued, read_free, reused + issue if reused else 0.0) + read
+                    read_free = max(issued, read_free, reused + issue) + read
                     free = max(free, read_free)
                 issued += issue
-                h2d = max(issued, h2d, free + issue if free else 0.0) + upload
+                h2d = max(issued, h2d, free + issue) + upload
                 uploads.append(h2d)
                 arrived = max(arrived, h2d)
             if prepare:
@@ -163,7 +182,7 @@ class Streams:
             issued += issue
             start = max(issued, compute, arrived)
             if self.first_start < 0:
-                self.first_start = start
+                self.first_start = self.base + start
             compute = start + multiply
             ends.append(compute)
         self.busy["compute"] += count * multiply
@@ -203,10 +222,10 @@ class Streams:
         for number_of_strip, strip in enumerate(strips):
             for number, (_, multiply, _) in enumerate(steps):
                 self.issued += self.issue
-                wait = drained[number_of_strip] if drained and number == 0 else 0.0
+                wait = drained[number_of_strip] if drained and number == 0 else -inf
                 start = max(self.issued, self.compute, arrived[number], wait)
                 if self.first_start < 0:
-                    self.first_start = start
+                    self.first_start = self.base + start
                 ends[number] = self.multiplied = self.compute = start + multiply[number_of_strip]
                 self.busy["compute"] += multiply[number_of_strip]
             if drains:
@@ -216,7 +235,7 @@ class Streams:
 
     def _load(self, number: int, loads: Sequence[Load | None]) -> float:
         """Load the panels of the step with this number in a group; return when they have arrived."""
-        arrived = 0.0
+        arrived = -inf
         for panels, load in zip(self.panels, loads, strict=True):
             if load is None:
                 continue
@@ -229,17 +248,17 @@ class Streams:
             self.issued += load.share * self.issue
             if self.slots.unified:
                 stream = self.compute if self.shares_cores else self.read
-                self.read = max(self.issued, stream, free + self.issue if free else 0.0) + read
+                self.read = max(self.issued, stream, free + self.issue) + read
                 if self.shares_cores:
                     self.compute = self.read
                 arrived = max(arrived, self.read)
                 continue
             if load.share:
                 reused = panels.uploads[-panels.host]
-                self.read = max(self.issued, self.read, reused + self.issue if reused else 0.0) + read
+                self.read = max(self.issued, self.read, reused + self.issue) + read
                 free = max(free, self.read)
             self.issued += self.issue
-            self.h2d = max(self.issued, self.h2d, free + self.issue if free else 0.0) + load.upload
+            self.h2d = max(self.issued, self.h2d, free + self.issue) + load.upload
             panels.uploads.append(self.h2d)
             self.busy["h2d"] += load.upload
             self.busy["staged"] += load.staged
@@ -253,7 +272,7 @@ class Streams:
             self.issued += self.issue
             at = free if self.slots.unified else self.host_c[slot]
             stream = self.compute if self.shares_cores else self.read_c
-            self.read_c = max(self.issued, stream, at + self.issue if at else 0.0) + strip.old_read
+            self.read_c = max(self.issued, stream, at + self.issue) + strip.old_read
             self.busy[self.c_lane] += strip.old_read
             if self.shares_cores:
                 self.compute = self.read_c
@@ -261,7 +280,7 @@ class Streams:
                 return self.read_c
             free = max(free, self.read_c)
         self.issued += self.issue
-        self.h2d_c = max(self.issued, self.h2d_c, free + self.issue if free else 0.0) + strip.old_upload
+        self.h2d_c = max(self.issued, self.h2d_c, free + self.issue) + strip.old_upload
         self.host_c[slot] = self.h2d_c
         self.busy["staged"] += strip.staged
         self.busy["h2d"] += strip.old_upload
@@ -282,7 +301,7 @@ class Streams:
         freed = ready
         if not self.slots.unified:
             self.issued += self.issue
-            ready = max(ready, 0.0 if self.streams_c else self.host_c[slot]) + self.issue
+            ready = max(ready, -inf if self.streams_c else self.host_c[slot]) + self.issue
             ready = self.d2h = max(self.issued, self.d2h, ready) + strip.download
             self.busy["d2h"] += strip.download
             self.busy["staged"] += strip.staged
@@ -302,27 +321,43 @@ class Streams:
     # State, to skip repetitions.
 
     def state(self) -> State:
-        """Return what later operations depend on, and the seconds for which lanes were busy."""
+        """Return the state. Times are made relative to the end of the compute stream."""
+        self._shift(self.compute)
         times = [getattr(self, name) for name in _TIMES]
         for some in self._lists():
             times += some
-        return times, list(self.busy.values()), [self.untouched, *(panels.fresh for panels in self.panels)]
+        unused = [self.untouched, *(panels.fresh for panels in self.panels)]
+        return State(self.base, times, list(self.busy.values()), unused)
 
-    def advance(self, before: State, now: State, count: int) -> None:
-        """Skip `count` repetitions in which everything grows as it did from `before` to `now`."""
-        times, busy = (
-            [y + count * (y - x) for x, y in zip(*pair, strict=True)]
-            for pair in zip(before[:2], now[:2], strict=True)
-        )
-        moved = iter(times)
+    def advance(self, before: State, now: State, count: int, *, together: bool = False) -> None:
+        """Skip `count` repetitions in which everything grows as it did from `before` to `now`.
+
+        With `together`, all times grow as that of the compute stream did.
+        """
+        changes = [0.0 if together else count * (y - x) for x, y in zip(before.times, now.times, strict=True)]
+        changed = iter([y + change for y, change in zip(now.times, changes, strict=True)])
         for name in _TIMES:
-            setattr(self, name, next(moved))
+            setattr(self, name, next(changed))
         for some in self._lists():
-            some[:] = [next(moved) for _ in some]
-        self.busy = dict(zip(BUSY, busy, strict=True))
+            some[:] = [next(changed) for _ in some]
+        self.base = now.base + count * (now.base - before.base)
+        grown = [y + count * (y - x) for x, y in zip(before.busy, now.busy, strict=True)]
+        self.busy = dict(zip(BUSY, grown, strict=True))
+        left = [max(0, y - count * (x - y)) for x, y in zip(before.unused, now.unused, strict=True)]
+        self.untouched = left[0]
+        for panels, fresh in zip(self.panels, left[1:], strict=True):
+            panels.fresh = fresh
+
+    def _shift(self, seconds: float) -> None:
+        """Make all times relative to a base that is later by some seconds."""
+        self.base += seconds
+        for name in _TIMES:
+            setattr(self, name, getattr(self, name) - seconds)
+        for some in self._lists():
+            some[:] = [time - seconds for time in some]
 
     def _lists(self) -> Iterator[list[float]]:
-        del self.ends[: -max(self.slots.a, self.slots.b)]
+        del self.ends[: -self._steps_kept]
         yield self.ends
         for panels in self.panels:
             del panels.uploads[: -max(1, panels.host)]
