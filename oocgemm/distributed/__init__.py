@@ -1,12 +1,12 @@
 """Compute one product with many processes, on one or many machines.
 
-A *part* is a rectangle of tiles of one shared plan (`oocgemm.planning.parts`). A *worker* computes parts, each
-in a child process. The *coordinator*, in the process of the caller, gives parts to workers.
+A *part* is a rectangle of tiles of one shared plan (`oocgemm.planning.parts`). A *worker* computes parts,
+each in a child process. The *coordinator*, in the process of the caller, gives parts to workers.
 
 **Only the coordinator writes to C and to its journal.** An attempt of a worker at a part has a folder of its
-own inside the journal's folder. The child process writes the tiles of C there as redo files, and flushes them.
-Then it adds the tile to the attempt's journal. The coordinator reads this journal, moves the files of the tile
-to where a run in one process would have written them, and commits the tile as such a run does
+own inside the journal's folder. The child process writes the tiles of C there as redo files, and flushes
+them. Then it adds the tile to the attempt's journal. The coordinator reads this journal, moves the files of
+the tile to where a run in one process would have written them, and commits the tile as such a run does
 (`oocgemm.jobs.journal`). So three things follow:
 
 - A process that should have ended, but still runs, cannot damage C. Neither can two attempts at one part: of

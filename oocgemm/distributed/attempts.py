@@ -6,8 +6,8 @@ An attempt has the folder ``attempts/NAME`` in the journal's folder of C:
 - ``journal`` has a line ``{"done": tile, "files": fingerprint}`` for each tile whose redo files are durable;
 - ``log.jsonl`` is the timeline of the attempt.
 
-The coordinator creates the folder, and the child process everything in it. If the folder has been removed, the
-child process cannot create its journal. So no tile of an attempt that was given up counts later.
+The coordinator creates the folder, and the child process everything in it. If the folder has been removed,
+the child process cannot create its journal. So no tile of an attempt that was given up counts later.
 """
 
 import os
@@ -42,7 +42,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The name of the attempt's folder. No other attempt ever has it: each coordinator has its own epoch."""
+        """The name of the attempt's folder. No other attempt ever has it, since epochs are random."""
         return f"{self.epoch}-{self.part}-{self.number}"
 
     def folder(self, sidecar: Path) -> Path:
@@ -71,7 +71,7 @@ class Tail:
         self._read = 0
 
     def new(self) -> Iterator[tuple[Tile, str]]:
-        """Yield the tiles that were added since the last call, each with the fingerprint of its redo files."""
+        """Yield the tiles added since the last call, each with the fingerprint of its redo files."""
         try:
             # Open the file anew each time: network file systems then show what other machines have written.
             with open(self.folder / JOURNAL, "rb") as file:

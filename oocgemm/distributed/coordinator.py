@@ -31,7 +31,7 @@ POLL, POLL_WORKERS = 0.1, 0.5
 # Seconds in which files that a worker has flushed must become visible to this process. Network file systems
 # cache what folders contain, usually for up to a minute.
 MAX_INVISIBLE = 90.0
-# Seconds in which child processes end when the run stops. Seconds for which a run waits for a first new worker.
+# Seconds in which child processes end when the run stops, and seconds that a run waits for a worker.
 MAX_STOP, MAX_ALONE = 2.0, 60.0
 # Seconds that an attempt may go on when its part is complete. It needs a moment to complete its log.
 MAX_SURPLUS = 5.0
@@ -54,7 +54,10 @@ class _Running:
 
 
 class Coordinator:
-    """Runs the parts of one run. `logs` describes the attempts, and `results` has what those returned that ended."""
+    """Runs the parts of one run.
+
+    `logs` describes the attempts. `results` has what the successful ones returned.
+    """
 
     def __init__(
         self,
@@ -75,8 +78,8 @@ class Coordinator:
             parts: the parts, in the order in which they are begun.
             crew: the workers.
             found: the workers that take part from the beginning, by name.
-            meet: called with the name of a worker that has joined. Returns what it has; None if it cannot take
-                part.
+            meet: called with the name of a worker that has joined. Returns what it has; None if it cannot
+                take part.
             specify: returns the fields of `PartSpec` that are the same for all parts of a worker, and the
                 environment of its child processes.
             finished: called with each tile that is in C.
@@ -202,9 +205,11 @@ class Coordinator:
                 self._unseen[attempt] = unseen
 
     def _adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Move a tile's redo files to where C is written, and commit it. False if files are not visible yet."""
-        number = next((n for n, tiles in self._tiles.items() if tile in tiles), None)
-        if number is None or tile not in self._window.left(number):
+        """Move a tile's redo files to where C is written, and commit it.
+
+        Return False if its files are not visible yet.
+        """
+        if not self._window.is_left(tile):
             return True  # another attempt was first
         block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
         matrix = self._target.matrix
@@ -232,7 +237,10 @@ class Coordinator:
             self._ended(name, why)
 
     def _why_failed(self, running: _Running) -> str | None:
-        """Return why an attempt failed; None if it succeeded. Raises errors that no other attempt can avoid."""
+        """Return why an attempt failed; None if it succeeded.
+
+        Raises errors that no other attempt can avoid.
+        """
         try:
             result = running.task.result()
         except BrokenExecutor as error:

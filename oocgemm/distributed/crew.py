@@ -29,7 +29,8 @@ class Task(Protocol):
 class Crew(ABC):
     """The workers. `remedy` says how the user adds one, for messages.
 
-    `grows` tells whether workers may join during a run. `local` tells whether all workers are in this process.
+    `grows` tells whether workers may join during a run. `local` tells whether all workers are in this
+    process.
     """
 
     remedy: str
@@ -102,7 +103,8 @@ class OnExecutor(Crew):
         count = count or next((number for number in found if isinstance(number, int)), None)
         if not count:
             raise InputError(
-                f"{type(executor).__name__} does not say how many workers it has: pass workers=N beside executor"
+                f"{type(executor).__name__} does not say how many workers it has: pass workers=N beside "
+                "executor"
             )
         self.remedy = "give the executor more workers"
         self._executor = executor

@@ -26,8 +26,8 @@ INTERVAL, TTL = 0.5, 30.0
 class Sign:
     """The content of the file.
 
-    `pid` and `started` identify the coordinator's process on the machine `machine`. `over` has the names of the
-    attempts that should end, for example because another attempt has computed the same tiles.
+    `pid` and `started` identify the coordinator's process on the machine `machine`. `over` has the names of
+    the attempts that should end, for example because another attempt has computed the same tiles.
     """
 
     epoch: str

@@ -1,8 +1,8 @@
 """The child process of a worker: ``python -m oocgemm.distributed.part``.
 
-It reads one task, a line of JSON, from stdin, and prints its result, a line of JSON, on stdout. The task is to
-compute a part (`spec.PartSpec`), or to describe the machine (`probe`). Stdin stays open as long as the worker
-wants the process to go on.
+It reads one task, a line of JSON, from stdin, and prints its result, a line of JSON, on stdout. The task is
+to compute a part (`spec.PartSpec`), or to describe the machine (`probe`). Stdin stays open as long as the
+worker wants the process to go on.
 
 The process plans nothing. It resumes the run of the coordinator: tiles outside the part count as done. So it
 checks what a resumed run checks: the product, the operands, the arithmetic and the plan must be those in the

@@ -17,8 +17,8 @@ MAX_IMBALANCE = 1.1
 class _Choice:
     """A division into down x across parts.
 
-    `most` is the number of tiles that the busiest worker computes if each takes the next part when it is free.
-    `panels` is the number of elements that storage delivers, divided by k.
+    `most` is the number of tiles that the busiest worker computes if each takes the next part when it is
+    free. `panels` is the number of elements that storage delivers, divided by k.
     """
 
     most: int
@@ -64,7 +64,9 @@ def even_tile(plan: Plan, workers: int) -> TileShape | None:
 
 
 def _extent(whole: int, tiles: int, parts: int, *units: int) -> int:
-    """Return the extent of tiles that divide `whole` into a multiple of `parts`, and into at least `tiles`."""
+    """Return the extent of tiles that divide `whole` into a multiple of `parts`, and into at least
+    `tiles`.
+    """
     extent = max(1, ceil_div(whole, round_up(tiles, parts)))
     for unit in units:
         if 4 * unit <= extent:

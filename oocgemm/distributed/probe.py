@@ -45,7 +45,7 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def library_of(engine: Backend) -> str:
-    """Return the library and the device that multiply. Where they are equal, products are equal bit for bit."""
+    """Return the library and the device that multiply. If two are equal, so are the bits of products."""
     described = engine.describe()
     if engine.name == "host":
         return f"{described['blas']}, NumPy {described['numpy']}"

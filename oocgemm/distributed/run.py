@@ -18,7 +18,7 @@ from oocgemm.distributed.partition import even_tile, parts_of
 from oocgemm.distributed.spec import shared_request
 from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
 from oocgemm.distributed.timelines import tile_span
-from oocgemm.errors import BackendError, BudgetError, InputError, NotFoundError, OocGemmError
+from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.destination import Kind
 from oocgemm.jobs.options import Progress
@@ -56,6 +56,8 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
         job = _plan(replace(request, backend=engine.name), engine, found.values())
         described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
         known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
+        noted = {"threads": _threads(job, crew, found.values())}
+        job = replace(job, output=replace(job.output, noted=noted))
         return _run(job, crew, survey, found, known, origin, progress, cancel)
 
 
@@ -80,15 +82,15 @@ def _check_places(request: Request) -> None:
     for name, operand in (("A", request.a), ("B", request.b)):
         if not stores.is_path(operand):
             raise InputError(
-                f"{name} is a {type(operand).__name__}, which other processes cannot read: store it in a zarr "
-                "array or a .npy file that all workers see, and pass its path"
+                f"{name} is a {type(operand).__name__}, which other processes cannot read: store it in a "
+                "zarr array or a .npy file that all workers see, and pass its path"
             )
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
     if request.c.kind not in (Kind.NPY, Kind.ZARR):
         raise InputError(
-            f"C would be in {'a remote store' if request.c.kind is Kind.REMOTE else 'memory'}, where the finished "
-            "tiles of several workers cannot be recorded: pass a local path that all workers see"
+            f"C would be in {'a remote store' if request.c.kind is Kind.REMOTE else 'memory'}, where the "
+            "finished tiles of several workers cannot be recorded: pass a local path that all workers see"
         )
     if request.timeline is not None:
         check_log(request.timeline)
@@ -142,7 +144,7 @@ def _run(
                     crew,
                     found,
                     partial(_meet, survey, found, job),
-                    partial(_specify, job, crew, found, cast(output.Journaled, target).header),
+                    partial(_specify, job, found, cast(output.Journaled, target).header),
                     _observer(job, progress, origin),
                 )
                 coordinator.run(cancel)
@@ -169,7 +171,7 @@ def _facts(known: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, An
 
 
 def _observer(job: Job, progress: Progress | None, origin: int) -> Any:
-    """Return a function that is called with each finished tile, and calls the progress callback of the run."""
+    """Return a function to call with each finished tile. It calls the progress callback of the run."""
     observe = progress(job.plan) if progress is not None else None
 
     def finished(tile: Tile) -> None:
@@ -186,6 +188,7 @@ def _meet(survey: Survey, found: dict[str, Found], job: Job, name: str) -> Found
             joined = survey.timed(survey.read(name, survey.ask(name, nonce), nonce))
         check_alike([next(iter(found.values())), joined])
         check_memory(job.plan, [joined])
+        _check_cores([joined], job.output.noted["threads"])
     except OocGemmError as error:
         logger.warning("%s does not take part: %s", name, error)
         return None
@@ -193,16 +196,37 @@ def _meet(survey: Survey, found: dict[str, Found], job: Job, name: str) -> Found
     return joined
 
 
-def _specify(
-    job: Job, crew: Crew, found: dict[str, Found], header: dict[str, Any], name: str
-) -> dict[str, Any]:
+def _threads(job: Job, crew: Crew, found: Collection[Found]) -> int:
+    """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
+
+    A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
+    """
+    asked = next((os.environ[name] for name in THREADS if crew.local and name in os.environ), "")
+    shares = sharers(found)
+    threads = max(1, min(len(one.cores) // shares[one.worker][2] for one in found))
+    if job.output.resumed is not None:
+        threads = job.output.resumed.header.get("threads") or min(len(one.cores) for one in found)
+    elif asked.isdecimal() and int(asked):
+        threads = int(asked)
+    _check_cores(found, threads)
+    return threads
+
+
+def _check_cores(found: Collection[Found], threads: int) -> None:
+    """Raise `InputError` if the BLAS of a worker cannot use this number of threads."""
+    for one in found:
+        if one.backend == "host" and len(one.cores) < threads:
+            raise InputError(
+                f"{one.worker} on {one.host} has {len(one.cores)} cores, but C is computed with {threads} "
+                f"threads of the BLAS, so its bits could differ: use workers with at least {threads} cores"
+            )
+
+
+def _specify(job: Job, found: dict[str, Found], header: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what a worker needs for any part: see `Coordinator`."""
     plan, one = job.plan, found[name]
-    cores = max(1, len(one.cores) // sharers(found.values())[name][2])
     environment: dict[str, str | None] = {CHOICE: os.environ.get(CHOICE)}
-    environment |= {
-        variable: str(cores) for variable in THREADS if not (crew.local and variable in os.environ)
-    }
+    environment |= dict.fromkeys(THREADS, str(job.output.noted["threads"]))
     budgets = plan.budgets.device, plan.budgets.host
     return {
         "request": shared_request(job.request, plan.problem.c_dtype, *budgets),

@@ -1,4 +1,5 @@
-"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is written."""
+"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is
+written."""
 
 import json
 import os
@@ -8,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -116,12 +118,13 @@ class Survey:
             raise kind(f"{where}: {answer['message']}")
         if answer["version"] != __version__:
             raise InputError(
-                f"{where} has oocgemm {answer['version']}, this process has {__version__}: install the same version"
+                f"{where} has oocgemm {answer['version']}, this process has {__version__}: install the same "
+                "version"
             )
         if answer["sees"] != self._content:
             raise InputError(
-                f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all workers "
-                "share, mounted at the same place"
+                f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all "
+                "workers share, mounted at the same place"
             )
         known = {field: answer[field] for field in Found.__dataclass_fields__ if field in answer}
         return Found(worker=name, **(known | {"cores": tuple(answer["cores"])}))
@@ -140,8 +143,8 @@ class Survey:
                     found[name] = self.read(name, tasks.pop(name), nonce)
                 if tasks and time.monotonic() > until:
                     raise BackendError(
-                        f"{next(iter(tasks))} has not answered for {MAX_ANSWER:.0f} s: it is busy with another "
-                        "task, or cannot be reached; wait, or stop that worker"
+                        f"{next(iter(tasks))} has not answered for {MAX_ANSWER:.0f} s: it is busy with "
+                        "another task, or cannot be reached; wait, or stop that worker"
                     )
                 time.sleep(0.01)
         return {name: self.timed(found[name]) for name in names}
@@ -168,8 +171,9 @@ def check_alike(found: Collection[Found]) -> None:
         if other.arithmetic != first.arithmetic:
             raise InputError(
                 f"{first.worker} on {first.host} multiplies by {_described(first)}, {other.worker} on "
-                f"{other.host} by {_described(other)}, so equal tiles would not have equal bits: use workers of "
-                "one kind, or choose a --backend that all have"
+                f"{first.worker} on {first.host} multiplies by {_described(first)}, "
+                f"{other.worker} on "
+                "what: use workers of one kind, or choose a --backend that all have"
             )
 
 
@@ -201,9 +205,8 @@ def with_shares(request: Request, found: Collection[Found]) -> Request:
     each = []
     for one in found:
         ram, device, _ = shared[one.worker]
-        whole = budgets_of(
-            one.backend, lambda: one.free, request.device_memory, request.host_memory, one.available
-        )  # noqa: B023
+        given = request.device_memory, request.host_memory
+        whole = budgets_of(one.backend, partial(int, one.free), *given, one.available)
         each.append(Budgets(whole.device // device, whole.host // ram))
     return replace(
         request, device_memory=min(one.device for one in each), host_memory=min(one.host for one in each)
@@ -222,7 +225,7 @@ def check_memory(plan: Plan, found: Collection[Found]) -> None:
         for needed, free, tier, count in needs:
             if needed > free:
                 raise OutOfMemoryError(
-                    f"{count} workers on {one.host} ({one.worker} is one of them) need {format_size(needed)} of "
-                    f"{tier} memory together, {format_size(free)} are free: pass a smaller --{tier}-memory, or "
-                    "use fewer workers"
+                    f"{count} workers on {one.host} ({one.worker} is one of them) need {format_size(needed)} "
+                    f"of {tier} memory together, {format_size(free)} are free: pass a smaller "
+                    f"--{tier}-memory, or use fewer workers"
                 )

@@ -44,10 +44,8 @@ def watch(pipe: int, cancel: Cancel, reason: Callable[[], str | None]) -> None:
         why = None
         while why is None:
             readable, _, _ = select.select([pipe], [], [], INTERVAL)
-            if readable and not os.read(pipe, 1 << 10):
-                why = "its worker has ended"
-            else:
-                why = reason()
+            worker_ended = readable and not os.read(pipe, 1 << 10)
+            why = "its worker has ended" if worker_ended else reason()
         cancel.request(ExecutionError(f"the part was stopped: {why}"))
         sleep(PATIENCE)
         os._exit(EXIT_STOPPED)

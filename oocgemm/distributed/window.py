@@ -1,4 +1,5 @@
-"""Decide which worker computes which part. Pure: the coordinator reports what happened, and asks what to do."""
+"""Decide which worker computes which part. Pure: the coordinator reports what happened, and asks what to
+do."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,10 @@ class Window:
         """Whether no tile is left."""
         return not self._part_of
 
+    def is_left(self, tile: Tile) -> bool:
+        """Tell whether a tile is not finished."""
+        return tile in self._part_of
+
     def left(self, part: int) -> frozenset[Tile]:
         """Return the unfinished tiles of a part."""
         return frozenset(self._parts[part].left)
@@ -57,9 +62,9 @@ class Window:
     def next(self, worker: str, workers: Collection[str]) -> tuple[int, int] | None:
         """Give a worker that has no part the next one.
 
-        Returns the number of the part, and the number of the attempt at it, from 1 on. Returns None if there is
-        no part for this worker. A part that failed on a worker is given to another one if there is another one
-        among `workers`, all those present.
+        Returns the number of the part, and the number of the attempt at it, from 1 on. Returns None if there
+        is no part for this worker. A part that failed on a worker is given to another one if there is another
+        one among `workers`, all those present.
         """
         usable = [name for name in workers if self._failures.get(name, 0) < MAX_ATTEMPTS]
         if usable and worker not in usable:
@@ -84,7 +89,8 @@ class Window:
     def ended(self, worker: str, failure: str | None) -> Failed | None:
         """Note that the attempt of a worker has ended, and why if it failed.
 
-        Returns the part if it has now failed too often. Its tiles that are left are given out again otherwise.
+        Returns the part if it has now failed too often. Its tiles that are left are given out again
+        otherwise.
         """
         running = self._running.pop(worker)
         part = self._parts[running.part]

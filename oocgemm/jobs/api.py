@@ -106,12 +106,12 @@ def gemm(
         progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten
             seconds. A callable receives the plan, and returns a function that is called with the `Span` of
             every finished operation.
-        workers: compute with this many processes on this machine. The memory budgets are divided among them. A,
-            B and C must be at paths. `oocgemm.distributed` describes how such a run works.
-        client: a dask.distributed `Client`: compute with all workers of its cluster. They must see A, B and C at
-            the same paths as this process.
-        executor: a `concurrent.futures.Executor`: compute with its workers, as with a client. `workers` is then
-            the number of tasks at a time, by default that of the executor's workers.
+        workers: compute with this many processes on this machine. The memory budgets are divided among them.
+            A, B and C must be at paths. `oocgemm.distributed` describes how such a run works.
+        client: a dask.distributed `Client`: compute with all workers of its cluster. They must see A, B and C
+            at the same paths as this process.
+        executor: a `concurrent.futures.Executor`: compute with its workers, as with a client. `workers` is
+            then the number of tasks at a time, by default that of the executor's workers.
 
     Returns:
         A `Result`.

@@ -63,8 +63,8 @@ from oocgemm.stores.durable import sync_path
 
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
-# Only in distributed runs: the folder of the attempts of workers at parts, and the file by which the coordinator
-# shows its workers that it is alive (`oocgemm.distributed`).
+# Only in distributed runs: the folder of the attempts of workers at parts, and the file by which the
+# coordinator shows its workers that it is alive (`oocgemm.distributed`).
 ATTEMPTS, COORDINATOR = "attempts", "coordinator"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
