@@ -56,7 +56,7 @@ class _Running:
 class Coordinator:
     """Runs the parts of one run.
 
-    `logs` describes the attempts. `results` has what the successful ones returned.
+    `logs` describes the attempts that have ended. `results` has what the successful ones returned.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class Coordinator:
         for attempt in old_attempts(self._sidecar):
             tail = Tail(attempt.folder(self._sidecar))
             for tile, files in tail.new():
-                self._adopt(tail.folder, tile, files)
+                if self._window.is_left(tile):
+                    self._adopt(tail.folder, tile, files)
         remove_attempts(self._sidecar)
 
     def _find_workers(self) -> None:
@@ -198,19 +199,17 @@ class Coordinator:
         """Move the tiles into C that attempts have finished since the last call."""
         for attempt, tail in self._tails.items():
             waiting = self._unseen.pop(attempt, {}) | dict(tail.new())
-            unseen = {
-                tile: files for tile, files in waiting.items() if not self._adopt(tail.folder, tile, files)
-            }
-            if unseen:
-                self._unseen[attempt] = unseen
+            for tile, files in waiting.items():
+                if not self._window.is_left(tile):
+                    continue  # another attempt was first
+                if not self._adopt(tail.folder, tile, files):
+                    self._unseen.setdefault(attempt, {})[tile] = files
 
     def _adopt(self, folder: Path, tile: Tile, files: str) -> bool:
         """Move a tile's redo files to where C is written, and commit it.
 
         Return False if its files are not visible yet.
         """
-        if not self._window.is_left(tile):
-            return True  # another attempt was first
         block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
         matrix = self._target.matrix
         if matrix.redo_fingerprint(folder / REDO, *block) != files:

@@ -17,7 +17,7 @@ from oocgemm.distributed.engine import planning_engine
 from oocgemm.distributed.partition import even_tile, parts_of
 from oocgemm.distributed.spec import shared_request
 from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
-from oocgemm.distributed.timelines import tile_span
+from oocgemm.distributed.timelines import add_logs, tile_span
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.destination import Kind
@@ -149,6 +149,7 @@ def _run(
                 )
                 coordinator.run(cancel)
                 results = coordinator.results
+                add_logs(log, coordinator.logs)
             target.seal()
             log.finish(perf_counter_ns() - origin, _facts(known, results))
         finally:

@@ -171,8 +171,7 @@ def check_alike(found: Collection[Found]) -> None:
         if other.arithmetic != first.arithmetic:
             raise InputError(
                 f"{first.worker} on {first.host} multiplies by {_described(first)}, {other.worker} on "
-                f"{first.worker} on {first.host} multiplies by {_described(first)}, "
-                f"{other.worker} on "
+                f"{other.host} by {_described(other)}. The bits of C would depend on which worker computes "
                 "what: use workers of one kind, or choose a --backend that all have"
             )
 
