@@ -110,6 +110,26 @@ PROBLEM = (
     JSON,
 )
 
+WORKERS = (
+    click.option(
+        "--workers",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Compute with N processes on this machine, such as 4. They share the memory budgets.",
+    ),
+    click.option(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="Compute with the workers of the dask scheduler at this address, such as tcp://10.0.0.5:8786.",
+    ),
+    click.option(
+        "--scheduler-file",
+        metavar="FILE",
+        type=click.Path(),
+        help="Compute with the workers of the dask scheduler that wrote this file.",
+    ),
+)
+
 
 def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Return a decorator that adds options to a command. The help text lists them in the given order."""

@@ -5,7 +5,7 @@ What only one of them needs, or what a quiet run does not need, is imported in t
 
 import shlex
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 
 from oocgemm import stores
 from oocgemm.cli.interrupts import stopping
-from oocgemm.cli.options import DEVICE, JSON, PROBLEM, PRODUCT, taking, transposes
+from oocgemm.cli.options import DEVICE, JSON, PROBLEM, PRODUCT, WORKERS, taking, transposes
 from oocgemm.cli.output import (
     EXIT_FAILED,
     print_error,
@@ -69,6 +69,7 @@ MIN_REPORT_ROOM = 256 << 20
     help="With --resume: continue even if files of A or B have changed, for example after a repair. "
     "Finished tiles are not computed again.",
 )
+@taking(*WORKERS)
 @click.option("--quiet", is_flag=True, help="Print only errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B, and store the product in C.
@@ -87,8 +88,10 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         with (
             stopping(lambda: print_interrupted(resume.resume_hint(c))),
             _display(live) as progress,
+            ExitStack() as stack,
         ):
-            result = api.gemm(a, b, c, progress=progress and _noting(progress), **transposes(options))
+            options = _workers(stack, **transposes(options))
+            result = api.gemm(a, b, c, progress=progress and _noting(progress), **options)
     except BudgetError:
         raise
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
@@ -123,6 +126,22 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         if options["timeline"]:
             log = options["timeline"]
             click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
+
+
+def _workers(
+    stack: ExitStack, scheduler: str | None, scheduler_file: str | None, **options: Any
+) -> dict[str, Any]:
+    """Replace the options that name a dask scheduler by a client, which is closed with `stack`."""
+    given = [scheduler, scheduler_file, options["workers"]]
+    if sum(value is not None for value in given) > 1:
+        raise click.UsageError(
+            "--workers, --scheduler and --scheduler-file exclude each other: give one of them"
+        )
+    if scheduler is None and scheduler_file is None:
+        return options
+    from oocgemm.distributed.cluster import connect
+
+    return options | {"client": stack.enter_context(connect(scheduler, scheduler_file))}
 
 
 def _display(live: bool) -> AbstractContextManager[Progress | None]:

@@ -1,5 +1,6 @@
 """The functions of the library: matmul, gemm and plan."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, Request, check_names
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import PreparedJob
 from oocgemm.kernels.registry import check_plan
-from oocgemm.system.threads import shielded
+from oocgemm.system.threads import Cancel, shielded
 
 
 def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[Options]) -> Any:
@@ -105,6 +106,12 @@ def gemm(
         progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten
             seconds. A callable receives the plan, and returns a function that is called with the `Span` of
             every finished operation.
+        workers: compute with this many processes on this machine. The memory budgets are divided among them.
+            A, B and C must be at paths. `oocgemm.distributed` describes how such a run works.
+        client: a dask.distributed `Client`: compute with all workers of its cluster. They must see A, B and C
+            at the same paths as this process.
+        executor: a `concurrent.futures.Executor`: compute with its workers, as with a client. `workers` is
+            then the number of tasks at a time, by default that of the executor's workers.
 
     Returns:
         A `Result`.
@@ -163,9 +170,14 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
 
 def _run(request: Request) -> Result:
-    prepared = PreparedJob(request)
+    if request.is_distributed:
+        from oocgemm.distributed.run import run_distributed
+
+        run: Callable[[Progress | None, Cancel], Result] = partial(run_distributed, request)
+    else:
+        run = PreparedJob(request).run
     with _display(request.progress) as progress:
-        return shielded(partial(prepared.run, progress))
+        return shielded(partial(run, progress))
 
 
 def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:

@@ -15,13 +15,17 @@ from oocgemm.system.memory import RECENT, available_memory
 
 
 def budgets_of(
-    backend: str, free: Callable[[], int], device_memory: Size | None = None, host_memory: Size | None = None
+    backend: str,
+    free: Callable[[], int],
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    available: int | None = None,
 ) -> Budgets:
     """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
     On cuda, the device budget is 90% of the free device memory, the host budget half of the available RAM.
     On the host backend, they are 37.5% and 12.5% of the available RAM. `free` returns the free device memory
-    or, on the host backend, the available RAM, in bytes.
+    or, on the host backend, the available RAM, in bytes. `available` is the available RAM; None to query it.
     """
     on_host = backend == "host"
     if device_memory is not None:
@@ -30,7 +34,8 @@ def budgets_of(
         device = _rounded(free() * 3 // 8 if on_host else free() * 9 // 10)
     if host_memory is not None:
         return Budgets(device, parse_size(host_memory))
-    return Budgets(device, _rounded(available_memory(RECENT) // (8 if on_host else 2)))
+    available = available_memory(RECENT) if available is None else available
+    return Budgets(device, _rounded(available // (8 if on_host else 2)))
 
 
 def _rounded(size: int) -> int:

@@ -1,6 +1,7 @@
 """Make finished tiles of C durable and record them in the journal, in a background thread."""
 
 import threading
+from abc import ABC, abstractmethod
 from queue import SimpleQueue
 
 from oocgemm.errors import ExecutionError
@@ -11,23 +12,22 @@ from oocgemm.stores.durable import Durable
 from oocgemm.system.threads import start
 
 
-class Committer:
-    """Makes finished tiles of C durable and records them. Its thread works while other tiles are computed.
+class TileQueue(ABC):
+    """Finished tiles that are committed in a thread, while other tiles are computed.
 
-    With `redo`, a tile's new content is first made durable in files outside C, and then moved into C. If
-    beta != 0, this keeps the old content, from which the tile is computed, until the new one is durable.
+    `recorded` is the number of tiles that a later run need not compute again.
     """
 
-    def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
-        self._journal = journal
-        self._matrix = matrix
-        self._grid = grid
-        self._redo = redo
+    def __init__(self) -> None:
         self._queue: SimpleQueue[Tile | None] = SimpleQueue()
         self._error: ExecutionError | None = None
         self.recorded = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
         start(self._thread)
+
+    @abstractmethod
+    def commit(self, tile: Tile) -> None:
+        """Make one tile durable, record that, and increase `recorded`."""
 
     def finished(self, tile: Tile) -> None:
         """Queue a tile that is written but not durable. Raises `ExecutionError` if an earlier tile failed."""
@@ -46,6 +46,29 @@ class Committer:
         self._queue.put(None)
         self._thread.join()
 
+    def _work(self) -> None:
+        while (tile := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self.commit(tile)
+                except BaseException as error:
+                    self._error = ExecutionError(f"tile {tile} of C cannot be made durable: {error}")
+
+
+class Committer(TileQueue):
+    """Makes finished tiles of C durable in C, and records them in the journal of C.
+
+    With `redo`, a tile's new content is first made durable in files outside C, and then moved into C. If
+    beta != 0, this keeps the old content, from which the tile is computed, until the new one is durable.
+    """
+
+    def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
+        self._journal = journal
+        self._matrix = matrix
+        self._grid = grid
+        self._redo = redo
+        super().__init__()
+
     def commit(self, tile: Tile) -> None:
         """Make one tile durable in C, and record that in the journal."""
         block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
@@ -56,11 +79,3 @@ class Committer:
             self._matrix.apply_redo(*block)
         self._journal.done(tile, self._matrix.block_fingerprint(*block))
         self.recorded += not self._redo
-
-    def _work(self) -> None:
-        while (tile := self._queue.get()) is not None:
-            if self._error is None:
-                try:
-                    self.commit(tile)
-                except BaseException as error:
-                    self._error = ExecutionError(f"tile {tile} of C cannot be made durable: {error}")

@@ -63,6 +63,9 @@ from oocgemm.stores.durable import sync_path
 
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
+# Only in distributed runs: the folder of the attempts of workers at parts, and the file by which the
+# coordinator shows its workers that it is alive (`oocgemm.distributed`).
+ATTEMPTS, COORDINATOR = "attempts", "coordinator"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
 # Number of attempts to lock, and seconds between them. An attempt also fails while `owner` tests the lock in
@@ -123,7 +126,7 @@ def _record(path: Path, folder: Path, content: bytes) -> Record:
     whole = length = 0  # number of lines that are not torn, and their total length in bytes
     torn = False
     for line in BytesIO(content):
-        entry = _parsed(line[:-1]) if line.endswith(b"\n") else None
+        entry = parse_line(line[:-1]) if line.endswith(b"\n") else None
         if entry is None:
             torn = True
             continue
@@ -307,14 +310,19 @@ class Journal:
 
     def _append(self, entry: dict[str, Any]) -> None:
         assert self._file is not None
-        text = json.dumps(entry, separators=(",", ":")).encode()
-        line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fdatasync(self._file)
+        append_line(self._file, entry)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def append_line(file: int, entry: dict[str, Any]) -> None:
+    """Append a JSON object as a line with its CRC-32 to a file, given by its descriptor, and flush it."""
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
+    while line:
+        line = line[os.write(file, line) :]
+    os.fdatasync(file)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line; None if its CRC-32 is wrong."""
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):

@@ -65,6 +65,9 @@ class RunOptions(TypedDict, total=False):
     trust_operands: bool
     timeline: PathLike | None
     progress: Progress | bool | None
+    workers: int | None
+    client: Any
+    executor: Any
 
 
 class Options(PlanOptions, RunOptions, total=False):

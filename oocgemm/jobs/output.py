@@ -14,7 +14,7 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.jobs.committer import Committer
-from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal
+from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, REDO, Journal
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
 from oocgemm.planning.tiling import Tile
@@ -148,8 +148,11 @@ class Journaled(Target):
         earlier, plan = self._earlier, job.plan
         if earlier.resumed:
             self._journal.resume()
+            self._header = earlier.header
         else:
-            self._journal.start(_header(job))
+            self._remove_attempts()  # of an earlier run: their tiles do not belong to this one
+            self._header = _header(job)
+            self._journal.start(self._header)
         if self._creates and earlier.recreates:
             stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
         self.matrix = cast(Durable, create_output(job, earlier.folder))
@@ -166,6 +169,11 @@ class Journaled(Target):
             redo.mkdir()
             sync_path(earlier.folder)
 
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of the journal, which another process needs to compute a part of this run."""
+        return self._header
+
     def finished(self, tile: Tile) -> None:
         assert self._committer is not None
         self._committer.finished(tile)
@@ -177,6 +185,7 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
+        self._remove_attempts()
         # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
         if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
@@ -200,6 +209,11 @@ class Journaled(Target):
 
     def close(self) -> None:
         self._journal.close()
+
+    def _remove_attempts(self) -> None:
+        """Remove what distributed runs have left in the folder of the journal."""
+        shutil.rmtree(self._earlier.folder / ATTEMPTS, ignore_errors=True)
+        (self._earlier.folder / COORDINATOR).unlink(missing_ok=True)
 
 
 def create_output(job: Job, folder: Path | None = None) -> Matrix:
@@ -244,4 +258,4 @@ def _header(job: Job) -> dict[str, Any]:
         "ramp": plan.grid.ramp,
         "tiles": list(plan.grid.shape),
         "created": job.output.matrix is None,
-    }
+    } | dict(job.output.noted)

@@ -1,6 +1,7 @@
 """Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oocgemm import backends, stores
@@ -35,7 +36,7 @@ class Output:
     `matrix` is C. It is None if C does not exist: the run then creates C with `chunks` and `compressor`, or
     with defaults where they are None. `earlier` is what an earlier run left at C. It is None if C can have no
     journal, as in memory. `identity` describes what the run computes: only a run of equal identity may
-    resume it.
+    resume it. `noted` has further fields for the header of the journal.
     """
 
     matrix: Matrix | None
@@ -43,6 +44,7 @@ class Output:
     compressor: str | None
     earlier: Earlier | None
     identity: dict[str, Any]
+    noted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def resumed(self) -> Earlier | None:
@@ -74,14 +76,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         InputError: operands, destination or options cannot be used.
         BudgetError: a budget is too small.
     """
-    a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
-    b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
-    scalars = request.alpha, request.beta
-    problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
-    backend = "cuda" if engine is None else engine.name
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
-        problem = replace(problem, acc_dtype="int32")
-    problem = replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+    a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is not None and running:
         output = _find_output(request, problem, a, b, tile, engine)
@@ -91,6 +86,38 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     _check_output(request.c, output, a, b)
     plan = _plan(request, problem, a, b, output, tile, engine)
     return Job(request, a, b, output, plan)
+
+
+def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
+    a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
+    b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
+    scalars = request.alpha, request.beta
+    problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
+        problem = replace(problem, acc_dtype="int32")
+    return a, b, replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+
+
+def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
+    """Return the job that computes a part of a run that another process coordinates. Nothing is written.
+
+    Args:
+        request: the request of that run, with the budgets of this process.
+        engine: the backend that the part runs on.
+        earlier: the header of the run's journal. Tiles outside the part are among its finished tiles.
+
+    Raises:
+        InputError: the operands, C or the arithmetic differ from those in the header.
+        BudgetError: a budget is too small for the plan of the run.
+    """
+    a, b, problem = open_operands(request, engine.name)
+    c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
+    arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.kernel)}
+    identity = identify(problem, a, b, c, arithmetic)
+    check_same(earlier, identity, c, None, None, None, trust_operands=request.trust_operands)
+    output = Output(c, None, None, earlier, identity)
+    return Job(request, a, b, output, _plan(request, problem, a, b, output, None, engine))
 
 
 def checksum_tier(backend: str, problem: GemmProblem) -> str:

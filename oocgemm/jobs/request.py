@@ -42,7 +42,15 @@ class Request:
     trust_operands: bool = False
     timeline: PathLike | None = None
     progress: Progress | bool | None = None
+    workers: int | None = None
+    client: Any = None
+    executor: Any = None
     planned: Plan | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes compute the product."""
+        return self.workers is not None or self.client is not None or self.executor is not None
 
     def __post_init__(self) -> None:
         budgets = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]

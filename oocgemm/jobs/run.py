@@ -3,7 +3,7 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -138,6 +138,7 @@ def execute(
     known: dict[str, Any],
     progress: Progress | None,
     cancel: Cancel,
+    open_target: Callable[[Job], output.Target] = output.open_target,
 ) -> tuple[stores.Matrix, Recorder]:
     """Run a planned job, from the creation of C until C is durable; return C and the log of the run.
 
@@ -149,13 +150,14 @@ def execute(
         origin: value of `perf_counter_ns` from which the wall time of the run is counted.
         known: the parts of the log's header that describe the machine and the backend.
         progress, cancel: as for `PreparedJob.run`.
+        open_target: opens C for writing. A part of a distributed run does not write to C itself.
     """
-    with ExitStack() as cleanup, _disk_errors():
+    with ExitStack() as cleanup, disk_errors():
         cpu = CpuTimes.now() if job.plan.prediction.total > MIN_CPU_WALL / 10 else None
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.push(partial(_close, session))
-        target = cleanup.enter_context(output.open_target(job))
+        target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
         facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
@@ -255,7 +257,7 @@ def _log_plan(plan: Plan) -> None:
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
+def disk_errors() -> Iterator[None]:
     """Turn each `OSError` in the `with` block into an `ExecutionError`."""
     try:
         yield

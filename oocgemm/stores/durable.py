@@ -72,6 +72,16 @@ class Durable(Matrix, Protocol):
         call, the call can be repeated.
         """
 
+    def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
+        """Return the fingerprint of the redo files of a block in `folder`. It shows if files are missing."""
+
+    def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
+        """Move a block's redo files, which another process wrote to `folder`, to where `write` writes.
+
+        The effect is that of a `write` of their content. If `redirect_writes` was called, they become redo
+        files of this matrix, else they become part of it. Raises `OSError`, also if a file is missing.
+        """
+
     def delete_partial_files(self) -> None:
         """Delete the temporary files of writes that a killed process did not complete."""
 

@@ -184,11 +184,25 @@ class NpyMatrix:
         assert self._redirected is not None
         blocks = saved_blocks(self._redirected, rows, cols)
         for path, r, c in blocks:
-            saved = np.fromfile(path, self.dtype).reshape(r[1] - r[0], c[1] - c[0])
-            self._write(r, c, saved)
+            self._write(r, c, self._saved(path, r, c))
         self.sync()
         for path, _, _ in blocks:
             path.unlink()
+
+    def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
+        return fingerprint_of(sorted(path for path, _, _ in saved_blocks(folder, rows, cols)))
+
+    def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
+        for path, r, c in saved_blocks(folder, rows, cols):
+            if self._redirected is not None:
+                os.replace(path, self._redirected / path.name)
+            else:
+                self._write(r, c, self._saved(path, r, c))
+                path.unlink()
+
+    def _saved(self, path: Path, rows: Range, cols: Range) -> Array:
+        """Return the block in a redo file."""
+        return np.fromfile(path, self.dtype).reshape(rows[1] - rows[0], cols[1] - cols[0])
 
     def set_finished(self, finished: bool) -> None:
         if finished and self._place is not None:

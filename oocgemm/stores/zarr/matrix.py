@@ -204,6 +204,16 @@ class ZarrMatrix:
                 os.replace(self._target / name, target)
         sync_names(self.folder, names)  # `sync_block` has flushed the contents already
 
+    def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
+        return fingerprint_of(folder / name for name in self._names(rows, cols))
+
+    def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
+        assert self._target is not None
+        for name in self._names(rows, cols):
+            target = self._target / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, target)
+
     def set_finished(self, finished: bool) -> None:
         mark = None if finished else UNFINISHED[ATTRIBUTE]
         if self._array is None:

@@ -1,0 +1,302 @@
+"""Give parts to workers, move the tiles that they finish into C, and replace workers that die."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import BrokenExecutor, CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from oocgemm.distributed import worker as in_worker
+from oocgemm.distributed.attempts import LOG, Attempt, Tail, old_attempts, remove_attempts
+from oocgemm.distributed.crew import Crew, Task
+from oocgemm.distributed.fence import Fence
+from oocgemm.distributed.spec import PartSpec
+from oocgemm.distributed.survey import Found
+from oocgemm.distributed.window import MAX_ATTEMPTS, Window
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.jobs.journal import COORDINATOR, REDO
+from oocgemm.jobs.output import Journaled
+from oocgemm.jobs.prepare import Job
+from oocgemm.planning.parts.part import Part
+from oocgemm.planning.tiling import Tile
+from oocgemm.system.threads import Cancel
+from oocgemm.timeline.worker_log import WorkerLog
+
+# Seconds between two looks at the journals of the attempts, and at the list of the workers.
+POLL, POLL_WORKERS = 0.1, 0.5
+# Seconds in which files that a worker has flushed must become visible to this process. Network file systems
+# cache what folders contain, usually for up to a minute.
+MAX_INVISIBLE = 90.0
+# Seconds in which child processes end when the run stops, and seconds that a run waits for a worker.
+MAX_STOP, MAX_ALONE = 2.0, 60.0
+# Seconds that an attempt may go on when its part is complete. It needs a moment to complete its log.
+MAX_SURPLUS = 5.0
+
+logger = logging.getLogger("oocgemm")
+
+
+@dataclass
+class _Running:
+    """An attempt in a worker.
+
+    `ended` is when its task was seen to have ended, `surplus` when its part was seen to be complete, both by
+    the monotonic clock.
+    """
+
+    attempt: Attempt
+    task: Task
+    ended: float | None = None
+    surplus: float | None = None
+
+
+class Coordinator:
+    """Runs the parts of one run.
+
+    `logs` describes the attempts that have ended. `results` has what the successful ones returned.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        target: Journaled,
+        parts: tuple[Part, ...],
+        crew: Crew,
+        found: Mapping[str, Found],
+        meet: Callable[[str], Found | None],
+        specify: Callable[[str], dict[str, Any]],
+        finished: Callable[[Tile], None],
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            job: the run, whose journal `target` has locked.
+            target: C.
+            parts: the parts, in the order in which they are begun.
+            crew: the workers.
+            found: the workers that take part from the beginning, by name.
+            meet: called with the name of a worker that has joined. Returns what it has; None if it cannot
+                take part.
+            specify: returns the fields of `PartSpec` that are the same for all parts of a worker, and the
+                environment of its child processes.
+            finished: called with each tile that is in C.
+        """
+        assert job.output.earlier is not None
+        self._sidecar: Path = job.output.earlier.folder
+        self._grid = job.plan.grid
+        self._target = target
+        self._parts = {part.number: part for part in parts}
+        self._tiles = {part.number: frozenset(part.tiles(self._grid)) for part in parts}
+        self._window = Window({n: tiles - job.plan.done for n, tiles in self._tiles.items()})
+        self._crew = crew
+        self._found = dict(found)
+        self._known = dict(found)  # with those that have vanished
+        self._meet = meet
+        self._specify = specify
+        self._finished = finished
+        self._running: dict[str, _Running] = {}
+        self._tails: dict[Attempt, Tail] = {}
+        self._unseen: dict[Attempt, dict[Tile, str]] = {}  # finished tiles whose files are not visible yet
+        self._polled = self._peopled = time.monotonic()
+        self._wake = Event()
+        self._error: BaseException | None = None
+        self.logs: list[WorkerLog] = []
+        self.results: list[dict[str, Any]] = []
+
+    def run(self, cancel: Cancel) -> None:
+        """Compute all parts; return when all their tiles are in C, and no child process is left.
+
+        Raises the first error: of the input, of a part that failed too often, or that of `cancel`.
+        """
+        self._take_over()
+        fence = Fence(self._sidecar / COORDINATOR)
+        try:
+            with cancel.calling(self._stop):
+                while not self._window.complete:
+                    self._find_workers()
+                    self._begin_parts(fence)
+                    self._wake.wait(POLL)
+                    self._wake.clear()
+                    self._collect_tiles()
+                    self._collect_ended()
+                    self._end_surplus(fence)
+                    if fence.taken_over:
+                        raise ExecutionError(f"another run has begun to write C in {self._sidecar}")
+                    if self._error is not None:
+                        raise self._error
+                self._await_last()
+        finally:
+            fence.close()
+            self._end_all()
+
+    def _stop(self, error: BaseException) -> None:
+        self._error = error
+        self._wake.set()
+
+    def _take_over(self) -> None:
+        """Move the tiles into C that attempts of an earlier coordinator finished; remove these attempts.
+
+        Attempts of this run cannot be mixed up with those of another: a run that starts anew removes all.
+        """
+        for attempt in old_attempts(self._sidecar):
+            tail = Tail(attempt.folder(self._sidecar))
+            for tile, files in tail.new():
+                if self._window.is_left(tile):
+                    self._adopt(tail.folder, tile, files)
+        remove_attempts(self._sidecar)
+
+    def _find_workers(self) -> None:
+        """Notice workers that have joined or vanished."""
+        now = time.monotonic()
+        if self._crew.grows and now - self._polled >= POLL_WORKERS:
+            self._polled = now
+            names = self._crew.names()
+            for name in [name for name in self._found if name not in names]:
+                del self._found[name]
+                if name in self._running:
+                    self._running[name].task.cancel()
+                    self._ended(name, "the worker has vanished")
+            for name in names:
+                if name not in self._found and (found := self._meet(name)) is not None:
+                    self._found[name] = self._known[name] = found
+        if self._found:
+            self._peopled = now
+        elif now - self._peopled > MAX_ALONE:
+            raise ExecutionError(f"no worker has been left for {MAX_ALONE:.0f} s: {self._crew.remedy}")
+
+    def _begin_parts(self, fence: Fence) -> None:
+        """Give parts to all workers that have none."""
+        for name in self._found:
+            if name in self._running or (given := self._window.next(name, self._found.keys())) is None:
+                continue
+            number, count = given
+            attempt = Attempt(fence.epoch, number, count)
+            folder = attempt.folder(self._sidecar)
+            folder.mkdir(parents=True)
+            part, common = self._parts[number], self._specify(name)
+            environment = common.pop("environment")
+            spec = PartSpec(
+                **common,
+                rows=part.rows,
+                cols=part.cols,
+                done=tuple(sorted(self._tiles[number] - self._window.left(number))),
+                folder=str(folder),
+                fence=str(self._sidecar / COORDINATOR),
+                epoch=fence.epoch,
+                attempt=attempt.name,
+            )
+            text = json.dumps(spec.to_dict() | {"environment": environment})
+            task = self._crew.submit(name, in_worker.run, text)
+            task.add_done_callback(lambda _: self._wake.set())
+            self._running[name] = _Running(attempt, task)
+            self._tails[attempt] = Tail(folder)
+            logger.info("%s begins %s (attempt %d)", name, part, count)
+
+    def _collect_tiles(self) -> None:
+        """Move the tiles into C that attempts have finished since the last call."""
+        for attempt, tail in self._tails.items():
+            waiting = self._unseen.pop(attempt, {}) | dict(tail.new())
+            for tile, files in waiting.items():
+                if not self._window.is_left(tile):
+                    continue  # another attempt was first
+                if not self._adopt(tail.folder, tile, files):
+                    self._unseen.setdefault(attempt, {})[tile] = files
+
+    def _adopt(self, folder: Path, tile: Tile, files: str) -> bool:
+        """Move a tile's redo files to where C is written, and commit it.
+
+        Return False if its files are not visible yet.
+        """
+        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
+        matrix = self._target.matrix
+        if matrix.redo_fingerprint(folder / REDO, *block) != files:
+            return False
+        self._target.written = True
+        matrix.adopt(folder / REDO, *block)
+        self._target.finished(tile)
+        self._window.tile_done(tile)
+        self._finished(tile)
+        return True
+
+    def _collect_ended(self) -> None:
+        """Note the attempts that have ended."""
+        for name, running in list(self._running.items()):
+            if not running.task.done():
+                continue
+            running.ended = running.ended or time.monotonic()
+            why = self._why_failed(running)
+            left = self._window.left(running.attempt.part)
+            if why is None and left:  # it succeeded, so its files will be visible soon
+                if time.monotonic() - running.ended < MAX_INVISIBLE:
+                    continue
+                why = f"its files are not visible here after {MAX_INVISIBLE:.0f} s"
+            self._ended(name, why)
+
+    def _why_failed(self, running: _Running) -> str | None:
+        """Return why an attempt failed; None if it succeeded.
+
+        Raises errors that no other attempt can avoid.
+        """
+        try:
+            result = running.task.result()
+        except BrokenExecutor as error:
+            raise ExecutionError(f"the executor has failed: {error}") from error
+        except (Exception, CancelledError) as error:
+            return f"{type(error).__name__}: {error}"
+        if "error" not in result:
+            self.results.append(result)
+            return None
+        if result["fatal"]:
+            kind = InputError if result["error"].endswith("InputError") else ExecutionError
+            raise kind(result["message"])
+        return str(result["message"])
+
+    def _ended(self, name: str, why: str | None) -> None:
+        """Note that an attempt has ended, and why if it failed. Raises if its part has failed too often."""
+        attempt = self._running.pop(name).attempt
+        part = self._parts[attempt.part]
+        if not self._window.left(part.number):
+            why = None
+        log = attempt.folder(self._sidecar) / LOG
+        known = self._known[name]
+        self.logs.append(
+            WorkerLog(
+                *(name, known.host, known.described["device"], known.offset_ns, known.error_ns, str(log)),
+                *(part.number, attempt.number, why is not None),
+            )
+        )
+        if why is not None:
+            logger.warning("%s: %s failed (attempt %d): %s", name, part, attempt.number, why)
+        failed = self._window.ended(name, why)
+        if failed is not None:
+            raise ExecutionError(f"{part} failed {MAX_ATTEMPTS} times, the last time on {name}: {failed.why}")
+
+    def _end_surplus(self, fence: Fence) -> None:
+        """End the attempts at parts that are complete, since another attempt finished their last tiles."""
+        now = time.monotonic()
+        for running in self._running.values():
+            if not self._window.left(running.attempt.part):
+                running.surplus = running.surplus or now
+                if now - running.surplus > MAX_SURPLUS:
+                    fence.end([running.attempt.name])
+
+    def _await_last(self) -> None:
+        """Wait for the attempts that have just finished the last tiles: they still complete their logs."""
+        until = time.monotonic() + MAX_STOP
+        while self._running and time.monotonic() < until:
+            self._wake.wait(POLL)
+            self._wake.clear()
+            self._collect_ended()
+
+    def _end_all(self) -> None:
+        """Wait until the child processes have ended. The fence has told them to."""
+        self._crew.interrupt()
+        until = time.monotonic() + MAX_STOP
+        for running in self._running.values():
+            running.task.cancel()
+        while any(not one.task.done() for one in self._running.values()) and time.monotonic() < until:
+            self._wake.wait(POLL)
+            self._wake.clear()

@@ -1,0 +1,237 @@
+"""Run a product with many workers: survey them, plan, coordinate, and complete C."""
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns, time
+from typing import Any, cast
+
+from oocgemm import stores
+from oocgemm.backends import Backend
+from oocgemm.backends.host.blas import CHOICE
+from oocgemm.distributed.coordinator import Coordinator
+from oocgemm.distributed.crew import Crew, OnExecutor, Threads
+from oocgemm.distributed.engine import planning_engine
+from oocgemm.distributed.partition import even_tile, parts_of
+from oocgemm.distributed.spec import shared_request
+from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
+from oocgemm.distributed.timelines import add_logs, tile_span
+from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
+from oocgemm.jobs import output
+from oocgemm.jobs.destination import Kind
+from oocgemm.jobs.options import Progress
+from oocgemm.jobs.prepare import Job, open_operands, prepare
+from oocgemm.jobs.recording import check_log, check_log_apart, recorder
+from oocgemm.jobs.request import Request
+from oocgemm.jobs.result import Result
+from oocgemm.jobs.run import disk_errors
+from oocgemm.machine import info
+from oocgemm.planning.tiling import Tile
+from oocgemm.planning.units import format_time
+from oocgemm.system.threads import Cancel
+
+# Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+logger = logging.getLogger("oocgemm")
+
+
+def run_distributed(request: Request, progress: Progress | None, cancel: Cancel) -> Result:
+    """Compute a product with the workers that a request names, and return when C is durable.
+
+    Raises what `oocgemm.gemm` raises. Before the first part begins, nothing of C is written.
+    """
+    origin, started = perf_counter_ns(), time()
+    with crew_of(request) as crew:
+        request = replace(request, workers=None, client=None, executor=None)
+        _check_places(request)
+        stores.load(request.a, request.b, request.c.source)
+        _, _, problem = open_operands(request, "host")
+        survey = Survey(crew, shared_request(request, problem.c_dtype))
+        found = survey.run()
+        check_alike(found.values())
+        engine = planning_engine(found.values())
+        job = _plan(replace(request, backend=engine.name), engine, found.values())
+        described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
+        known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
+        noted = {"threads": _threads(job, crew, found.values())}
+        job = replace(job, output=replace(job.output, noted=noted))
+        return _run(job, crew, survey, found, known, origin, progress, cancel)
+
+
+def crew_of(request: Request) -> Crew:
+    """Return the workers that a request names. Raises `InputError` if it names several kinds of them."""
+    if request.client is not None and request.executor is not None:
+        raise InputError("client and executor both name workers: pass one of them")
+    if request.client is not None:
+        from oocgemm.distributed.cluster import Cluster
+
+        if request.workers is not None:
+            raise InputError("a dask client has its workers already: drop workers")
+        return Cluster(request.client)
+    if request.executor is not None:
+        return OnExecutor(request.executor, request.workers)
+    assert request.workers is not None
+    return Threads(request.workers)
+
+
+def _check_places(request: Request) -> None:
+    """Raise `InputError` unless A, B and C are at places that other processes can open."""
+    for name, operand in (("A", request.a), ("B", request.b)):
+        if not stores.is_path(operand):
+            raise InputError(
+                f"{name} is a {type(operand).__name__}, which other processes cannot read: store it in a "
+                "zarr array or a .npy file that all workers see, and pass its path"
+            )
+        if "://" not in operand and not stores.exists(operand):
+            raise NotFoundError(f"{name}: there is nothing at {operand}")
+    if request.c.kind not in (Kind.NPY, Kind.ZARR):
+        raise InputError(
+            f"C would be in {'a remote store' if request.c.kind is Kind.REMOTE else 'memory'}, where the "
+            "finished tiles of several workers cannot be recorded: pass a local path that all workers see"
+        )
+    if request.timeline is not None:
+        check_log(request.timeline)
+
+
+def _plan(request: Request, engine: Backend, found: Collection[Found]) -> Job:
+    """Return the job: the plan for one worker, over tiles that all workers share evenly."""
+    ram, device, _ = max(sharers(found).values())
+    try:
+        shared = with_shares(request, found)
+        job = prepare(shared, engine, running=True)
+        free = request.tile is None and request.planned is None and job.output.resumed is None
+        if free and (tile := even_tile(job.plan, len(found))) is not None:
+            job = prepare(replace(shared, tile=tile), engine, running=True)
+    except BudgetError as error:
+        if max(ram, device) == 1:
+            raise
+        message = f"each worker gets 1/{ram} of the host memory and 1/{device} of the device: {error}"
+        raise BudgetError(message, least=error.least, needed=error.needed) from error
+    engine.check(job.plan, request.kernel)
+    if request.timeline is not None:
+        check_log_apart(os.fsdecode(request.timeline), job)
+    if job.plan.tiles.count:
+        check_memory(job.plan, found)
+    return job
+
+
+def _run(
+    job: Job,
+    crew: Crew,
+    survey: Survey,
+    found: dict[str, Found],
+    known: dict[str, Any],
+    origin: int,
+    progress: Progress | None,
+    cancel: Cancel,
+) -> Result:
+    """Compute all tiles of a job that are not done, and complete C."""
+    plan = job.plan
+    with disk_errors(), output.open_target(job) as target:
+        log = recorder(job, target.matrix, known)
+        results: list[dict[str, Any]] = []
+        try:
+            if plan.tiles.count:
+                parts = parts_of(plan, len(found))
+                logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
+                coordinator = Coordinator(
+                    job,
+                    cast(output.Journaled, target),
+                    parts,
+                    crew,
+                    found,
+                    partial(_meet, survey, found, job),
+                    partial(_specify, job, found, cast(output.Journaled, target).header),
+                    _observer(job, progress, origin),
+                )
+                coordinator.run(cancel)
+                results = coordinator.results
+                add_logs(log, coordinator.logs)
+            target.seal()
+            log.finish(perf_counter_ns() - origin, _facts(known, results))
+        finally:
+            log.close()
+    logger.info("C is done in %s", format_time(log.wall / 1e9))
+    return Result(target.matrix, plan, log)
+
+
+def _facts(known: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the header of the log says about the whole run: most of any worker, messages of all."""
+    held = {tier: max((one["held"][tier] for one in results), default=0) for tier in ("device", "host")}
+    kernels = sorted({kernel for one in results for kernel in one["kernels"]})
+    return {
+        "held": held,
+        "retried": [message for one in results for message in one["retried"]],
+        "checks": None,
+        "backend": known["backend"] | {"multiplied by": kernels},
+        "cpu": None,
+    }
+
+
+def _observer(job: Job, progress: Progress | None, origin: int) -> Any:
+    """Return a function to call with each finished tile. It calls the progress callback of the run."""
+    observe = progress(job.plan) if progress is not None else None
+
+    def finished(tile: Tile) -> None:
+        if observe is not None:
+            observe(tile_span(job.plan, tile, perf_counter_ns() - origin))
+
+    return finished
+
+
+def _meet(survey: Survey, found: dict[str, Found], job: Job, name: str) -> Found | None:
+    """Return what a worker has that has joined during the run; None if it cannot take part."""
+    try:
+        with survey.nonce() as nonce:
+            joined = survey.timed(survey.read(name, survey.ask(name, nonce), nonce))
+        check_alike([next(iter(found.values())), joined])
+        check_memory(job.plan, [joined])
+        _check_cores([joined], job.output.noted["threads"])
+    except OocGemmError as error:
+        logger.warning("%s does not take part: %s", name, error)
+        return None
+    found[name] = joined
+    return joined
+
+
+def _threads(job: Job, crew: Crew, found: Collection[Found]) -> int:
+    """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
+
+    A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
+    """
+    asked = next((os.environ[name] for name in THREADS if crew.local and name in os.environ), "")
+    shares = sharers(found)
+    threads = max(1, min(len(one.cores) // shares[one.worker][2] for one in found))
+    if job.output.resumed is not None:
+        threads = job.output.resumed.header.get("threads") or min(len(one.cores) for one in found)
+    elif asked.isdecimal() and int(asked):
+        threads = int(asked)
+    _check_cores(found, threads)
+    return threads
+
+
+def _check_cores(found: Collection[Found], threads: int) -> None:
+    """Raise `InputError` if the BLAS of a worker cannot use this number of threads."""
+    for one in found:
+        if one.backend == "host" and len(one.cores) < threads:
+            raise InputError(
+                f"{one.worker} on {one.host} has {len(one.cores)} cores, but C is computed with {threads} "
+                f"threads of the BLAS, so its bits could differ: use workers with at least {threads} cores"
+            )
+
+
+def _specify(job: Job, found: dict[str, Found], header: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what a worker needs for any part: see `Coordinator`."""
+    plan, one = job.plan, found[name]
+    environment: dict[str, str | None] = {CHOICE: os.environ.get(CHOICE)}
+    environment |= dict.fromkeys(THREADS, str(job.output.noted["threads"]))
+    budgets = plan.budgets.device, plan.budgets.host
+    return {
+        "request": shared_request(job.request, plan.problem.c_dtype, *budgets),
+        "header": header,
+        "library": one.library,
+        "environment": environment,
+    }

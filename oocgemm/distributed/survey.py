@@ -1,0 +1,230 @@
+"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is
+written."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from oocgemm.backends.host.blas import CHOICE
+from oocgemm.distributed import worker as in_worker
+from oocgemm.distributed.crew import Crew, Task
+from oocgemm.distributed.fence import machine
+from oocgemm.errors import BackendError, InputError, OutOfMemoryError
+from oocgemm.jobs.budgets import budgets_of
+from oocgemm.jobs.request import Request
+from oocgemm.planning import Budgets, Plan
+from oocgemm.planning.units import format_size, parse_size
+from oocgemm.system.version import __version__
+
+# Seconds in which a worker must answer. Starting Python and CUDA from a network file system can take many.
+MAX_ANSWER = 60.0
+PINGS = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a worker has.
+
+    - `host`: the name of its machine. `machine` is an id of the running system, `cores` its usable cores.
+    - `backend`, `kernel`, `library`: what multiplies. Where they are equal, products are equal bit for bit.
+    - `described`: names and versions of device and libraries. `multiprocessors` are those of the device.
+    - `place`: identifies the device on the machine. `free` is its free memory, `available` that of the host.
+    - `offset_ns`: the worker's wall clock minus that of this machine. `error_ns` is its maximum error.
+    """
+
+    worker: str
+    host: str
+    machine: str
+    cores: tuple[int, ...]
+    backend: str
+    kernel: str
+    library: str
+    described: Mapping[str, str]
+    place: str
+    free: int
+    available: int
+    multiprocessors: int
+    offset_ns: int = 0
+    error_ns: int = 0
+
+    @property
+    def arithmetic(self) -> tuple[str, str, str]:
+        """What multiplies."""
+        return self.backend, self.kernel, self.library
+
+
+class Survey:
+    """Asks workers what they have.
+
+    `request` is the product as plain data. The survey creates a file next to C for a moment, to learn which
+    workers see the same storage as this process.
+    """
+
+    def __init__(self, crew: Crew, request: Mapping[str, Any]) -> None:
+        self._crew = crew
+        self._request = request
+        self._content = uuid4().hex
+
+    @contextmanager
+    def nonce(self) -> Iterator[Path]:
+        """Create a file that workers must see, and delete it at the end of the context."""
+        folder = Path(self._request["c"])
+        while not folder.is_dir():
+            folder = folder.parent
+        if not os.access(folder, os.W_OK):
+            raise InputError(
+                f"C: no file can be created in {folder}: make it writable, or give C another path"
+            )
+        path = folder / f".oocgemm-{self._content}"
+        path.write_text(self._content)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def ask(self, name: str, nonce: Path) -> Task:
+        """Ask one worker. `read` returns the answer when the task is done."""
+        task = {
+            "task": "probe",
+            "version": __version__,
+            "request": self._request,
+            "nonce": str(nonce),
+            "content": self._content,
+            "environment": {CHOICE: os.environ.get(CHOICE)},
+        }
+        return self._crew.submit(name, in_worker.run, json.dumps(task))
+
+    def read(self, name: str, task: Task, nonce: Path) -> Found:
+        """Return what a worker answered. Raises `InputError` or `BackendError` if it cannot take part."""
+        try:
+            answer = task.result()
+        except (Exception, CancelledError) as error:
+            raise BackendError(
+                f"{name} cannot run oocgemm ({type(error).__name__}: {error}): install oocgemm {__version__} "
+                "where the worker runs"
+            ) from error
+        where = f"{name} on {answer['host']}" if "host" in answer else name
+        if "error" in answer:
+            kind = InputError if answer["fatal"] else BackendError
+            raise kind(f"{where}: {answer['message']}")
+        if answer["version"] != __version__:
+            raise InputError(
+                f"{where} has oocgemm {answer['version']}, this process has {__version__}: install the same "
+                "version"
+            )
+        if answer["sees"] != self._content:
+            raise InputError(
+                f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all "
+                "workers share, mounted at the same place"
+            )
+        known = {field: answer[field] for field in Found.__dataclass_fields__ if field in answer}
+        return Found(worker=name, **(known | {"cores": tuple(answer["cores"])}))
+
+    def run(self) -> dict[str, Found]:
+        """Ask all workers, and return what they have, by name. Raises the first error."""
+        names = list(self._crew.names())
+        if not names:
+            raise InputError(f"there is no worker: {self._crew.remedy}")
+        found: dict[str, Found] = {}
+        with self.nonce() as nonce:
+            tasks = {name: self.ask(name, nonce) for name in names}
+            until = time.monotonic() + MAX_ANSWER
+            while tasks:
+                for name in [name for name, task in tasks.items() if task.done()]:
+                    found[name] = self.read(name, tasks.pop(name), nonce)
+                if tasks and time.monotonic() > until:
+                    raise BackendError(
+                        f"{next(iter(tasks))} has not answered for {MAX_ANSWER:.0f} s: it is busy with "
+                        "another task, or cannot be reached; wait, or stop that worker"
+                    )
+                time.sleep(0.01)
+        return {name: self.timed(found[name]) for name in names}
+
+    def timed(self, found: Found) -> Found:
+        """Measure the offset of a worker's clock: the ping that took least time has the least error."""
+        if found.machine == machine():
+            return found
+        best = found.offset_ns, 2**62
+        for _ in range(PINGS):
+            before = time.time_ns()
+            there: int = self._crew.submit(found.worker, in_worker.ping, "").result()
+            after = time.time_ns()
+            best = min(
+                best, (there - (before + after) // 2, (after - before + 1) // 2), key=lambda pair: pair[1]
+            )
+        return replace(found, offset_ns=best[0], error_ns=best[1])
+
+
+def check_alike(found: Collection[Found]) -> None:
+    """Raise `InputError` if workers multiply by different libraries or devices."""
+    first, *others = found
+    for other in others:
+        if other.arithmetic != first.arithmetic:
+            raise InputError(
+                f"{first.worker} on {first.host} multiplies by {_described(first)}, {other.worker} on "
+                f"{other.host} by {_described(other)}. The bits of C would depend on which worker computes "
+                "what: use workers of one kind, or choose a --backend that all have"
+            )
+
+
+def _described(found: Found) -> str:
+    return f"{found.backend} ({found.library}, kernel {found.kernel})"
+
+
+def sharers(found: Collection[Found]) -> dict[str, tuple[int, int, int]]:
+    """Return per worker how many workers share its host memory, its device and its cores, itself included."""
+    machines = Counter(x.machine for x in found)
+    devices = Counter((x.machine, x.place) for x in found)
+    cores = Counter((x.machine, x.cores) for x in found)
+    return {
+        x.worker: (machines[x.machine], devices[x.machine, x.place], cores[x.machine, x.cores]) for x in found
+    }
+
+
+def with_shares(request: Request, found: Collection[Found]) -> Request:
+    """Divide the memory budgets of a request among the workers that share a host or a device.
+
+    A budget is an upper bound for a host, or for a device, however many workers use it. All workers get the
+    budgets of the worker with the least memory, since they follow one plan.
+    """
+    shared = sharers(found)
+    if request.memory is not None:
+        return replace(
+            request, memory=parse_size(request.memory) // max(ram for ram, _, _ in shared.values())
+        )
+    each = []
+    for one in found:
+        ram, device, _ = shared[one.worker]
+        given = request.device_memory, request.host_memory
+        whole = budgets_of(one.backend, partial(int, one.free), *given, one.available)
+        each.append(Budgets(whole.device // device, whole.host // ram))
+    return replace(
+        request, device_memory=min(one.device for one in each), host_memory=min(one.host for one in each)
+    )
+
+
+def check_memory(plan: Plan, found: Collection[Found]) -> None:
+    """Raise `OutOfMemoryError` if a worker has too little free memory for its share of a plan."""
+    shared = sharers(found)
+    unified = plan.machine.unified
+    host = plan.footprint.host_total + (plan.footprint.device_total if unified else 0)
+    for one in found:
+        ram, device, _ = shared[one.worker]
+        needs = [(host * ram, one.available, "host", ram)]
+        needs += [] if unified else [(plan.footprint.device_total * device, one.free, "device", device)]
+        for needed, free, tier, count in needs:
+            if needed > free:
+                raise OutOfMemoryError(
+                    f"{count} workers on {one.host} ({one.worker} is one of them) need {format_size(needed)} "
+                    f"of {tier} memory together, {format_size(free)} are free: pass a smaller "
+                    f"--{tier}-memory, or use fewer workers"
+                )
