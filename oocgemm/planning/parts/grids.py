@@ -1,8 +1,8 @@
 """The ways to divide a product into parts: numbers of parts along m, n and k, and tiles that divide evenly.
 
-A plan for one worker has large tiles, often fewer than there are workers. Then smaller tiles are tried, so
-that all parts have as many tiles, of nearly equal sizes. A smaller tile needs less memory, so that the plan's
-numbers of slots still fit the budgets.
+A plan for one worker has large tiles, often fewer than there are workers. So tiles of other extents are tried
+too, with which all parts have as many tiles, of nearly equal sizes. The numbers of slots are those of the
+plan. They fit the budgets if the tiles are smaller; otherwise it is checked that they do.
 
 p_n p_k workers read the same rows of A, and p_m p_k workers the same columns of B. With P = p_m p_n p_k
 workers, the storage delivers at least p_n m k + p_m k n elements, at best 2 k sqrt(m n P / p_k) of them.
@@ -49,11 +49,11 @@ def grids(count: int) -> Iterator[Grid]:
 
 
 def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Division]:
-    """Yield the ways to divide a plan among a grid of parts: with its tiles, and with smaller ones.
+    """Yield the ways to divide a plan among a grid of parts: with its tiles, and with tiles of other extents.
 
     With `keep_tile`, only with its tiles. There are none if the product cannot be divided that often.
     """
-    if grid[2] > 1 and (grid[2] > plan.grid.steps or not allows_k_split(plan)):
+    if grid[2] > plan.grid.steps or (grid[2] > 1 and not allows_k_split(plan)):
         return
     tile, (m, n) = plan.tile, (plan.problem.m, plan.problem.n)
     units_m, units_n = alignments(plan.setting)
@@ -64,18 +64,11 @@ def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Di
             yield Division(plan, grid)
             continue
         lines = ceil_div(m, tile_m) // grid[0], ceil_div(n, tile_n) // grid[1]
-        candidate = plan.candidate
-        yield Division(
-            replace(
-                plan,
-                candidate=replace(
-                    candidate,
-                    tile=replace(tile, m=tile_m, n=tile_n),
-                    traversal=_within(candidate.traversal, lines[candidate.traversal.axis]),
-                ),
-            ),
-            grid,
-        )
+        traversal = _within(plan.candidate.traversal, lines[plan.candidate.traversal.axis])
+        other = replace(tile, m=tile_m, n=tile_n)
+        found = replace(plan, candidate=replace(plan.candidate, tile=other, traversal=traversal))
+        if (tile_m <= tile.m and tile_n <= tile.n) or _fits(found, grid[2] > 1):
+            yield Division(found, grid)
 
 
 def least_seconds(division: Division, storage: Storage, workers: int) -> float:
@@ -105,20 +98,28 @@ def least_seconds(division: Division, storage: Storage, workers: int) -> float:
 
 
 def _extents(extent: int, tile: int, pieces: int, units: tuple[int, ...]) -> list[int]:
-    """List tile extents that divide an axis of C among `pieces` parts: `tile` itself, and a smaller one.
+    """List tile extents that divide an axis of C among `pieces` parts: `tile`, and those that divide evenly.
 
-    With the smaller one, the parts have equal numbers of tiles. It is a multiple of one of `units`: of the
-    last one, which suits the chunks of the operands, unless that makes the tile much larger.
+    With the latter, each part has one, two or three tiles along the axis, or as many as are needed for tiles
+    no larger than `tile`. The extents are multiples of one of `units`: of the last one, which suits the
+    chunks of the operands, unless that makes the tile much larger.
     """
     found = [tile] if ceil_div(extent, tile) >= pieces else []
-    lines = pieces * ceil_div(ceil_div(extent, tile), pieces)
-    even = ceil_div(extent, lines)
-    if units and even < tile:
+    most = ceil_div(ceil_div(extent, tile), pieces)
+    for lines in sorted({min(count, most) for count in (1, 2, 3, most)}) if units else ():
+        even = ceil_div(extent, pieces * lines)
         suits = round_up(even, units[-1])
-        smaller = suits if suits <= MAX_ROUNDING * even else round_up(even, min(units))
-        if smaller < tile and ceil_div(extent, smaller) >= pieces:
-            found.append(smaller)
-    return found
+        rounded = suits if suits <= MAX_ROUNDING * even else round_up(even, min(units))
+        if ceil_div(extent, rounded) >= pieces:
+            found.append(min(rounded, extent))
+    return list(dict.fromkeys(found))
+
+
+def _fits(plan: Plan, splits_k: bool) -> bool:
+    """Tell whether a plan fits its budgets."""
+    used = plan.footprint
+    fits = used.device_total <= plan.budgets.device and used.host_total <= plan.budgets.host
+    return fits and (not splits_k or allows_k_split(plan))
 
 
 def _within(traversal: Traversal, lines: int) -> Traversal:

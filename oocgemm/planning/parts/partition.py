@@ -11,7 +11,7 @@ from oocgemm.planning.parts.grids import Division, Grid, divisions, grids, least
 from oocgemm.planning.parts.part import Part, divide, step_ranges
 from oocgemm.planning.parts.price import PartPrices
 from oocgemm.planning.parts.storage import Storage
-from oocgemm.planning.parts.timing import longest_first, parts_seconds, sum_seconds
+from oocgemm.planning.parts.timing import longest_first, parts_seconds, rounds_seconds, sum_seconds
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_time
@@ -184,36 +184,55 @@ class _Choice:
         if workers == 1:
             return self._one
         self._bound(workers)
-        best: _Priced | None = None
+        found: list[tuple[float, Division]] = []
         for bound, division in self._bounded[workers]:
-            if best is not None and bound >= best.seconds:
+            if found and bound >= min(found, key=_seconds)[0]:
                 break
-            priced = self._price(division, workers)
-            if best is None or priced.seconds < best.seconds:
-                best = priced
-        if best is None or best.seconds < 3 * MIN_PART_SECONDS:
-            return best
-        return self._finer(best, workers)
+            found.append((self._estimated(division, workers), division))
+        if not found:
+            return None
+        coarse = self._price(self._preferred(found), workers)
+        finer = self._finer(coarse, workers)
+        return finer if finer and finer.seconds <= (1 + CLOSE) * coarse.seconds else coarse
 
-    def _finer(self, coarse: _Priced, workers: int) -> _Priced:
-        """Divide each part into three or four, if these are long enough and no slower within `CLOSE`."""
+    def _preferred(self, found: Sequence[tuple[float, Division]]) -> Division:
+        """Choose the fastest division, but keep the tiles of the plan if they are as fast within `CLOSE`.
+
+        With the same tiles, the result has the same bits as that of one worker.
+        """
+        least, best = min(found, key=_seconds)
+        kept = [item for item in found if item[1].plan is self._plan and item[1].grid[2] == 1]
+        if kept and min(kept, key=_seconds)[0] <= (1 + CLOSE) * least:
+            return min(kept, key=_seconds)[1]
+        return best
+
+    def _finer(self, coarse: _Priced, workers: int) -> _Priced | None:
+        """Divide each part into three or four, the fastest way; None if they would be too short."""
         p_m, p_n, p_k = coarse.division.grid
         tried = [
-            self._price(division, workers)
+            division
             for down, across in FINER
             if (coarse.seconds - coarse.sum) / (down * across) >= MIN_PART_SECONDS
             for division in divisions(self._plan, (p_m * down, p_n * across, p_k), keep_tile=self._keep_tile)
         ]
-        limit = (1 + CLOSE) * coarse.seconds
-        return min((p for p in tried if p.seconds <= limit), key=lambda p: p.seconds, default=coarse)
+        if not tried:
+            return None
+        estimated = [(self._estimated(division, workers), division) for division in tried]
+        return self._price(self._preferred(estimated), workers)
+
+    def _estimated(self, division: Division, workers: int) -> float:
+        prices, parts = self._parts(division)
+        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        return rounds_seconds(parts, prices, workers) + adding
 
     def _price(self, division: Division, workers: int) -> _Priced:
-        plan, grid = division.plan, division.grid
-        prices = PartPrices(plan, self._storage, grid[2])
-        parts = longest_first(divide(plan.grid, *grid), prices)
-        adding = sum_seconds(plan, prices, grid[2], workers)
-        seconds = parts_seconds(parts, prices, workers) + adding
-        return _Priced(division, prices, tuple(parts), seconds, adding)
+        prices, parts = self._parts(division)
+        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        return _Priced(division, prices, parts, parts_seconds(parts, prices, workers) + adding, adding)
+
+    def _parts(self, division: Division) -> tuple[PartPrices, tuple[Part, ...]]:
+        prices = PartPrices(division.plan, self._storage, division.grid[2])
+        return prices, tuple(longest_first(divide(division.plan.grid, *division.grid), prices))
 
     def _bottleneck(self, priced: _Priced, workers: int) -> str:
         if priced.sum > priced.seconds / 2:
@@ -233,6 +252,10 @@ class _Choice:
         if more <= (1 + CLOSE) * seconds:
             return f"{what}, more are no faster"
         return f"{what}, each more costs {format_time((more - seconds) / (available - used))}"
+
+
+def _seconds(estimated: tuple[float, Division]) -> float:
+    return estimated[0]
 
 
 def _times(grid: Grid) -> str:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import footprint
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.parts.part import Part, k_range, step_ranges
 from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.plan import Plan
@@ -27,6 +28,11 @@ class PartSize:
     k: int
     first: bool
     last: bool
+
+    @property
+    def volume(self) -> int:
+        """Number of multiplications of elements, at least one per element of C."""
+        return self.m * self.n * max(1, self.k)
 
 
 def allows_k_split(plan: Plan) -> bool:
@@ -109,4 +115,7 @@ class PartPrices:
         if not size.last:
             slots = replace(slots, drain=slots.turn_steps, turn=slots.turn_steps)
         candidate = replace(candidate, slots=slots, ramp=candidate.ramp if size.first else 0)
-        return predict(replace(setting, problem=problem, machine=machine), candidate)
+        prices = Prices(replace(setting, problem=problem, machine=machine))
+        # A Write that waits for the storage longer keeps the CPU cores busy no longer.
+        prices.write_cpu_share *= machine.write / setting.machine.write
+        return predict(prices.setting, candidate, prices)

@@ -6,23 +6,33 @@ from collections.abc import Sequence
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.parts.price import PartPrices, PartSize
 from oocgemm.planning.plan import Plan
+from oocgemm.planning.tiling import ceil_div
 
 # Parts whose ends differ by less than this fraction of their time end together.
 TOGETHER = 1e-9
 
 
 def longest_first(parts: Sequence[Part], prices: PartPrices) -> list[Part]:
-    """Order parts by their predicted time, the longest first."""
-    return sorted(parts, key=lambda part: (-prices.seconds(prices.size(part), 1), part.number))
+    """Order parts by their numbers of multiplications, the longest part first."""
+    return sorted(parts, key=lambda part: (-prices.size(part).volume, part.number))
+
+
+def rounds_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
+    """Estimate the seconds until all parts are computed, as if each took as long as the first, longest one."""
+    return ceil_div(len(parts), workers) * prices.seconds(prices.size(parts[0]), workers) if parts else 0.0
 
 
 def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
-    """Predict the seconds until all parts are computed.
+    """Predict the seconds until all parts are computed, the longest of which come first.
 
     A worker that has completed a part begins the next one of `parts`. While w workers are busy, each part
-    advances as if w equal workers shared the storage (`PartPrices.prediction`).
+    advances as if w equal workers shared the storage (`PartPrices.prediction`). For fewer busy workers than
+    `workers`, only the first part is predicted. The others are sped up by the same factor.
     """
     waiting = [prices.size(part) for part in reversed(parts)]
+    if not waiting:
+        return 0.0
+    longest = waiting[-1]
     # The parts that workers are busy with: what remains of each, as a fraction, and how many are alike.
     running: Counter[tuple[PartSize, float]] = Counter()
     seconds, idle = 0.0, workers
@@ -30,12 +40,13 @@ def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> fl
         for _ in range(min(idle, len(waiting))):
             running[waiting.pop(), 1.0] += 1
             idle -= 1
-        whole = {size: prices.seconds(size, workers - idle) for size, _ in running}
+        factor = prices.seconds(longest, workers - idle) / prices.seconds(longest, workers)
+        whole = {size: factor * prices.seconds(size, workers) for size, _ in running}
         step = min(left * whole[size] for size, left in running)
         seconds += step
         rest: Counter[tuple[PartSize, float]] = Counter()
         for (size, left), count in running.items():
-            after = left - step / whole[size] if whole[size] else 0.0
+            after = left - step / whole[size]
             if after <= TOGETHER:
                 idle += count
             else:
