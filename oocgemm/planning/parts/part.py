@@ -2,6 +2,9 @@
 
 All parts have the candidate of the shared plan: its tile shape, its depth of panels, its direction along k.
 So each element of C is summed in the same order, whichever process computes it, and has the same bits.
+
+If the plan splits k, a part computes its tiles over one range of steps only. The result is a partial product.
+C is the sum of the partial products of all ranges, in ascending order of k.
 """
 
 from collections.abc import Iterator
@@ -37,11 +40,24 @@ class Part:
 def divide(grid: TileGrid, down: int, across: int, k_slices: int = 1) -> tuple[Part, ...]:
     """Divide the tiles of a plan into `down` x `across` rectangles of nearly equal sizes, per slice of k.
 
-    There are fewer if the grid has fewer rows or columns of tiles.
+    There are fewer if the grid has fewer rows or columns of tiles, or fewer steps.
     """
     rows, cols = (list(_even(*pair)) for pair in zip(grid.shape, (down, across), strict=True))
-    found = product(range(k_slices), rows, cols)
+    found = product(range(len(step_ranges(grid, k_slices))), rows, cols)
     return tuple(Part(number, r, c, k_slice) for number, (k_slice, r, c) in enumerate(found))
+
+
+def step_ranges(grid: TileGrid, k_slices: int) -> tuple[Range, ...]:
+    """Divide the steps of a tile into `k_slices` nearly equal ranges, fewer if there are fewer steps.
+
+    Slice q of k has the steps of range q. So all its panels but the last one are tile.k deep.
+    """
+    return tuple(_even(grid.steps, k_slices))
+
+
+def k_range(grid: TileGrid, steps: Range) -> Range:
+    """Return the range of indices along k that a range of steps multiplies."""
+    return grid.depth(steps[0])[0], grid.depth(steps[1] - 1)[1]
 
 
 def _even(count: int, pieces: int) -> Iterator[Range]:

@@ -1,0 +1,262 @@
+"""Choose how many workers are worth using, and the parts of the plan that they compute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from oocgemm.errors import InputError
+from oocgemm.planning.parts.grids import Division, Grid, divisions, grids, least_seconds
+from oocgemm.planning.parts.part import Part, divide, step_ranges
+from oocgemm.planning.parts.price import PartPrices
+from oocgemm.planning.parts.storage import Storage
+from oocgemm.planning.parts.timing import longest_first, parts_seconds, rounds_seconds, sum_seconds
+from oocgemm.planning.plan import Plan
+from oocgemm.planning.tiling import Range
+from oocgemm.planning.units import format_time
+
+# Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
+CLOSE = 0.01
+# A worker gets several parts if each of them takes at least this many seconds, since to start one takes 1 to
+# 2 s. Then a worker that is slower than predicted delays the others less, and less is lost if it dies.
+MIN_PART_SECONDS = 60.0
+# How one part per worker is divided into three or four, along m and along n.
+FINER = ((3, 1), (1, 3), (2, 2), (4, 1), (1, 4))
+# The choice is made among at most this many workers. Enumerating more grids would take many seconds.
+MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts of a product, and the number of workers that compute them.
+
+    - `plan`: the plan that all parts share. Its tiles may be smaller than those of the plan for one worker.
+    - `grid`: numbers of parts along m, n and k (p_m, p_n, p_k).
+    - `parts`: the longest first, the order in which workers should get them.
+    - `workers`, `available`: number of workers that are used, and of those that there are.
+    - `seconds`: predicted for all parts and, with p_k > 1, for the sum of the partial products.
+      `one_worker`: predicted if one worker computes the product.
+    - `bottleneck`: "storage", "sum" (adding partial products), or the lane that is busy longest.
+    - `reason`: why this number of workers is used, in one line.
+    """
+
+    plan: Plan
+    grid: Grid
+    parts: tuple[Part, ...]
+    workers: int
+    available: int
+    seconds: float
+    one_worker: float
+    bottleneck: str
+    reason: str
+
+    @property
+    def speed_up(self) -> float:
+        """Ratio of the predicted time of one worker to that of all workers."""
+        return self.one_worker / self.seconds if self.seconds else 1.0
+
+    @property
+    def slices(self) -> tuple[Range, ...]:
+        """Range of steps of each slice of k."""
+        return step_ranges(self.plan.grid, self.grid[2])
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {_times(self.grid)} parts, {format_time(self.seconds)} predicted"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain data, without the plan."""
+        tile = self.plan.tile
+        return {
+            "available": self.available,
+            "workers": self.workers,
+            "grid": list(self.grid),
+            "parts": len(self.parts),
+            "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
+            "predicted_seconds": self.seconds,
+            "speed_up": self.speed_up,
+            "bottleneck": self.bottleneck,
+            "reason": self.reason,
+        }
+
+
+def partition(
+    plan: Plan, workers: int, storage_read: float | None = None, *, keep_tile: bool = False
+) -> Partition:
+    """Divide a plan among at most `workers` equal workers. Use fewer if that is predicted to be no slower.
+
+    Args:
+        plan: the plan for one worker. Its machine model and its budgets are those of each worker.
+        workers: number of workers, from 1 to `MAX_WORKERS`.
+        storage_read: bytes per second that the storage delivers to all workers together; by default, what one
+            worker reads.
+        keep_tile: divide the plan as it is. Otherwise, its tiles may be made smaller, so that there are
+            enough for all workers.
+
+    Raises:
+        InputError: the number of workers or the rate is out of range.
+    """
+    return scaling(plan, [workers], storage_read, keep_tile=keep_tile)[0]
+
+
+def scaling(
+    plan: Plan, counts: Sequence[int], storage_read: float | None = None, *, keep_tile: bool = False
+) -> tuple[Partition, ...]:
+    """Return the partition for each number of workers in `counts`. The other arguments are as above."""
+    for count in counts:
+        if not 1 <= count <= MAX_WORKERS:
+            raise InputError(f"the number of workers must be from 1 to {MAX_WORKERS}, not {count}")
+    if storage_read is not None and not 0 < storage_read < inf:
+        raise InputError(f"the rate of the storage must be positive, not {storage_read:g} bytes per second")
+    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile)
+    return tuple(choice.partition(count) for count in counts)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A division with its parts and its predicted seconds, of which `sum` are for adding partial products."""
+
+    division: Division
+    prices: PartPrices
+    parts: tuple[Part, ...]
+    seconds: float
+    sum: float
+
+
+class _Choice:
+    """The divisions of one plan that have been priced, by number of workers."""
+
+    def __init__(self, plan: Plan, storage: Storage, keep_tile: bool) -> None:
+        self._plan, self._storage, self._keep_tile = plan, storage, keep_tile
+        self._bounded: dict[int, list[tuple[float, Division]]] = {}
+        self._best: dict[int, _Priced | None] = {}
+
+    def partition(self, available: int) -> Partition:
+        """Choose the smallest number of workers that is as fast as any, within `CLOSE`."""
+        used, chosen = 1, self._one
+        bounds = {workers: self._bound(workers) for workers in range(1, available + 1)}
+        least = chosen.seconds
+        for workers in sorted(bounds, key=lambda workers: bounds[workers]):
+            if bounds[workers] >= least:
+                break
+            least = min(least, self._seconds(workers))
+        for workers in range(1, available + 1):
+            if bounds[workers] <= (1 + CLOSE) * least and self._seconds(workers) <= (1 + CLOSE) * least:
+                used, chosen = workers, self._best[workers] or chosen
+                break
+        bottleneck = self._bottleneck(chosen, used)
+        return Partition(
+            chosen.division.plan,
+            chosen.division.grid,
+            chosen.parts,
+            used,
+            available,
+            chosen.seconds,
+            self._one.seconds,
+            bottleneck,
+            self._reason(used, available, chosen.seconds, bottleneck),
+        )
+
+    @cached_property
+    def _one(self) -> _Priced:
+        return self._price(Division(self._plan, (1, 1, 1)), 1)
+
+    def _bound(self, workers: int) -> float:
+        """Return a lower bound on the seconds with a number of workers; inf if the plan has too few parts."""
+        if workers not in self._bounded:
+            found = [
+                (least_seconds(division, self._storage, workers), division)
+                for grid in grids(workers)
+                for division in divisions(self._plan, grid, keep_tile=self._keep_tile)
+            ]
+            self._bounded[workers] = sorted(found, key=lambda item: item[0])
+        found = self._bounded[workers]
+        return found[0][0] if found else inf
+
+    def _seconds(self, workers: int) -> float:
+        """Return the predicted seconds of the best division for exactly `workers` workers, inf if none."""
+        if workers not in self._best:
+            self._best[workers] = self._find(workers)
+        found = self._best[workers]
+        return found.seconds if found else inf
+
+    def _find(self, workers: int) -> _Priced | None:
+        if workers == 1:
+            return self._one
+        self._bound(workers)
+        found: list[tuple[float, Division]] = []
+        for bound, division in self._bounded[workers]:
+            if found and bound >= min(found, key=_seconds)[0]:
+                break
+            found.append((self._estimated(division, workers), division))
+        if not found:
+            return None
+        coarse = self._price(self._preferred(found), workers)
+        finer = self._finer(coarse, workers)
+        return finer if finer and finer.seconds <= (1 + CLOSE) * coarse.seconds else coarse
+
+    def _preferred(self, found: Sequence[tuple[float, Division]]) -> Division:
+        """Choose the fastest division, but keep the tiles of the plan if they are as fast within `CLOSE`.
+
+        With the same tiles, the result has the same bits as that of one worker.
+        """
+        least, best = min(found, key=_seconds)
+        kept = [item for item in found if item[1].plan is self._plan and item[1].grid[2] == 1]
+        if kept and min(kept, key=_seconds)[0] <= (1 + CLOSE) * least:
+            return min(kept, key=_seconds)[1]
+        return best
+
+    def _finer(self, coarse: _Priced, workers: int) -> _Priced | None:
+        """Divide each part into three or four, the fastest way; None if they would be too short."""
+        p_m, p_n, p_k = coarse.division.grid
+        tried = [
+            division
+            for down, across in FINER
+            if (coarse.seconds - coarse.sum) / (down * across) >= MIN_PART_SECONDS
+            for division in divisions(self._plan, (p_m * down, p_n * across, p_k), keep_tile=self._keep_tile)
+        ]
+        if not tried:
+            return None
+        estimated = [(self._estimated(division, workers), division) for division in tried]
+        return self._price(self._preferred(estimated), workers)
+
+    def _estimated(self, division: Division, workers: int) -> float:
+        prices, parts = self._parts(division)
+        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        return rounds_seconds(parts, prices, workers) + adding
+
+    def _price(self, division: Division, workers: int) -> _Priced:
+        prices, parts = self._parts(division)
+        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        return _Priced(division, prices, parts, parts_seconds(parts, prices, workers) + adding, adding)
+
+    def _parts(self, division: Division) -> tuple[PartPrices, tuple[Part, ...]]:
+        prices = PartPrices(division.plan, self._storage, division.grid[2])
+        return prices, tuple(longest_first(divide(division.plan.grid, *division.grid), prices))
+
+    def _bottleneck(self, priced: _Priced, workers: int) -> str:
+        if priced.sum > priced.seconds / 2:
+            return "sum"
+        if not priced.parts:
+            return "none"
+        lane = priced.prices.prediction(priced.prices.size(priced.parts[0]), workers).bottleneck
+        return "storage" if self._storage.limits(self._plan.machine, workers, lane) else lane
+
+    def _reason(self, used: int, available: int, seconds: float, bottleneck: str) -> str:
+        what = f"{used} of {available} workers used: {bottleneck}-bound"
+        if used == available:
+            return what
+        more = self._seconds(available)
+        if more == inf:
+            return f"{what}, and the product cannot be divided into {available} parts"
+        if more <= (1 + CLOSE) * seconds:
+            return f"{what}, more are no faster"
+        return f"{what}, each more costs {format_time((more - seconds) / (available - used))}"
+
+
+def _seconds(estimated: tuple[float, Division]) -> float:
+    return estimated[0]
+
+
+def _times(grid: Grid) -> str:
+    return " x ".join(map(str, grid))

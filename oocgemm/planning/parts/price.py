@@ -1,0 +1,121 @@
+"""Predict the seconds of one part, computed by one of several workers that share the storage."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.footprint import footprint
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.parts.part import Part, k_range, step_ranges
+from oocgemm.planning.parts.storage import Storage
+from oocgemm.planning.plan import Plan
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.traversal import last
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import Layout, Shape, length
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """What the seconds of a part depend on: its rows and columns of C, its extent along k, and its ends.
+
+    `first` and `last` tell whether the part has the tile that a run of the whole plan computes first or last.
+    Only there, the run starts with thin panels, or more of the last steps run strip by strip.
+    """
+
+    m: int
+    n: int
+    k: int
+    first: bool
+    last: bool
+
+    @property
+    def volume(self) -> int:
+        """Number of multiplications of elements, at least one per element of C."""
+        return self.m * self.n * max(1, self.k)
+
+
+def allows_k_split(plan: Plan) -> bool:
+    """Tell whether a product may be computed in slices of k, whose partial products are stored and added.
+
+    Partial products have the dtype of the accumulator, so that nothing is rounded that a run without slices
+    would not round. The sums of int8 products stay exact, since they are below the limit of the whole sum.
+
+    A product cannot be split if it has fewer than two steps, if C is in memory, or if it is verified: the
+    checksums are those of tiles of C, not of partial products. Nor can it be split if strips of partial
+    products, which may be wider than strips of C, do not fit the host budget.
+    """
+    if plan.problem.checked or plan.layouts.c.in_memory or plan.grid.steps < 2:
+        return False
+    return footprint(slice_setting(plan), plan.candidate).host_total <= plan.budgets.host
+
+
+def slice_problem(problem: GemmProblem) -> GemmProblem:
+    """Return the problem of which slices of k are computed: op(A) op(B) in the accumulator's dtype.
+
+    alpha and beta are applied when the slices are added.
+    """
+    return replace(problem, c_dtype=problem.acc_dtype, alpha=1.0, beta=0.0)
+
+
+def slice_setting(plan: Plan) -> Setting:
+    """Return the setting in which slices of k are computed: partial products are new arrays of raw chunks."""
+    problem = slice_problem(plan.problem)
+    partial = Layout(free_chunks=True, itemsize=problem.itemsizes["C"])
+    return replace(plan.setting, problem=problem, layouts=replace(plan.layouts, c=partial))
+
+
+class PartPrices:
+    """Predicted seconds of the parts of a plan. The parts are computed by equal workers on shared storage."""
+
+    def __init__(self, plan: Plan, storage: Storage, k_slices: int = 1) -> None:
+        self.plan, self.storage = plan, storage
+        self._setting = plan.setting if k_slices == 1 else slice_setting(plan)
+        self._ranges = step_ranges(plan.grid, k_slices)
+        self._predictions: dict[tuple[PartSize, int], Prediction] = {}
+
+    @cached_property
+    def _ends(self) -> tuple[Shape, Shape]:
+        return (0, 0), last(self.plan.candidate.traversal, *self.plan.grid.shape)
+
+    def size(self, part: Part) -> PartSize:
+        """Return the size of a part."""
+        grid, (first, end) = self.plan.grid, self._ends
+        (top, bottom), (left, right) = part.rows, part.cols
+        return PartSize(
+            grid.rows(bottom - 1)[1] - grid.rows(top)[0],
+            grid.cols(right - 1)[1] - grid.cols(left)[0],
+            length(k_range(grid, self._ranges[part.k_slice])) if len(self._ranges) > 1 else grid.k,
+            top <= first[0] < bottom and left <= first[1] < right and part.k_slice == 0,
+            top <= end[0] < bottom and left <= end[1] < right,
+        )
+
+    def prediction(self, size: PartSize, workers: int) -> Prediction:
+        """Predict a part while `workers` workers, including that of the part, use the storage.
+
+        The workers are assumed to be in step: they read at the same times, so that each one gets the same
+        share of the storage's rate.
+        """
+        key = size, workers
+        if key not in self._predictions:
+            self._predictions[key] = self._predict(size, workers)
+        return self._predictions[key]
+
+    def seconds(self, size: PartSize, workers: int) -> float:
+        """Predict the seconds of a part while `workers` workers use the storage."""
+        return self.prediction(size, workers).total
+
+    def _predict(self, size: PartSize, workers: int) -> Prediction:
+        setting, candidate = self._setting, self.plan.candidate
+        machine = self.storage.shared(setting.machine, workers)
+        if workers > 1 and machine is self.storage.shared(setting.machine, 1):
+            return self.prediction(size, 1)
+        problem = replace(setting.problem, m=size.m, n=size.n, k=size.k)
+        slots = candidate.slots
+        if not size.last:
+            slots = replace(slots, drain=slots.turn_steps, turn=slots.turn_steps)
+        candidate = replace(candidate, slots=slots, ramp=candidate.ramp if size.first else 0)
+        prices = Prices(replace(setting, problem=problem, machine=machine))
+        # A Write that waits for the storage longer keeps the CPU cores busy no longer.
+        prices.write_cpu_share *= machine.write / setting.machine.write
+        return predict(prices.setting, candidate, prices)
