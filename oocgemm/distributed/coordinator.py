@@ -3,12 +3,12 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 from oocgemm.distributed import worker as in_worker
 from oocgemm.distributed.attempts import LOG, Attempt, Tail, old_attempts, remove_attempts
@@ -39,6 +39,16 @@ MAX_SURPLUS = 5.0
 logger = logging.getLogger("oocgemm")
 
 
+class Welcome(Protocol):
+    """Surveys workers that join during a run."""
+
+    def ask(self, name: str) -> Task:
+        """Ask a worker what it has."""
+
+    def read(self, name: str, task: Task) -> Found | None:
+        """Return what a worker has answered; None if it cannot take part."""
+
+
 @dataclass
 class _Running:
     """An attempt in a worker.
@@ -66,7 +76,7 @@ class Coordinator:
         parts: tuple[Part, ...],
         crew: Crew,
         found: Mapping[str, Found],
-        meet: Callable[[str], Found | None],
+        meet: Welcome,
         specify: Callable[[str], dict[str, Any]],
         finished: Callable[[Tile], None],
     ) -> None:
@@ -78,8 +88,7 @@ class Coordinator:
             parts: the parts, in the order in which they are begun.
             crew: the workers.
             found: the workers that take part from the beginning, by name.
-            meet: called with the name of a worker that has joined. Returns what it has; None if it cannot
-                take part.
+            meet: surveys the workers that join during the run.
             specify: returns the fields of `PartSpec` that are the same for all parts of a worker, and the
                 environment of its child processes.
             finished: called with each tile that is in C.
@@ -95,6 +104,8 @@ class Coordinator:
         self._found = dict(found)
         self._known = dict(found)  # with those that have vanished
         self._meet = meet
+        self._asked: dict[str, Task] = {}  # workers that have joined, and were asked what they have
+        self._refused: set[str] = set()
         self._specify = specify
         self._finished = finished
         self._running: dict[str, _Running] = {}
@@ -159,13 +170,23 @@ class Coordinator:
                 if name in self._running:
                     self._running[name].task.cancel()
                     self._ended(name, "the worker has vanished")
-            for name in names:
-                if name not in self._found and (found := self._meet(name)) is not None:
-                    self._found[name] = self._known[name] = found
+            self._greet(names)
         if self._found:
             self._peopled = now
         elif now - self._peopled > MAX_ALONE:
             raise ExecutionError(f"no worker has been left for {MAX_ALONE:.0f} s: {self._crew.remedy}")
+
+    def _greet(self, names: Collection[str]) -> None:
+        """Ask the workers that have joined what they have, and let them take part if that suffices."""
+        for name in names:
+            if name not in self._found and name not in self._refused and name not in self._asked:
+                self._asked[name] = self._meet.ask(name)
+        for name in [name for name, task in self._asked.items() if task.done() or name not in names]:
+            found = self._meet.read(name, self._asked.pop(name)) if name in names else None
+            if found is None:
+                self._refused.add(name)
+            else:
+                self._found[name] = self._known[name] = found
 
     def _begin_parts(self, fence: Fence) -> None:
         """Give parts to all workers that have none."""
@@ -227,7 +248,7 @@ class Coordinator:
             if not running.task.done():
                 continue
             running.ended = running.ended or time.monotonic()
-            why = self._why_failed(running)
+            why = self._why_failed(name, running)
             left = self._window.left(running.attempt.part)
             if why is None and left:  # it succeeded, so its files will be visible soon
                 if time.monotonic() - running.ended < MAX_INVISIBLE:
@@ -235,7 +256,7 @@ class Coordinator:
                 why = f"its files are not visible here after {MAX_INVISIBLE:.0f} s"
             self._ended(name, why)
 
-    def _why_failed(self, running: _Running) -> str | None:
+    def _why_failed(self, name: str, running: _Running) -> str | None:
         """Return why an attempt failed; None if it succeeded.
 
         Raises errors that no other attempt can avoid.
@@ -251,7 +272,7 @@ class Coordinator:
             return None
         if result["fatal"]:
             kind = InputError if result["error"].endswith("InputError") else ExecutionError
-            raise kind(result["message"])
+            raise kind(f"{name}: {result['message']}")
         return str(result["message"])
 
     def _ended(self, name: str, why: str | None) -> None:
@@ -295,8 +316,9 @@ class Coordinator:
         """Wait until the child processes have ended. The fence has told them to."""
         self._crew.interrupt()
         until = time.monotonic() + MAX_STOP
-        for running in self._running.values():
-            running.task.cancel()
-        while any(not one.task.done() for one in self._running.values()) and time.monotonic() < until:
+        tasks = [running.task for running in self._running.values()]
+        while any(not task.done() for task in tasks) and time.monotonic() < until:
             self._wake.wait(POLL)
             self._wake.clear()
+        for task in (*tasks, *self._asked.values()):
+            task.cancel()

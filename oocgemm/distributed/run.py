@@ -12,7 +12,7 @@ from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed.coordinator import Coordinator
-from oocgemm.distributed.crew import Crew, OnExecutor, Threads
+from oocgemm.distributed.crew import Crew, OnExecutor, Task, Threads
 from oocgemm.distributed.engine import planning_engine
 from oocgemm.distributed.partition import even_tile, parts_of
 from oocgemm.distributed.spec import shared_request
@@ -20,7 +20,8 @@ from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory,
 from oocgemm.distributed.timelines import add_logs, tile_span
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
-from oocgemm.jobs.destination import Kind
+from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job, open_operands, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
@@ -45,8 +46,8 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
     """
     origin, started = perf_counter_ns(), time()
     with crew_of(request) as crew:
-        request = replace(request, workers=None, client=None, executor=None)
         _check_places(request)
+        request = _absolute(replace(request, workers=None, client=None, executor=None))
         stores.load(request.a, request.b, request.c.source)
         _, _, problem = open_operands(request, "host")
         survey = Survey(crew, shared_request(request, problem.c_dtype))
@@ -96,6 +97,14 @@ def _check_places(request: Request) -> None:
         check_log(request.timeline)
 
 
+def _absolute(request: Request) -> Request:
+    """Return the request with absolute paths: workers have other working directories."""
+    a, b, c = (
+        path if "://" in path else os.path.abspath(path) for path in (request.a, request.b, request.c.path)
+    )
+    return replace(request, a=a, b=b, c=Destination.parse(c))
+
+
 def _plan(request: Request, engine: Backend, found: Collection[Found]) -> Job:
     """Return the job: the plan for one worker, over tiles that all workers share evenly."""
     ram, device, _ = max(sharers(found).values())
@@ -143,7 +152,7 @@ def _run(
                     parts,
                     crew,
                     found,
-                    partial(_meet, survey, found, job),
+                    _Welcome(survey, job, found),
                     partial(_specify, job, found, cast(output.Journaled, target).header),
                     _observer(job, progress, origin),
                 )
@@ -182,19 +191,32 @@ def _observer(job: Job, progress: Progress | None, origin: int) -> Any:
     return finished
 
 
-def _meet(survey: Survey, found: dict[str, Found], job: Job, name: str) -> Found | None:
-    """Return what a worker has that has joined during the run; None if it cannot take part."""
-    try:
-        with survey.nonce() as nonce:
-            joined = survey.timed(survey.read(name, survey.ask(name, nonce), nonce))
-        check_alike([next(iter(found.values())), joined])
-        check_memory(job.plan, [joined])
-        _check_cores([joined], job.output.noted["threads"])
-    except OocGemmError as error:
-        logger.warning("%s does not take part: %s", name, error)
-        return None
-    found[name] = joined
-    return joined
+class _Welcome:
+    """Surveys workers that join during a run. Those that take part are added to `found`."""
+
+    def __init__(self, survey: Survey, job: Job, found: dict[str, Found]) -> None:
+        assert job.output.earlier is not None
+        self._survey = survey
+        self._job = job
+        self._found = found
+        self._nonce = job.output.earlier.folder / ATTEMPTS / "nonce"
+
+    def ask(self, name: str) -> Task:
+        self._nonce.parent.mkdir(exist_ok=True)
+        self._survey.write(self._nonce)
+        return self._survey.ask(name, self._nonce)
+
+    def read(self, name: str, task: Task) -> Found | None:
+        try:
+            joined = self._survey.timed(self._survey.read(name, task, self._nonce))
+            check_alike([next(iter(self._found.values())), joined])
+            check_memory(self._job.plan, [joined])
+            _check_cores([joined], self._job.output.noted["threads"])
+        except OocGemmError as error:
+            logger.warning("%s does not take part: %s", name, error)
+            return None
+        self._found[name] = joined
+        return joined
 
 
 def _threads(job: Job, crew: Crew, found: Collection[Found]) -> int:

@@ -1,6 +1,5 @@
 """What is sent to workers and their child processes: plain data, never arrays."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,13 +55,12 @@ def shared_request(
     """Return the request of a product as plain data, for processes on other machines.
 
     Args:
-        request: has A, B and C as paths or URLs.
+        request: has A, B and C as absolute paths, or A and B as URLs.
         out_dtype: dtype of C.
         device_memory, host_memory: budgets of one process, in bytes.
     """
-    paths = {"a": request.a, "b": request.b, "c": request.c.path}
     return {
-        **{name: path if "://" in path else os.path.abspath(path) for name, path in paths.items()},
+        **{"a": request.a, "b": request.b, "c": request.c.path},
         **{name: getattr(request, name) for name in _SHARED},
         "alpha": _plain(request.alpha),
         "beta": _plain(request.beta),

@@ -85,11 +85,15 @@ class Survey:
                 f"C: no file can be created in {folder}: make it writable, or give C another path"
             )
         path = folder / f".oocgemm-{self._content}"
-        path.write_text(self._content)
+        self.write(path)
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+    def write(self, path: Path) -> None:
+        """Write the file that workers must see. `path` is on the storage of C."""
+        path.write_text(self._content)
 
     def ask(self, name: str, nonce: Path) -> Task:
         """Ask one worker. `read` returns the answer when the task is done."""
