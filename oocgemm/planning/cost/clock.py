@@ -95,7 +95,7 @@ class _Clock:
     def prediction(self) -> Prediction:
         """Return the times of the tiles that have run."""
         s, layouts = self.streams, self.setting.layouts
-        lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.issued}
+        lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
         if layouts.c.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
         total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), s.busy["staged"])

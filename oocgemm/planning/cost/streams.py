@@ -332,9 +332,10 @@ class Streams:
     def advance(self, before: State, now: State, count: int, *, together: bool = False) -> None:
         """Skip `count` repetitions in which everything grows as it did from `before` to `now`.
 
-        With `together`, all times grow as that of the compute stream did.
+        With `together`, no time grows faster than that of the compute stream.
         """
-        changes = [0.0 if together else count * (y - x) for x, y in zip(before.times, now.times, strict=True)]
+        changes = [count * (y - x) for x, y in zip(before.times, now.times, strict=True)]
+        changes = [min(0.0, change) for change in changes] if together else changes
         changed = iter([y + change for y, change in zip(now.times, changes, strict=True)])
         for name in _TIMES:
             setattr(self, name, next(changed))
