@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns, time
@@ -48,6 +49,9 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     watch(sys.stdin.fileno(), cancel, guard.reason_to_end)
     folder = Path(spec.folder)
     request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
+    if request.slicing is not None:
+        row = spec.rows[0] * spec.header["candidate"]["tile"]["m"]
+        request = replace(request, slicing=request.slicing.with_number(row))
     backends.load(request.backend, request.device)
     stores.load(request.a, request.b, request.c.source)
     origin, started = perf_counter_ns(), time()

@@ -14,7 +14,7 @@ from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed.coordinator import Coordinator
 from oocgemm.distributed.crew import Crew, OnExecutor, Task, Threads
 from oocgemm.distributed.engine import planning_engine
-from oocgemm.distributed.partition import even_tile, parts_of
+from oocgemm.distributed.slices import add_partial_products, slices_of, stacked_job
 from oocgemm.distributed.spec import shared_request
 from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
 from oocgemm.distributed.timelines import add_logs, tile_span
@@ -111,9 +111,9 @@ def _plan(request: Request, engine: Backend, found: Collection[Found]) -> Job:
     try:
         shared = with_shares(request, found)
         job = prepare(shared, engine, running=True)
-        free = request.tile is None and request.planned is None and job.output.resumed is None
-        if free and (tile := even_tile(job.plan, len(found))) is not None:
-            job = prepare(replace(shared, tile=tile), engine, running=True)
+        chosen = _partition(job, len(found))
+        if chosen.plan.tile != job.plan.tile:
+            job = prepare(replace(shared, tile=chosen.plan.tile), engine, running=True)
     except BudgetError as error:
         if max(ram, device) == 1:
             raise

@@ -7,6 +7,7 @@ from typing import Any
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.request import Request
+from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.tiling import Range, Tile
 
@@ -69,13 +70,17 @@ def shared_request(
         "out_dtype": out_dtype,
         "device_memory": device_memory,
         "host_memory": host_memory,
+        "slicing": None if request.slicing is None else asdict(request.slicing),
     }
 
 
 def request_of(data: Mapping[str, Any]) -> Request:
     """Rebuild the request from the result of `shared_request`."""
     scalars = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
-    return Request(**{**data, **scalars, "c": Destination.parse(data["c"])})
+    slicing = data["slicing"]
+    if slicing is not None:
+        slicing = Slicing(tuple((start, stop) for start, stop in slicing["ranges"]), slicing["rows"])
+    return Request(**{**data, **scalars, "c": Destination.parse(data["c"]), "slicing": slicing})
 
 
 def _plain(value: complex) -> list[str]:

@@ -14,7 +14,7 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.jobs.committer import Committer
-from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, REDO, Journal
+from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
 from oocgemm.planning.tiling import Tile
@@ -150,11 +150,11 @@ class Journaled(Target):
             self._journal.resume()
             self._header = earlier.header
         else:
-            self._remove_attempts()  # of an earlier run: their tiles do not belong to this one
+            self._remove_parts()  # of an earlier run: they do not belong to this one
             self._header = _header(job)
             self._journal.start(self._header)
         if self._creates and earlier.recreates:
-            stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
+            stores.clear(earlier.folder, keep=(JOURNAL, LOCK, PARTIAL))
         self.matrix = cast(Durable, create_output(job, earlier.folder))
         self._created = self._creates
         if earlier.resumed:
@@ -185,7 +185,7 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        self._remove_attempts()
+        self._remove_parts()
         # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
         if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
@@ -210,9 +210,10 @@ class Journaled(Target):
     def close(self) -> None:
         self._journal.close()
 
-    def _remove_attempts(self) -> None:
+    def _remove_parts(self) -> None:
         """Remove what distributed runs have left in the folder of the journal."""
-        shutil.rmtree(self._earlier.folder / ATTEMPTS, ignore_errors=True)
+        for name in (ATTEMPTS, PARTIAL):
+            shutil.rmtree(self._earlier.folder / name, ignore_errors=True)
         (self._earlier.folder / COORDINATOR).unlink(missing_ok=True)
 
 

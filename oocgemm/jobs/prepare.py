@@ -27,6 +27,7 @@ from oocgemm.planning import (
     resumed_plan,
 )
 from oocgemm.stores import Matrix
+from oocgemm.stores.sliced import SlicedMatrix
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
     a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
     b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
+    if request.slicing is not None:
+        a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
+        b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:

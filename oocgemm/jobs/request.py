@@ -9,13 +9,15 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import Options, PathLike, PlanOptions, Progress, RunOptions, Size, Transpose
 from oocgemm.planning import Op, Plan, TileShape
+from oocgemm.planning.parts.slicing import Slicing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
 
-    `planned` is the plan to run. Without one, the run is planned when it starts.
+    `planned` is the plan to run. Without one, the run is planned when it starts. With `slicing`, the product
+    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
     """
 
     a: Any
@@ -46,6 +48,7 @@ class Request:
     client: Any = None
     executor: Any = None
     planned: Plan | None = None
+    slicing: Slicing | None = None
 
     @property
     def is_distributed(self) -> bool:

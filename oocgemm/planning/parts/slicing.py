@@ -4,9 +4,9 @@ The partial products of all slices are one array, stacked along the rows: slice 
 q * `Slicing.rows` on. So the slices are computed as one product, whose tiles each belong to one slice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.parts.part import Part, k_range, step_ranges
 from oocgemm.planning.tiling import Range, TileGrid, ceil_div, length
 
 
@@ -25,8 +25,7 @@ class Slicing:
     @classmethod
     def of(cls, grid: TileGrid, count: int) -> "Slicing":
         """Divide the steps of a grid into `count` slices of nearly equal numbers of steps."""
-        starts = [min(grid.k, step * grid.steps // count * grid.tile.k) for step in range(count)]
-        ranges = zip(starts, [*starts[1:], grid.k], strict=True)
+        ranges = (k_range(grid, steps) for steps in step_ranges(grid, count))
         return cls(tuple(ranges), ceil_div(grid.m, grid.tile.m) * grid.tile.m)
 
     @property
@@ -34,6 +33,11 @@ class Slicing:
         """Extent of the longest slice. Shorter slices are extended by zeros."""
         return max(map(length, self.ranges))
 
-    def stacked(self, problem: GemmProblem) -> tuple[int, int, int]:
-        """Return m, n and k of the product that computes all partial products."""
-        return self.rows * len(self.ranges), problem.n, self.depth
+    def stacked(self, part: Part, grid: TileGrid) -> Part:
+        """Return a part of the product as a part of the stacked partial products. `grid` is that of C."""
+        top = part.k_slice * grid.shape[0]
+        return replace(part, rows=(part.rows[0] + top, part.rows[1] + top))
+
+    def with_number(self, row: int) -> "Slicing":
+        """Return the slicing for a part whose first row in the stacked products is `row`."""
+        return replace(self, number=row // self.rows)
