@@ -18,6 +18,7 @@ from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed import worker as in_worker
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.fence import machine
+from oocgemm.distributed.worker import DIED
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.jobs.request import Request
@@ -28,6 +29,12 @@ from oocgemm.system.version import __version__
 # Seconds in which a worker must answer. Starting Python and CUDA from a network file system can take many.
 MAX_ANSWER = 60.0
 PINGS = 8
+# Seconds between two looks for answers, and how often a worker is asked whose child process is killed.
+PAUSE, MAX_ASKED = 0.02, 3
+
+
+class DiedError(BackendError):
+    """Raised for a worker whose child process has died."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Survey:
             ) from error
         where = f"{name} on {answer['host']}" if "host" in answer else name
         if "error" in answer:
-            kind = InputError if answer["fatal"] else BackendError
+            kind = InputError if answer["fatal"] else DiedError if answer["error"] == DIED else BackendError
             raise kind(f"{where}: {answer['message']}")
         if answer["version"] != __version__:
             raise InputError(
@@ -136,22 +143,32 @@ class Survey:
     def run(self) -> dict[str, Found]:
         """Ask all workers, and return what they have, by name. Raises the first error."""
         names = list(self._crew.names())
-        if not names:
-            raise InputError(f"there is no worker: {self._crew.remedy}")
+        asked = Counter(names)
         found: dict[str, Found] = {}
         with self.nonce() as nonce:
             tasks = {name: self.ask(name, nonce) for name in names}
             until = time.monotonic() + MAX_ANSWER
             while tasks:
                 for name in [name for name, task in tasks.items() if task.done()]:
-                    found[name] = self.read(name, tasks.pop(name), nonce)
+                    try:
+                        found[name] = self.read(name, tasks.pop(name), nonce)
+                    except DiedError:
+                        if asked[name] == MAX_ASKED:
+                            raise
+                        asked[name] += 1
+                        tasks[name] = self.ask(name, nonce)
+                if self._crew.grows:
+                    present = self._crew.names()
+                    tasks = {name: task for name, task in tasks.items() if name in present}
                 if tasks and time.monotonic() > until:
                     raise BackendError(
                         f"{next(iter(tasks))} has not answered for {MAX_ANSWER:.0f} s: it is busy with "
                         "another task, or cannot be reached; wait, or stop that worker"
                     )
-                time.sleep(0.01)
-        return {name: self.timed(found[name]) for name in names}
+                time.sleep(PAUSE)
+        if not found:
+            raise InputError(f"there is no worker: {self._crew.remedy}")
+        return {name: self.timed(found[name]) for name in names if name in found}
 
     def timed(self, found: Found) -> Found:
         """Measure the offset of a worker's clock: the ping that took least time has the least error."""

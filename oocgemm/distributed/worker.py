@@ -18,6 +18,8 @@ from oocgemm.distributed.watchdog import INTERVAL, PATIENCE
 POLL = 0.05
 # Seconds after which a child process that was told to stop is killed.
 MAX_STOP = INTERVAL + PATIENCE + 0.5
+# The "error" of a task whose child process has died without a result.
+DIED = "Died"
 # Longest part of what a failed child process printed that is returned, in bytes.
 MAX_PRINTED = 2000
 
@@ -98,4 +100,4 @@ def _result(code: int, answer: IO[bytes], printed: IO[bytes]) -> dict[str, Any]:
     printed.seek(0)
     lines = printed.read()[-MAX_PRINTED:].decode(errors="replace").strip().splitlines()
     last = f"; it printed: {lines[-1]}" if lines else ""
-    return {"error": "Died", "message": f"its process ended ({how}){last}", "fatal": False}
+    return {"error": DIED, "message": f"its process ended ({how}){last}", "fatal": False}
