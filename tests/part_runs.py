@@ -1,7 +1,6 @@
-"""Run the parts of a plan in virtual time: several workers whose Reads and Writes share the storage's rates."""
+"""Run the parts of a plan in virtual time, on several workers whose Reads and Writes share the storage."""
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -62,6 +61,7 @@ class _Running:
     end: float = inf
     follows: "list[_Running]" = field(default_factory=list)
     pending: int = 0
+    fetches: bool = False  # a thread waits for the storage, before the CPU copies the panel
 
 
 class _Events:
@@ -71,10 +71,14 @@ class _Events:
         plan = partition.plan
         self.partition, self.storage = partition, storage
         self.setting = plan.setting if partition.grid[2] == 1 else slice_setting(plan)
+        machine, workers = plan.machine, partition.workers
+        self.limited = storage.read < workers * machine.read or storage.write < workers * machine.write
         self.prices: dict[int, Prices] = {}
         self.parts = deque(partition.parts)
         self.now, self.number = 0.0, 0
-        self.timers: list[tuple[float, int, _Running, bool]] = []  # (time, number, operation, whether it ends)
+        self.timers: list[
+            tuple[float, int, _Running, bool]
+        ] = []  # (time, number, operation, whether it ends)
         self.pools: dict[str, list[_Running]] = {"read": [], "write": []}
         self.streams: dict[tuple[int, str], deque[_Running]] = {}
         self.unfinished = [0] * partition.workers
@@ -118,28 +122,45 @@ class _Events:
             running = _Running(worker, operation, seconds, issued, [])
             running.waits = tracker.admit(operation, running)
             running.pending = len(running.waits) + 1  # and for its stream
-            for other in running.waits:
-                other.follows.append(running)
-            stream = self.streams.setdefault((worker, self.stream(operation)), deque())
-            stream.append(running)
-            self.unfinished[worker] += 1
-            if len(stream) == 1:
-                self.advance(running)
+            if self.limited and setting.machine.shares_cores and operation.kind is Kind.READ:
+                running.waits = [self.fetch(running)]
+                running.pending = 2
+            else:
+                for other in running.waits:
+                    other.follows.append(running)
+            self.enqueue(running, self.stream(running))
             if setting.machine.shares_cores and operation.kind is Kind.WRITE:
                 self.occupy_cores(worker, operation, seconds)
+
+    def fetch(self, copy: _Running) -> _Running:
+        """Let a thread wait for the storage before the CPU copies a panel. Waiting takes no core."""
+        own = self.seconds(copy.operation, 1)
+        fetched = _Running(copy.worker, copy.operation, own, copy.issued, copy.waits, fetches=True)
+        fetched.pending = len(copy.waits) + 1
+        for other in copy.waits:
+            other.follows.append(fetched)
+        fetched.follows.append(copy)
+        self.enqueue(fetched, "fetch")
+        return fetched
+
+    def enqueue(self, running: _Running, stream: str) -> None:
+        queue = self.streams.setdefault((running.worker, stream), deque())
+        queue.append(running)
+        self.unfinished[running.worker] += 1
+        if len(queue) == 1:
+            self.advance(running)
 
     def occupy_cores(self, worker: int, write: Operation, seconds: float) -> None:
         """Keep the cores busy for the part of a Write that takes them."""
         copying = write._replace(kind=Kind.MULTIPLY)
         share = self.priced(1).write_cpu_share
         running = _Running(worker, copying, share * seconds, self.now, [], pending=1)
-        stream = self.streams.setdefault((worker, "compute"), deque())
-        stream.append(running)
-        self.unfinished[worker] += 1
-        if len(stream) == 1:
-            self.advance(running)
+        self.enqueue(running, "compute")
 
-    def stream(self, operation: Operation) -> str:
+    def stream(self, running: _Running) -> str:
+        operation = running.operation
+        if running.fetches:
+            return "fetch"
         if self.setting.machine.shares_cores and operation.kind is not Kind.WRITE:
             return "compute"
         return "compute" if operation.kind is Kind.PREPARE else operation.stream
@@ -160,7 +181,8 @@ class _Events:
 
     def start(self, running: _Running) -> None:
         kind = running.operation.kind
-        if kind in POOLS and running.own > 0:
+        copies = self.limited and self.setting.machine.shares_cores and not running.fetches
+        if kind in POOLS and running.own > 0 and not (kind is Kind.READ and copies):
             self.pools[POOLS[kind]].append(running)
             self.reprice()
         else:
@@ -168,7 +190,7 @@ class _Events:
 
     def finish(self, running: _Running) -> None:
         running.end = self.now
-        stream = self.streams[running.worker, self.stream(running.operation)]
+        stream = self.streams[running.worker, self.stream(running)]
         assert stream.popleft() is running
         if stream:
             self.advance(stream[0])
@@ -180,11 +202,18 @@ class _Events:
             self.begin_part(running.worker)
 
     def reprice(self) -> None:
-        """Divide the storage's rates among the operations in progress."""
-        for pool in self.pools.values():
+        """Divide the storage's rates among the operations in progress.
+
+        As in the cost model, one worker may read the old C beside the panels at full speed, if the storage is
+        fast enough for all workers.
+        """
+        for name, pool in self.pools.items():
+            workers, machine = len({x.worker for x in pool}), self.setting.machine
+            total, own = getattr(self.storage, name), getattr(machine, name)
+            shared = len(pool) if workers * own > total else 1
             for x in pool:
                 # `own` also has the page faults of the slot, which take as long whatever the storage does.
-                slower = self.seconds(x.operation, len(pool)) - self.seconds(x.operation, 1)
+                slower = self.seconds(x.operation, shared) - self.seconds(x.operation, 1)
                 x.rate = 1 / (x.own + slower)
 
     def seconds(self, operation: Operation, workers: int) -> float:
@@ -211,12 +240,3 @@ def part_schedule(partition: Partition, part: Part, setting: Setting) -> Schedul
     candidate = replace(plan.candidate, ramp=plan.candidate.ramp if part.k_slice == 0 else 0)
     tiles = part.tiles(TileGrid.of(problem, candidate.tile, candidate.ramp))
     return schedule_of(replace(setting, problem=problem), candidate, tiles)
-
-
-def operations(partition: Partition) -> Iterator[int]:
-    """Yield an upper bound on the number of operations of each part, to skip those that take too long."""
-    plan = partition.plan
-    strips = -(-plan.tile.m // max(1, plan.slots.strip))
-    for part in partition.parts:
-        tiles = length(part.rows) * length(part.cols)
-        yield tiles * (5 * plan.grid.steps // partition.grid[2] + 5 + 4 * strips)

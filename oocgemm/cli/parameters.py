@@ -6,6 +6,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from oocgemm.planning.parts.partition import MAX_WORKERS
+
 
 class Scalar(click.ParamType[complex]):
     """A real or complex number, such as 2 or 1+2j. The imaginary unit is i or j."""
@@ -55,3 +57,25 @@ class Size(click.ParamType[tuple[int, int, int]]):
         if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
             self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
         return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+class Workers(click.ParamType[tuple[int, ...]]):
+    """Numbers of workers, written N or FIRST..LAST."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        first, dots, last = str(value).strip().partition("..")
+        ends = (first, last if dots else first)
+        if not all(end.isdecimal() and 1 <= int(end) <= MAX_WORKERS for end in ends):
+            self.fail(
+                f"{value!r} is not a number of workers: write one from 1 to {MAX_WORKERS}, or a range such "
+                "as 1..64",
+                param,
+                ctx,
+            )
+        if int(ends[0]) > int(ends[1]):
+            self.fail(f"{value!r} is an empty range: write the smaller number first", param, ctx)
+        return tuple(range(int(ends[0]), int(ends[1]) + 1))

@@ -22,7 +22,7 @@ from oocgemm.cli.output import (
     print_note,
     silence_warnings,
 )
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.parameters import Place, Workers
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.tolerance import BOUNDS
@@ -190,7 +190,29 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 @click.option(
     "--explain", is_flag=True, help="Also list the plans that were considered, and why each was not chosen."
 )
-def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
+@click.option(
+    "--workers",
+    type=Workers(),
+    metavar="N",
+    help="Also predict the product on N workers, each a machine like this one. A range, such as 1..64, "
+    "compares numbers of workers.",
+)
+@click.option(
+    "--storage-read",
+    metavar="RATE",
+    help="With --workers: what the storage delivers to all workers together, such as 100GB/s.  [default: "
+    "what one worker reads]",
+)
+def plan(
+    a: str,
+    b: str,
+    c: str | None,
+    as_json: bool,
+    explain: bool,
+    workers: tuple[int, ...] | None,
+    storage_read: str | None,
+    **options: Any,
+) -> None:
     """Show how a product would be computed.
 
     It shows tiles, memory, traffic and predicted time. No GPU is used, and nothing is written. With --backend
@@ -199,14 +221,21 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """
     from oocgemm.cli.display import print_plan
+    from oocgemm.cli.display_scaling import print_scaling
 
+    if storage_read and not workers:
+        raise click.UsageError("--storage-read is the rate that workers share: pass --workers N too")
     stores.load_without_cupy(*filter(None, (a, b, c)))
     planned = api.plan(a, b, c, **transposes(options))
+    partitions = planned.scaling(workers, storage_read) if workers else ()
     _note_clipped(options["tile"], planned)
     if as_json:
-        print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
-    else:
-        print_plan(planned, explain)
+        found = planned.to_dict() | ({"considered": planned.explain()} if explain else {})
+        print_json(found | ({"scaling": [p.to_dict() for p in partitions]} if workers else {}))
+        return
+    print_plan(planned, explain)
+    if partitions:
+        print_scaling(partitions)
 
 
 @click.command()

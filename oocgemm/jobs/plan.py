@@ -1,14 +1,16 @@
 """The plan that `oocgemm.plan` returns. It describes how a product will be run, and can run it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Unpack
 
 from oocgemm import planning
+from oocgemm.errors import InputError
 from oocgemm.jobs.options import RunOptions
 from oocgemm.jobs.request import RUN_OPTIONS, Request, check_names
 from oocgemm.jobs.result import Result
-from oocgemm.planning.units import format_size, format_time
+from oocgemm.planning.parts.partition import Partition, scaling
+from oocgemm.planning.units import format_size, format_time, parse_rate
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +34,38 @@ class Plan(planning.Plan):
 
         check_names("run", options, RUN_OPTIONS)
         return gemm(plan=self, **options)
+
+    def scaling(
+        self, workers: int | Iterable[int], storage_read: float | str | None = None
+    ) -> tuple[Partition, ...]:
+        """Predict the product on several workers, each with the machine model and the budgets of this plan.
+
+        Nothing is run. If the plan was made with a given tile, parts consist of such tiles. Otherwise, tiles
+        may have other extents, so that there are enough for all workers.
+
+        Args:
+            workers: number of workers that there are, or several numbers.
+            storage_read: what the storage delivers to all workers together, in bytes per second, such as
+                ``100e9`` or ``"100GB/s"``; by default, what one worker reads.
+
+        Returns:
+            For each number of workers, a `Partition`: how many of them are worth using, the parts that they
+            compute, and the predicted seconds.
+
+        Raises:
+            InputError: a number of workers is not from 1 to 1024, the rate is not positive, or an operand is
+                in memory, where other processes cannot access it.
+        """
+        layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
+        for operand, layout in layouts.items():
+            if layout.in_memory:
+                raise InputError(
+                    f"{operand} is in the memory of this process, and other workers cannot access it: pass "
+                    "the path of an array"
+                )
+        counts = [workers] if isinstance(workers, int) else list(workers)
+        rate = None if storage_read is None else parse_rate(storage_read)
+        return scaling(self, counts, rate, keep_tile=self.request.tile is not None)
 
     def __repr__(self) -> str:
         return f"<Plan {next(self._lines())}>"

@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from math import inf
 
 from oocgemm.errors import InputError
 
@@ -39,6 +40,24 @@ def parse_size(text: str | int) -> int:
     if size >= _SIZE_LIMIT:
         raise InputError(f"a size must be below 8 EiB, not {text!r}")
     return size
+
+
+def parse_rate(text: str | float) -> float:
+    """Convert a rate to bytes per second. Text is a size, as for `parse_size`, and "/s".
+
+    Raises `InputError` if the text does not parse, or if the rate is not positive and finite.
+
+    >>> parse_rate("100GB/s"), parse_rate("1.5 GiB/s"), parse_rate(2e9)
+    (100000000000.0, 1610612736.0, 2000000000.0)
+    """
+    if not isinstance(text, str):
+        if not 0 < text < inf:
+            raise InputError(f"a rate must be positive and finite, not {text:g} bytes per second")
+        return float(text)
+    size, slash, second = text.rpartition("/")
+    if not slash or second.strip() != "s":
+        raise InputError(f"cannot read {text!r} as a rate: write a size per second, such as 20GB/s")
+    return float(parse_size(size))
 
 
 def format_size(size: float) -> str:

@@ -123,8 +123,13 @@ def _fits(plan: Plan, splits_k: bool) -> bool:
 
 
 def _within(traversal: Traversal, lines: int) -> Traversal:
-    """Narrow the bands of a traversal, so that no part of `lines` tile rows or columns has half a band."""
-    return replace(traversal, band=gcd(traversal.band, max(1, lines)))
+    """Narrow the bands of a traversal, so that no part of `lines` tile rows or columns has half a band.
+
+    If each part then has only one band, all bands are visited in the same direction: parts end with a small
+    tile at the edge of C, of which less remains to be written at the end.
+    """
+    band = gcd(traversal.band, max(1, lines))
+    return replace(traversal, band=band, turns=traversal.turns and band < lines)
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ class Partition:
     - `seconds`: predicted for all parts and, with p_k > 1, for the sum of the partial products.
       `one_worker`: predicted if one worker computes the product.
     - `bottleneck`: "storage", "sum" (adding partial products), or the lane that is busy longest.
-    - `reason`: why this number of workers is used, in one line.
+    - `why`: why not all workers are used; empty if they are.
     """
 
     plan: Plan
@@ -49,7 +49,13 @@ class Partition:
     seconds: float
     one_worker: float
     bottleneck: str
-    reason: str
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """Why this number of workers is used, in one line."""
+        used = f"{self.workers} of {self.available} workers used: {self.bottleneck}-bound"
+        return f"{used}, {self.why}" if self.why else used
 
     @property
     def speed_up(self) -> float:
@@ -62,7 +68,8 @@ class Partition:
         return step_ranges(self.plan.grid, self.grid[2])
 
     def __str__(self) -> str:
-        return f"{self.reason}; {_times(self.grid)} parts, {format_time(self.seconds)} predicted"
+        grid = " x ".join(map(str, self.grid))
+        return f"{self.reason}; {grid} parts, {format_time(self.seconds)} predicted"
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data, without the plan."""
@@ -144,7 +151,6 @@ class _Choice:
             if bounds[workers] <= (1 + CLOSE) * least and self._seconds(workers) <= (1 + CLOSE) * least:
                 used, chosen = workers, self._best[workers] or chosen
                 break
-        bottleneck = self._bottleneck(chosen, used)
         return Partition(
             chosen.division.plan,
             chosen.division.grid,
@@ -153,8 +159,8 @@ class _Choice:
             available,
             chosen.seconds,
             self._one.seconds,
-            bottleneck,
-            self._reason(used, available, chosen.seconds, bottleneck),
+            self._bottleneck(chosen, used),
+            self._why(used, available, chosen.seconds),
         )
 
     @cached_property
@@ -239,24 +245,20 @@ class _Choice:
             return "sum"
         if not priced.parts:
             return "none"
-        lane = priced.prices.prediction(priced.prices.size(priced.parts[0]), workers).bottleneck
+        lane = priced.prices.time(priced.prices.size(priced.parts[0]), workers).lane
         return "storage" if self._storage.limits(self._plan.machine, workers, lane) else lane
 
-    def _reason(self, used: int, available: int, seconds: float, bottleneck: str) -> str:
-        what = f"{used} of {available} workers used: {bottleneck}-bound"
+    def _why(self, used: int, available: int, seconds: float) -> str:
+        """Say what it would cost to use all available workers, per worker that is not used."""
         if used == available:
-            return what
-        more = self._seconds(available)
-        if more == inf:
-            return f"{what}, and the product cannot be divided into {available} parts"
-        if more <= (1 + CLOSE) * seconds:
-            return f"{what}, more are no faster"
-        return f"{what}, each more costs {format_time((more - seconds) / (available - used))}"
+            return ""
+        all_used = self._seconds(available)
+        if all_used == inf:
+            return f"the product cannot be divided into {available} parts"
+        if all_used <= (1 + CLOSE) * seconds:
+            return "more are no faster"
+        return f"each more costs {format_time((all_used - seconds) / (available - used))}"
 
 
 def _seconds(estimated: tuple[float, Division]) -> float:
     return estimated[0]
-
-
-def _times(grid: Grid) -> str:
-    return " x ".join(map(str, grid))

@@ -1,10 +1,10 @@
 """Predict the seconds of one part, computed by one of several workers that share the storage."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import footprint
+from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.parts.part import Part, k_range, step_ranges
 from oocgemm.planning.parts.storage import Storage
@@ -12,7 +12,7 @@ from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import Layout, Shape, length
+from oocgemm.planning.tiling import Layout, ceil_div, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,23 @@ def slice_setting(plan: Plan) -> Setting:
     return replace(plan.setting, problem=problem, layouts=replace(plan.layouts, c=partial))
 
 
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """Predicted seconds of a part: until its last multiplication ends (`main`), and after that (`tail`).
+
+    In the tail, nothing is read. `lane` is the lane that is busy longest.
+    """
+
+    main: float
+    tail: float
+    lane: str
+
+    @property
+    def seconds(self) -> float:
+        """All seconds of the part."""
+        return self.main + self.tail
+
+
 class PartPrices:
     """Predicted seconds of the parts of a plan. The parts are computed by equal workers on shared storage."""
 
@@ -72,11 +89,8 @@ class PartPrices:
         self.plan, self.storage = plan, storage
         self._setting = plan.setting if k_slices == 1 else slice_setting(plan)
         self._ranges = step_ranges(plan.grid, k_slices)
-        self._predictions: dict[tuple[PartSize, int], Prediction] = {}
-
-    @cached_property
-    def _ends(self) -> tuple[Shape, Shape]:
-        return (0, 0), last(self.plan.candidate.traversal, *self.plan.grid.shape)
+        self._ends = (0, 0), last(plan.candidate.traversal, *plan.grid.shape) if plan.tiles.count else (0, 0)
+        self._times: dict[tuple[PartSize, int], PartTime] = {}
 
     def size(self, part: Part) -> PartSize:
         """Return the size of a part."""
@@ -90,26 +104,55 @@ class PartPrices:
             top <= end[0] < bottom and left <= end[1] < right,
         )
 
-    def prediction(self, size: PartSize, workers: int) -> Prediction:
+    def time(self, size: PartSize, workers: int) -> PartTime:
         """Predict a part while `workers` workers, including that of the part, use the storage.
 
-        The workers are assumed to be in step: they read at the same times, so that each one gets the same
-        share of the storage's rate.
+        The virtual clock runs the part with an equal share of the storage's rates, as if the workers were in
+        step. `alone` is the part with the full rates of one worker.
         """
         key = size, workers
-        if key not in self._predictions:
-            self._predictions[key] = self._predict(size, workers)
-        return self._predictions[key]
+        if key not in self._times:
+            self._times[key] = self._time(size, workers)
+        return self._times[key]
 
-    def seconds(self, size: PartSize, workers: int) -> float:
-        """Predict the seconds of a part while `workers` workers use the storage."""
-        return self.prediction(size, workers).total
+    def _time(self, size: PartSize, workers: int) -> PartTime:
+        machine = self._setting.machine
+        shared = self.storage.shared(machine, workers)
+        if workers > 1 and shared is machine:
+            return self.time(size, 1)
+        alone = self._predict(size, machine)
+        if shared is machine:
+            return PartTime(alone.total - alone.tail, alone.tail, alone.bottleneck)
+        if machine.shares_cores:
+            return self._on_cpu(size, alone, shared)
+        lanes, problem = alone.lanes, self._setting.problem
+        if problem.reads_c and lanes["read"]:
+            # The clock reads the old C beside the panels, both at the full rate. They share the rate.
+            old = size.m * size.n * problem.itemsizes["C"] / machine.read / lanes["read"]
+            shared = self.storage.shared(machine, workers, max(old, 1 - old))
+        found = self._predict(size, shared)
+        return PartTime(found.total - found.tail, found.tail, found.bottleneck)
 
-    def _predict(self, size: PartSize, workers: int) -> Prediction:
+    def _on_cpu(self, size: PartSize, alone: Prediction, shared: MachineModel) -> PartTime:
+        """Predict a part that the CPU multiplies.
+
+        Reads of one worker keep the cores busy: they copy from the page cache. But a thread that waits for
+        the storage leaves the cores to others. So each Read first waits for the storage, beside the
+        multiplications, and then copies as it does alone. Either the cores are busy all the time but for the
+        first wait, or the storage is, until the last step begins.
+        """
+        machine = self._setting.machine
+        busy = self._predict(size, replace(machine, write=shared.write))
+        waiting = self._predict(size, replace(shared, shares_cores=False, arena_seconds_per_byte=0.0))
+        steps = ceil_div(size.k, self.plan.tile.k) * ceil_div(size.m, self.plan.tile.m)
+        steps *= ceil_div(size.n, self.plan.tile.n)
+        reads, main = waiting.lanes["read"] + waiting.lanes["decode"], busy.total - busy.tail
+        if reads + main / steps > waiting.start_up + main:
+            return PartTime(reads + main / steps, busy.tail, waiting.bottleneck)
+        return PartTime(waiting.start_up + main, busy.tail, alone.bottleneck)
+
+    def _predict(self, size: PartSize, machine: MachineModel) -> Prediction:
         setting, candidate = self._setting, self.plan.candidate
-        machine = self.storage.shared(setting.machine, workers)
-        if workers > 1 and machine is self.storage.shared(setting.machine, 1):
-            return self.prediction(size, 1)
         problem = replace(setting.problem, m=size.m, n=size.n, k=size.k)
         slots = candidate.slots
         if not size.last:

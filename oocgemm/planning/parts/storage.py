@@ -27,16 +27,18 @@ class Storage:
         workers = 1.0 if read is None else read / machine.read
         return cls(workers * machine.read, workers * machine.write)
 
-    def shared(self, machine: MachineModel, workers: int) -> MachineModel:
+    def shared(self, machine: MachineModel, workers: int, part: float = 1.0) -> MachineModel:
         """Return the model of a machine on which one of `workers` equal workers runs.
 
-        The uncompressed bytes of compressed chunks count as read, since their compressed size is not known.
+        If the storage is too slow for all, the model's reads get a fraction `part` of the worker's share. The
+        uncompressed bytes of compressed chunks count as read, since their compressed size is not known.
         """
+        share = self.read / workers
         factors = {
-            "read": min(1.0, self.read / workers / machine.read),
+            "read": 1.0 if machine.read <= share else part * share / machine.read,
             "write": min(1.0, self.write / workers / machine.write),
         }
-        decode = min(machine.decode, self.read / workers)
+        decode = min(machine.decode, share)
         if decode == machine.decode and set(factors.values()) == {1.0}:
             return machine
         return replace(scaled(machine, factors), decode=decode)

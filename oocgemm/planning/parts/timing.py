@@ -18,41 +18,60 @@ def longest_first(parts: Sequence[Part], prices: PartPrices) -> list[Part]:
 
 
 def rounds_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
-    """Estimate the seconds until all parts are computed, as if each took as long as the first, longest one."""
-    return ceil_div(len(parts), workers) * prices.seconds(prices.size(parts[0]), workers) if parts else 0.0
+    """Estimate the seconds until all parts are computed, as if all took as long as the first one."""
+    if not parts:
+        return 0.0
+    return ceil_div(len(parts), workers) * prices.time(prices.size(parts[0]), workers).seconds
 
 
 def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> float:
     """Predict the seconds until all parts are computed, the longest of which come first.
 
-    A worker that has completed a part begins the next one of `parts`. While w workers are busy, each part
-    advances as if w equal workers shared the storage (`PartPrices.prediction`). For fewer busy workers than
+    A worker that has completed a part begins the next one of `parts`. While w workers read and multiply, each
+    of their parts advances as if w equal workers shared the storage (`PartPrices.time`). While w workers
+    only write the last tiles of their parts, those share the storage among them. For fewer workers than
     `workers`, only the first part is predicted. The others are sped up by the same factor.
     """
     waiting = [prices.size(part) for part in reversed(parts)]
     if not waiting:
         return 0.0
     longest = waiting[-1]
-    # The parts that workers are busy with: what remains of each, as a fraction, and how many are alike.
-    running: Counter[tuple[PartSize, float]] = Counter()
+    # What workers do: the part, whether it is in its tail, the fraction of that stage which remains to be
+    # done; and the number of workers that do the same.
+    running: Counter[tuple[PartSize, bool, float]] = Counter()
     seconds, idle = 0.0, workers
     while waiting or running:
         for _ in range(min(idle, len(waiting))):
-            running[waiting.pop(), 1.0] += 1
+            running[waiting.pop(), False, 1.0] += 1
             idle -= 1
-        factor = prices.seconds(longest, workers - idle) / prices.seconds(longest, workers)
-        whole = {size: factor * prices.seconds(size, workers) for size, _ in running}
-        step = min(left * whole[size] for size, left in running)
+        counts = [sum(n for (_, tail, _), n in running.items() if tail is stage) for stage in (False, True)]
+        factors = [_speed(prices, longest, count, workers)[tail] for tail, count in enumerate(counts)]
+        lasts = {key: factors[key[1]] * _stages(prices, key[0], workers)[key[1]] for key in running}
+        step = min(left * lasts[key] for key in running for left in key[2:])
         seconds += step
-        rest: Counter[tuple[PartSize, float]] = Counter()
-        for (size, left), count in running.items():
-            after = left - step / whole[size]
-            if after <= TOGETHER:
+        rest: Counter[tuple[PartSize, bool, float]] = Counter()
+        for key, count in running.items():
+            size, tail, left = key
+            after = left - step / lasts[key] if lasts[key] else 0.0
+            if after > TOGETHER:
+                rest[size, tail, after] += count
+            elif tail:
                 idle += count
             else:
-                rest[size, after] += count
+                rest[size, True, 1.0] += count
         running = rest
     return seconds
+
+
+def _stages(prices: PartPrices, size: PartSize, workers: int) -> tuple[float, float]:
+    found = prices.time(size, workers)
+    return found.main, found.tail
+
+
+def _speed(prices: PartPrices, size: PartSize, count: int, workers: int) -> tuple[float, float]:
+    """Return the times of the stages of a part with `count` busy workers, relative to `workers` of them."""
+    few, all_ = _stages(prices, size, max(1, count)), _stages(prices, size, workers)
+    return few[0] / all_[0] if all_[0] else 1.0, few[1] / all_[1] if all_[1] else 1.0
 
 
 def sum_seconds(plan: Plan, prices: PartPrices, k_slices: int, workers: int) -> float:
