@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 import oocgemm
 from oocgemm.distributed import worker
 from oocgemm.planning import Plan
-from oocgemm.planning.parts.part import Part, divide
+from oocgemm.planning.parts.part import divide
+from oocgemm.planning.parts.partition import Partition, partition
 from tests.clusters import (
     THREADS,
     all_ended,
@@ -51,12 +53,12 @@ def multiply(folder: Path, c: str = "C.zarr", **options: Any) -> oocgemm.Result:
     return oocgemm.gemm(folder / "A.zarr", folder / "B.zarr", folder / c, **(defaults | options))
 
 
-def shuffled_parts(plan: Plan, workers: int) -> tuple[Part, ...]:
+def shuffled(plan: Plan, workers: int, **options: Any) -> Partition:
     """Divide a plan at random, and put the parts in random order."""
     rng = random.Random(repr(plan.problem))
     parts = list(divide(plan.grid, rng.randint(1, 4), rng.randint(1, 4)))
     rng.shuffle(parts)
-    return tuple(parts)
+    return replace(partition(plan, workers, keep_tile=True), parts=tuple(parts))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_parts_in_any_order_give_the_bits_of_one_process(
     for workers in (1, 2):
         fresh(tmp_path, tmp_path / c, old=beta != 0)
         if workers == 2:
-            monkeypatch.setattr("oocgemm.distributed.run.parts_of", shuffled_parts)
+            monkeypatch.setattr("oocgemm.distributed.run.partition", shuffled)
         multiply(tmp_path, c, beta=beta, workers=workers)
         found.append(content(tmp_path / c))
     assert found[0] == found[1]

@@ -22,7 +22,9 @@ MIN_ELEMENTS = 1 << 18
 MAX_THREADS = 8
 
 
-def add_block(partial: Matrix, slicing: Slicing, problem: GemmProblem, old: Array, rows: Range, cols: Range) -> None:
+def add_block(
+    partial: Matrix, slicing: Slicing, problem: GemmProblem, old: Array, rows: Range, cols: Range
+) -> None:
     """Replace a block of C by ``alpha (P_0 + P_1 + ...) + beta C``. The sum is rounded after each addition.
 
     Args:

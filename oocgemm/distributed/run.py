@@ -14,7 +14,8 @@ from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed.coordinator import Coordinator
 from oocgemm.distributed.crew import Crew, OnExecutor, Task, Threads
 from oocgemm.distributed.engine import planning_engine
-from oocgemm.distributed.slices import add_partial_products, slices_of, stacked_job
+from oocgemm.distributed.partial_sums import add_slices
+from oocgemm.distributed.slices import partial_products, parts_again
 from oocgemm.distributed.spec import shared_request
 from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
 from oocgemm.distributed.timelines import add_logs, tile_span
@@ -29,6 +30,8 @@ from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import disk_errors
 from oocgemm.machine import info
+from oocgemm.planning.parts.part import Part
+from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
 from oocgemm.system.threads import Cancel
@@ -54,12 +57,15 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
         found = survey.run()
         check_alike(found.values())
         engine = planning_engine(found.values())
-        job = _plan(replace(request, backend=engine.name), engine, found.values())
+        job, parts = _plan(replace(request, backend=engine.name), engine, found.values())
         described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
         known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
-        noted = {"threads": _threads(job, crew, found.values())}
+        noted = {
+            "threads": _threads(job, crew, found.values()),
+            "k_slices": 1 + max((part.k_slice for part in parts), default=0),
+        }
         job = replace(job, output=replace(job.output, noted=noted))
-        return _run(job, crew, survey, found, known, origin, progress, cancel)
+        return _run(job, parts, engine, crew, survey, found, known, origin, progress, cancel)
 
 
 def crew_of(request: Request) -> Crew:
@@ -105,15 +111,20 @@ def _absolute(request: Request) -> Request:
     return replace(request, a=a, b=b, c=Destination.parse(c))
 
 
-def _plan(request: Request, engine: Backend, found: Collection[Found]) -> Job:
-    """Return the job: the plan for one worker, over tiles that all workers share evenly."""
+def _plan(request: Request, engine: Backend, found: Collection[Found]) -> tuple[Job, tuple[Part, ...]]:
+    """Return the job with the plan that all workers share, and its parts in the order in which they begin."""
     ram, device, _ = max(sharers(found).values())
     try:
         shared = with_shares(request, found)
         job = prepare(shared, engine, running=True)
-        chosen = _partition(job, len(found))
-        if chosen.plan.tile != job.plan.tile:
-            job = prepare(replace(shared, tile=chosen.plan.tile), engine, running=True)
+        if job.output.resumed is not None:
+            parts = parts_again(job.plan, len(found), job.output.resumed.header.get("k_slices", 1))
+        else:
+            chosen = partition(job.plan, len(found), keep_tile=request.tile is not None)
+            logger.info("%s", chosen)
+            if chosen.plan.tile != job.plan.tile:
+                job = prepare(replace(shared, tile=chosen.plan.tile), engine, running=True)
+            parts = chosen.parts
     except BudgetError as error:
         if max(ram, device) == 1:
             raise
@@ -124,11 +135,13 @@ def _plan(request: Request, engine: Backend, found: Collection[Found]) -> Job:
         check_log_apart(os.fsdecode(request.timeline), job)
     if job.plan.tiles.count:
         check_memory(job.plan, found)
-    return job
+    return job, parts
 
 
 def _run(
     job: Job,
+    parts: tuple[Part, ...],
+    engine: Backend,
     crew: Crew,
     survey: Survey,
     found: dict[str, Found],
@@ -142,23 +155,33 @@ def _run(
     with disk_errors(), output.open_target(job) as target:
         log = recorder(job, target.matrix, known)
         results: list[dict[str, Any]] = []
+
+        def compute(job: Job, target: output.Journaled, parts: tuple[Part, ...]) -> None:
+            """Compute all tiles of parts that are not done."""
+            coordinator = Coordinator(
+                job,
+                target,
+                parts,
+                crew,
+                found,
+                _Welcome(survey, job, found),
+                partial(_specify, job, found, target.header),
+                _observer(job, progress, origin),
+            )
+            try:
+                coordinator.run(cancel)
+            finally:
+                results.extend(coordinator.results)
+                add_logs(log, coordinator.logs)
+
         try:
             if plan.tiles.count:
-                parts = parts_of(plan, len(found))
                 logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
-                coordinator = Coordinator(
-                    job,
-                    cast(output.Journaled, target),
-                    parts,
-                    crew,
-                    found,
-                    _Welcome(survey, job, found),
-                    partial(_specify, job, found, cast(output.Journaled, target).header),
-                    _observer(job, progress, origin),
-                )
-                coordinator.run(cancel)
-                results = coordinator.results
-                add_logs(log, coordinator.logs)
+                if job.output.noted["k_slices"] == 1:
+                    compute(job, cast(output.Journaled, target), parts)
+                else:
+                    products, slicing = partial_products(job, engine, parts, compute)
+                    add_slices(products, slicing, plan, target.matrix, target.finished, cancel)
             target.seal()
             log.finish(perf_counter_ns() - origin, _facts(known, results))
         finally:

@@ -63,8 +63,8 @@ from oocgemm.stores.durable import sync_path
 
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
-# Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file by
-# which the coordinator shows its workers that it is alive, and the array of partial products of slices of k.
+# Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
+# by which the coordinator shows its workers that it is alive, and the partial products of slices of k.
 ATTEMPTS, COORDINATOR, PARTIAL = "attempts", "coordinator", "partial"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"

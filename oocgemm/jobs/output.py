@@ -198,7 +198,7 @@ class Journaled(Target):
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         # Keep C and the journal if a later run can resume. Keep them also if the old C may be overwritten in
         # part: the journal then shows that C is unfinished.
-        if self._earlier.resumed or kept or not untouched:
+        if self._earlier.resumed or kept or not untouched or (self._earlier.folder / PARTIAL).exists():
             return
         with suppress(OSError):
             # Raises if the folder now belongs to another run, whose files must not be removed.

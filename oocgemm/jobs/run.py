@@ -16,7 +16,7 @@ from oocgemm.backends import Session
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
-from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
+from oocgemm.errors import ExecutionError, InputError, OocGemmError, OutOfMemoryError
 from oocgemm.jobs import output
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.options import Progress
@@ -104,6 +104,11 @@ class PreparedJob:
 
     def _prepare(self) -> Job:
         job = prepare(self._request, self._engine, running=True)
+        if job.output.resumed is not None and job.output.resumed.header.get("k_slices", 1) > 1:
+            raise InputError(
+                f"the run at {self._request.c} divides k into {job.output.resumed.header['k_slices']} slices, "
+                "which are computed by workers: continue it with --workers 1 --resume (workers=1, resume=True)"
+            )
         self._engine.check(job.plan, self._request.kernel)
         if self._request.timeline is not None:
             check_log_apart(os.fsdecode(self._request.timeline), job)
