@@ -104,10 +104,11 @@ class PreparedJob:
 
     def _prepare(self) -> Job:
         job = prepare(self._request, self._engine, running=True)
-        if job.output.resumed is not None and job.output.resumed.header.get("k_slices", 1) > 1:
+        resumed = job.output.resumed
+        if resumed is not None and (count := resumed.header.get("k_slices", 1)) > 1:
             raise InputError(
-                f"the run at {self._request.c} divides k into {job.output.resumed.header['k_slices']} slices, "
-                "which are computed by workers: continue it with --workers 1 --resume (workers=1, resume=True)"
+                f"the run at {self._request.c} divides k into {count} slices, which are computed by workers: "
+                "continue it with --workers 1 --resume (workers=1, resume=True)"
             )
         self._engine.check(job.plan, self._request.kernel)
         if self._request.timeline is not None:
