@@ -63,6 +63,15 @@ def remove_attempts(sidecar: Path) -> None:
     shutil.rmtree(sidecar / ATTEMPTS, ignore_errors=True)
 
 
+def clean_up(folder: Path) -> None:
+    """Remove what a child process has written to its folder since the coordinator removed the folder."""
+    if not (folder / JOURNAL).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other attempts, or the journal of C, are there
+            folder.parent.rmdir()
+            folder.parent.parent.rmdir()
+
+
 class Tail:
     """Reads the journal of an attempt while a child process appends to it."""
 

@@ -37,7 +37,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     Raises what `oocgemm.gemm` raises.
     """
     from oocgemm import backends, stores
-    from oocgemm.distributed.attempts import LOG, AttemptTarget
+    from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
     from oocgemm.distributed.probe import library_of
     from oocgemm.jobs.budgets import check_memory
     from oocgemm.jobs.prepare import prepare_part
@@ -46,8 +46,8 @@ def compute(spec: PartSpec) -> dict[str, Any]:
 
     cancel = Cancel()
     guard = Guard(Path(spec.fence), spec.epoch, spec.attempt)
-    watch(sys.stdin.fileno(), cancel, guard.reason_to_end)
     folder = Path(spec.folder)
+    watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
     request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
     if request.slicing is not None:
         row = spec.rows[0] * spec.header["candidate"]["tile"]["m"]
@@ -64,7 +64,10 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     session = engine.open(job.plan, request.kernel) if job.plan.steps else None
     described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
     known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
-    _, log = execute(job, session, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
+    try:
+        _, log = execute(job, session, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
+    finally:
+        clean_up(folder)
     return {
         "kernels": log.header["backend"]["multiplied by"],
         "held": log.header["held"],

@@ -29,7 +29,9 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch(pipe: int, cancel: Cancel, reason: Callable[[], str | None]) -> None:
+def watch(
+    pipe: int, cancel: Cancel, reason: Callable[[], str | None], clean_up: Callable[[], object]
+) -> None:
     """Start a thread that stops the run when the worker closes its end of a pipe, or has died.
 
     Args:
@@ -38,6 +40,7 @@ def watch(pipe: int, cancel: Cancel, reason: Callable[[], str | None]) -> None:
             safe at any time.
         reason: returns why the process should end for another reason, or None. It is called every `INTERVAL`
             seconds.
+        clean_up: called before the process exits.
     """
 
     def work() -> None:
@@ -48,6 +51,7 @@ def watch(pipe: int, cancel: Cancel, reason: Callable[[], str | None]) -> None:
             why = "its worker has ended" if worker_ended else reason()
         cancel.request(ExecutionError(f"the part was stopped: {why}"))
         sleep(PATIENCE)
+        clean_up()
         os._exit(EXIT_STOPPED)
 
     start(threading.Thread(target=work, name="oocgemm-watchdog", daemon=True))
