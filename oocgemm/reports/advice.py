@@ -27,7 +27,8 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.timeline.diagnosis import OUTPUT_LANES, Diagnosis, diagnose, in_memory, unfinished
-from oocgemm.timeline.metrics import STORAGE, Report, length, union
+from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.metrics import STORAGE, Report
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 

@@ -5,7 +5,7 @@ The height of a character shows the share of that part in which the lane was bus
 
 from collections import defaultdict
 
-from oocgemm.timeline.metrics import Interval, union
+from oocgemm.timeline.intervals import Interval, union
 from oocgemm.timeline.spans import LANES, Timeline
 
 SHADES = " ▁▂▃▄▅▆▇█"

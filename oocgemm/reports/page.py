@@ -11,7 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 from oocgemm.reports.sections import Run, body, heading
-from oocgemm.timeline.metrics import exposed_intervals, last_predecessor, report, stream_predecessors
+from oocgemm.timeline.exposed import exposed_intervals, last_predecessor, stream_predecessors
+from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
 

@@ -10,7 +10,8 @@ from html import escape
 from math import ceil, floor, log10
 
 from oocgemm.reports.gantt import busy_cells
-from oocgemm.timeline.metrics import Interval, exposed_intervals
+from oocgemm.timeline.exposed import exposed_intervals
+from oocgemm.timeline.intervals import Interval
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Span, Timeline
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oocgemm.planning.units import format_rate, format_share, format_size, format_time
-from oocgemm.timeline.metrics import Report, length, report, union
+from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.metrics import Report, report
 from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict

@@ -17,58 +17,19 @@ unfinished.
 """
 
 import os
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oocgemm.timeline.exposed import exposed
+from oocgemm.timeline.intervals import Interval, intersection, length, union
 from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.verdict import Verdict, shares, verdict
 
-Interval = tuple[int, int]
-Wait = tuple[int, int, str]
-
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, as disjoint intervals in ascending order. Empty ones are left out.
-
-    >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
-    [(0, 4), (5, 7)]
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[0] < i[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: Iterable[Interval]) -> int:
-    """Return the sum of the lengths of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the intervals of time that both lists cover.
-
-    The intervals of each list must be disjoint and in ascending order, as `union` returns them.
-    """
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
 
 
 @dataclass(frozen=True)
@@ -177,124 +138,6 @@ def same_product(timelines: Sequence[Timeline]) -> bool:
     problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
     names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
     return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
-
-
-def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return the shares of compute and of each cause of exposed time between two times, the largest first.
-
-    The times `since` and `until` are in nanoseconds since the run began. `spans` must contain all operations
-    that ran between them.
-
-    >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
-    >>> shares_between([multiply], 0, 50)
-    {'compute': 0.6, 'start-up': 0.2, 'tail': 0.2}
-    """
-    window = [(since, until)]
-    compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
-    causes: defaultdict[str, float] = defaultdict(float)
-    for start, end, cause in exposed_intervals(spans, until):
-        causes[cause] += max(0, end - max(start, since))
-    return shares(length(intersection(compute, window)), causes, until - since)
-
-
-def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Return the exposed time of each cause, in nanoseconds."""
-    causes: defaultdict[str, int] = defaultdict(int)
-    for start, end, cause in exposed_intervals(spans, wall):
-        causes[cause] += end - start
-    return dict(causes)
-
-
-def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """Return the exposed time as intervals (start, end, cause) in order.
-
-    Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
-    for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
-    so on. While one of these operations ran, its lane is the cause, except that ``d2h`` is reported as
-    ``accumulator``: the Multiply waited for a free accumulator.
-
-    While none of them ran, the cause is ``start-up`` before the first Multiply, and ``issue`` later. After
-    the last Multiply, it is ``tail``.
-    """
-    by_id = {s.id: s for s in spans}
-    before = stream_predecessors(spans)
-    found: list[Wait] = []
-    covered_until = 0
-    idle_cause = "start-up"
-    for span in sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end)):
-        if span.start > covered_until:
-            found += reversed(_attributed(span, (covered_until, span.start), idle_cause, by_id, before))
-        covered_until = max(covered_until, span.end)
-        idle_cause = "issue"
-    found.append((covered_until, wall, "tail"))
-    return [wait for wait in found if wait[0] < wait[1]]
-
-
-def _attributed(
-    span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
-) -> list[Wait]:
-    """Return the causes of the gap before a Multiply, as intervals (start, end, cause), the latest first.
-
-    `span` is the Multiply. `exposed_intervals` describes the method. `idle_cause` is the cause while none of
-    the delaying operations ran. `by_id` maps ids to spans. `before` is from `stream_predecessors`.
-    """
-    start, cursor = gap
-    found: list[Wait] = []
-    current = span
-    while cursor > start:
-        latest = last_predecessor(current, by_id, before)
-        if latest is None or latest.end <= start:
-            break
-        if latest.end < cursor:
-            found.append((latest.end, cursor, idle_cause))
-            cursor = latest.end
-        begin = max(start, min(latest.start, cursor))
-        found.append((begin, cursor, _cause(latest)))
-        cursor = begin
-        current = latest
-    found.append((start, cursor, idle_cause))
-    return found
-
-
-def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """Return the predecessor of a span that ended last; None if it has no predecessor.
-
-    The predecessors are the operations in `span.waits`, and the one that `before` gives for the span.
-    `before` is from `stream_predecessors`.
-    """
-    candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
-    return max(candidates, key=lambda s: s.end, default=None)
-
-
-def _cause(span: Span) -> str:
-    return "accumulator" if span.lane == "d2h" else span.lane
-
-
-def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """Map the id of each span to the id of an earlier operation of its stream, which may have delayed it.
-
-    If several threads run the operations of a stream, an operation starts when a thread becomes free. The
-    earlier operation that ended last before the span started is therefore chosen. If none had ended, the
-    operation issued just before the span is chosen. The first operation of a stream is left out.
-    """
-    streams: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda s: s.id):
-        streams[span.stream].append(span)
-    found: dict[int, int] = {}
-    for issued in streams.values():
-        ended = sorted(issued, key=lambda s: (s.end, s.id))
-        ends = [s.end for s in ended]
-        for number, span in enumerate(issued):
-            place = bisect_right(ends, span.start) - 1
-            # Skip operations that were issued after the span. They may seem to end before it starts, because
-            # device clocks are inexact.
-            while place >= 0 and ended[place].id >= span.id:
-                place -= 1
-            if place >= 0:
-                found[span.id] = ended[place].id
-            elif number:
-                found[span.id] = issued[number - 1].id
-    return found
 
 
 def _overlap(intervals: list[Interval], compute: Sequence[Interval]) -> float | None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from oocgemm.timeline.metrics import length, union
+from oocgemm.timeline.intervals import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
 # Kinds of operations in the order of data flow. An operation waits for an earlier kind to use its data: a
