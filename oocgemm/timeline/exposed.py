@@ -37,8 +37,13 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
     return dict(causes)
 
 
-def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """Return the exposed time as intervals (start, end, cause) in order.
+def exposed_intervals(
+    spans: Sequence[Span], wall: int, since: int = 0, device: int | None = None
+) -> list[Wait]:
+    """Return the exposed time from `since` to `wall` as intervals (start, end, cause) in order.
+
+    It is that of one device if `device` is given. `spans` has the operations of all devices, since a device
+    may wait for an operation of another one.
 
     Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
     for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
@@ -51,9 +56,10 @@ def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
     found: list[Wait] = []
-    covered_until = 0
+    covered_until = since
     idle_cause = "start-up"
-    for span in sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end)):
+    multiplies = [s for s in spans if s.kind == "multiply" and device in (None, s.device)]
+    for span in sorted(multiplies, key=lambda s: (s.start, s.end)):
         if span.start > covered_until:
             found += reversed(_attributed(span, (covered_until, span.start), idle_cause, by_id, before))
         covered_until = max(covered_until, span.end)
@@ -109,9 +115,9 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     earlier operation that ended last before the span started is therefore chosen. If none had ended, the
     operation issued just before the span is chosen. The first operation of a stream is left out.
     """
-    streams: defaultdict[str, list[Span]] = defaultdict(list)
+    streams: defaultdict[tuple[int, int, str], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
-        streams[span.stream].append(span)
+        streams[span.worker, span.device, span.stream].append(span)
     found: dict[int, int] = {}
     for issued in streams.values():
         ended = sorted(issued, key=lambda s: (s.end, s.id))
