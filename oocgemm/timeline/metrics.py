@@ -12,8 +12,12 @@ T is the wall time.
 - efficiency: a lower bound of the run time / T. The bound is the longest of these times, at calibrated rates:
   multiplying, moving the ``least`` bytes over each link, and decoding.
 
-A ratio is None if its denominator is 0, and the efficiency if rates are not calibrated or the run is
-unfinished.
+With several devices or workers, times of compute, of causes and of lanes are means over the devices, and
+flops, operations and bytes are sums. Overlaps are ratios of sums. `oocgemm.timeline.distribution` defines the
+figures that only such runs have.
+
+A ratio is None if its denominator is 0. The efficiency is None if rates are not calibrated, if the run is
+unfinished, or if it used several devices.
 """
 
 import os
@@ -22,11 +26,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oocgemm.timeline.exposed import exposed
-from oocgemm.timeline.intervals import Interval, intersection, length, union
+from oocgemm.timeline.distribution import Distribution, distribution
+from oocgemm.timeline.intervals import intersection, length, union
 from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.verdict import Verdict, shares, verdict
+from oocgemm.timeline.units import Unit, activities, spans_by_unit, workers_of
+from oocgemm.timeline.verdict import COMPUTE, Verdict, shares, verdict
 
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")
@@ -34,9 +39,12 @@ STORAGE = ("read", "decode", "encode", "write")
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a run on one device.
+    """The figures of a run.
 
     Times are in seconds. The figures are defined at the top of this module. Ratios may be None.
+
+    `distribution` has the figures of a run on several devices or workers, one entry per device among them. It
+    is None for a run on one device.
 
     `checks` describes the checks of C, and is None if the run was not verified:
 
@@ -73,6 +81,12 @@ class Report:
     checks: dict[str, Any] | None = None
     unfinished: bool = False
     cpu: dict[str, float] | None = None
+    distribution: Distribution | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the figures cover."""
+        return len(self.distribution.units) if self.distribution else 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -85,48 +99,60 @@ class Report:
         return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, the verdict and the shares as plain data that JSON can represent."""
-        return {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
+        """Return all fields, the verdict and the shares as plain data that JSON can represent.
+
+        The field ``distribution`` is left out if it is None.
+        """
+        found = {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
+        return {name: value for name, value in found.items() if name != "distribution" or value is not None}
 
 
-def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Report:
+def report(
+    timeline: Timeline | str | os.PathLike[str], device: int | None = None, worker: int | None = None
+) -> Report:
     """Compute the figures of a run from its timeline, or from the path of its log.
 
-    Only operations on the device with number `device` are counted.
+    If the numbers of a device or a worker are given, only operations on them are counted. Both count from 0.
 
     Raises `InputError` if the log cannot be read.
     """
     if not isinstance(timeline, Timeline):
         timeline = read_log(os.fspath(timeline))
-    spans = [s for s in timeline.spans if s.device == device]
-    lanes: defaultdict[str, list[Interval]] = defaultdict(list)
+    every = activities(timeline)
+    units = [u for u in every if device in (None, u.device) and worker in (None, u.worker)]
+    units = units or [Unit(worker or 0, device or 0)]
+    whole, wall, count = len(units) == len(every), timeline.wall, len(units)
+    by_unit = spans_by_unit(timeline)
+    mine = list(by_unit) if whole else units
+    spans = list(timeline.spans) if whole else [s for unit in units for s in by_unit.get(unit, [])]
+    causes: defaultdict[str, int] = defaultdict(int)
+    for start, end, cause in (one for unit in units for one in every.get(unit, [(0, wall, "tail")])):
+        causes[cause] += end - start
+    compute = causes.pop(COMPUTE, 0)
+    flops = sum(s.flops for s in spans if s.kind == "multiply")
+    spread = (
+        distribution(timeline, every) if whole and (count > 1 or timeline.header.get("workers")) else None
+    )
+    useful = flops - (int(spread.lost["flops"]) if spread else 0)
     moved: defaultdict[str, int] = defaultdict(int)
     for span in spans:
-        lanes[span.lane].append((span.start, span.end))
         moved[span.lane] += span.bytes
-    multiplies = [s for s in spans if s.kind == "multiply"]
-    compute = union((s.start, s.end) for s in multiplies)
-    wall = timeline.wall
-    flops = sum(s.flops for s in multiplies)
     return Report(
         wall=wall / 1e9,
-        compute=length(compute) / 1e9,
-        compute_share=_ratio(length(compute), wall),
-        copy_overlap=_overlap([i for lane in COPY for i in lanes[lane]], compute),
-        storage_overlap=_overlap([i for lane in STORAGE for i in lanes[lane]], compute),
-        exposed={cause: ns / 1e9 for cause, ns in exposed(spans, wall).items()},
-        lanes={
-            lane: {"busy": length(union(intervals)) / 1e9, "operations": len(intervals), "bytes": moved[lane]}
-            for lane, intervals in lanes.items()
-            if intervals
-        },
-        traffic=_traffic(timeline, moved),
+        compute=compute / (count * 1e9),
+        compute_share=_ratio(compute, count * wall),
+        copy_overlap=_overlap([by_unit.get(unit, []) for unit in mine], COPY),
+        storage_overlap=_overlap([by_unit.get(unit, []) for unit in mine], STORAGE),
+        exposed={cause: ns / (count * 1e9) for cause, ns in causes.items() if ns},
+        lanes=_lanes([by_unit.get(unit, []) for unit in mine], count),
+        traffic=_traffic(timeline, moved, spread, whole=whole),
         flops=flops,
-        flop_rate=_ratio(flops, wall / 1e9),
-        efficiency=_efficiency(timeline, spans, flops),
+        flop_rate=_ratio(useful, wall / 1e9),
+        efficiency=_efficiency(timeline, spans, flops) if len(every) == 1 and not spread else None,
         checks=_checks(timeline),
         unfinished=timeline.unfinished,
         cpu=_cpu(timeline),
+        distribution=spread,
     )
 
 
@@ -140,19 +166,42 @@ def same_product(timelines: Sequence[Timeline]) -> bool:
     return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
 
 
-def _overlap(intervals: list[Interval], compute: Sequence[Interval]) -> float | None:
-    merged = union(intervals)
-    return _ratio(length(intersection(merged, compute)), length(merged))
+def _lanes(units: Sequence[Sequence[Span]], count: int) -> dict[str, dict[str, float]]:
+    """Return the mean busy time, the number of operations and the bytes of each lane of several units."""
+    found: dict[str, dict[str, float]] = {}
+    for spans in units:
+        lanes: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in spans:
+            lanes[span.lane].append(span)
+        for lane, ran in lanes.items():
+            sums = found.setdefault(lane, {"busy": 0, "operations": 0, "bytes": 0})
+            sums["busy"] += length(union((s.start, s.end) for s in ran))
+            sums["operations"] += len(ran)
+            sums["bytes"] += sum(s.bytes for s in ran)
+    return {lane: sums | {"busy": sums["busy"] / (count * 1e9)} for lane, sums in found.items()}
+
+
+def _overlap(units: Sequence[Sequence[Span]], lanes: Sequence[str]) -> float | None:
+    """Return the share of the time of some lanes in which a Multiply of the same unit ran."""
+    both = busy = 0
+    for spans in units:
+        merged = union((s.start, s.end) for s in spans if s.lane in lanes)
+        compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
+        both += length(intersection(merged, compute))
+        busy += length(merged)
+    return _ratio(both, busy)
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
-    plan = {} if timeline.unfinished else timeline.header.get("plan", {})
+def _traffic(
+    timeline: Timeline, moved: dict[str, int], spread: Distribution | None, *, whole: bool
+) -> dict[str, dict[str, int | None]]:
+    plan = {} if timeline.unfinished or not whole else timeline.header.get("plan", {})
     through_codec = {"read": "decode", "write": "encode"}
-    return {
+    found = {
         link: {
             "bytes": moved.get(link, 0) + moved.get(through_codec.get(link, ""), 0),
             "required": plan.get("required", {}).get(link),
@@ -160,6 +209,11 @@ def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, i
         }
         for link in ("read", "h2d", "d2h", "write")
     }
+    if spread:
+        # The plan's bound on uploads holds for one memory. Several have room for more.
+        found["read"]["least"] = spread.storage["least"]
+        found["h2d"]["least"] = found["h2d"]["required"]
+    return found
 
 
 def _checks(timeline: Timeline) -> dict[str, Any] | None:
@@ -167,6 +221,7 @@ def _checks(timeline: Timeline) -> dict[str, Any] | None:
     if found is None:
         return None
     wall, cores = timeline.wall / 1e9, timeline.header.get("machine", {}).get("cores", 1)
+    wall *= max(1, len(workers_of(timeline.header)))
     return dict(found) | {
         "share": _ratio(found["seconds"], wall),
         "core_share": _ratio(found["thread_seconds"], wall * cores),

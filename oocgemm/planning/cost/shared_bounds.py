@@ -31,13 +31,8 @@ def min_bytes_of_workers(problem: GemmProblem, shares: Iterable[Share], required
 
     `required` are the bytes if each element was read once. They are the bound for one large memory.
     """
-    shares = list(shares)
-    panels = [_panel_bytes(problem, share) for share in shares]
-    old_c = problem.m * problem.n * problem.itemsizes["C"] if problem.reads_c else 0
-    whole = sum(
-        max(panel, _streaming_bytes(problem, share)) for panel, share in zip(panels, shares, strict=True)
-    )
-    return max(required, int(sum(panels)) + min(old_c, required), int(whole))
+    least = sum(max(_panel_bytes(problem, s), _streaming_bytes(problem, s)) for s in shares)
+    return max(required, int(least))
 
 
 def _panel_bytes(problem: GemmProblem, share: Share) -> float:
