@@ -242,7 +242,7 @@ def test_a_slow_run_is_logged_without_delay(tmp_path: Path, monkeypatch: pytest.
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_log(path, Timeline(RUN, 100))
-    path.write_text(path.read_text().replace('"version":2', '"version":9', 1))
+    path.write_text(path.read_text().replace('"version":3', '"version":9', 1))
     with pytest.raises(InputError, match="version 9"):
         read_log(path)
 

@@ -208,9 +208,8 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`.
     """
     if diagnosis.contended:
-        return Remedy(
-            CONTENDED, "other programs slowed this run down, so its rates are not those of the machine"
-        )
+        why = "other programs slowed this run down, so its rates are not those of the machine"
+        return Remedy(CONTENDED, why)
     if fitted is None:
         why = "nothing was multiplied"
         if figures.compute:

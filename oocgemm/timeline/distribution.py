@@ -36,7 +36,8 @@ class UnitFigures:
     says what the device is. `shares` has compute and each cause of exposed time as shares of T. `flops` and
     `bytes` count all work, `lost_flops` and `lost_seconds` the work that was thrown away. `bytes` were read
     from storage. `parts` is the number of attempts at parts, `lost_parts` that of attempts whose process
-    died. `end` is the end of the last operation. `clock_offset` is the worker's clock minus the coordinator's.
+    died. `end` is the end of the last operation. `clock_offset` is the worker's clock minus that of the
+    coordinator, `clock_error` its maximum error.
     """
 
     worker: str

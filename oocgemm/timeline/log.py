@@ -330,8 +330,9 @@ def _check(header: Mapping[str, Any]) -> None:
             and all(isinstance(name, str) for name in [*names, *retried, *kernels])
             and isinstance(header.get("devices") or [], list)
         ):
-            workers_of(header)
-            return
+            with suppress(ValueError, LookupError, TypeError):
+                workers_of(header)
+                return
     raise ValueError("its header is damaged")
 
 
