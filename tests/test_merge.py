@@ -268,7 +268,8 @@ def test_the_tile_of_the_first_to_finish_counts(tmp_path: Path) -> None:
     seconds = pytest.approx((45 + 35 + 45) / 1e3, rel=1e-4)
     assert spread.lost == {"flops": 720, "seconds": seconds, "attempts": 2}
     assert figures.flop_rate == pytest.approx(240 / 0.12)
-    assert [unit.lost_flops for unit in spread.units] == [240, 0, 240, 240]
+    lost = {unit.worker: unit.lost_flops for unit in spread.units}
+    assert lost == {"half": 240, "killed": 240, "next": 0, "stopped": 240}
 
 
 def test_a_killed_process_that_wrote_all_of_a_tile_has_finished_it(tmp_path: Path) -> None:

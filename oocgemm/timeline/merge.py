@@ -13,6 +13,7 @@ Two fields of the header of an attempt's log describe a k-split: ``k_slice`` is 
 (default 0), and ``task`` is ``reduce`` if the process added partial products instead of multiplying.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,9 +34,10 @@ SliceTile = tuple[int, int, int]
 def merge(log: Recorder, attempts: Iterable[WorkerLog]) -> dict[str, Any]:
     """Add the spans of all attempts of a distributed run to the log of the run.
 
-    One log at a time is held in memory. The header of `log` must have the field ``started``: the wall clock
-    of the coordinator at the start of the run, in seconds since 1970. The sample of spans in `log` is
-    cleared, because rates of several machines together say nothing about one machine.
+    Workers are numbered in the order of their hosts and names. One log at a time is held in memory. The
+    header of `log` must have the field ``started``: the wall clock of the coordinator at the start of the
+    run, in seconds since 1970. The sample of spans in `log` is cleared, because rates of several machines
+    together say nothing about one machine.
 
     Returns the fields to pass to `log.finish`:
 
@@ -44,7 +46,8 @@ def merge(log: Recorder, attempts: Iterable[WorkerLog]) -> dict[str, Any]:
     - ``backend``, ``rates``, ``checks``, ``retried``: from the headers of the attempts.
     - ``cpu``: None, since the coordinator does not know how busy the cores of the workers were.
     """
-    numbers: dict[tuple[str, str], int] = {}
+    attempts = list(attempts)
+    names = sorted({(one.host, one.worker) for one in attempts}, key=_natural)
     found: defaultdict[int, list[_Read]] = defaultdict(list)
     unread: list[str] = []
     first = 0
@@ -56,14 +59,17 @@ def merge(log: Recorder, attempts: Iterable[WorkerLog]) -> dict[str, Any]:
         except (InputError, LookupError, TypeError, ValueError) as error:
             unread.append(f"worker {one.worker}, part {one.part}, attempt {one.attempt}: {error}")
             continue
-        number = numbers.setdefault((one.worker, one.host), len(numbers))
+        number = names.index((one.host, one.worker))
         _add(log, timeline, read.part, shift, number)
         found[number].append(read)
         first += read.part.ids
     log.sample.clear()
     every = [read for reads in found.values() for read in reads]
     winners = _winners(every)
-    workers = [asdict(_worker(reads, winners)) for reads in found.values()]
+    workers = [
+        asdict(_worker([a for a in attempts if (a.host, a.worker) == name], found[number], winners))
+        for number, name in enumerate(names)
+    ]
     facts: dict[str, Any] = {"workers": workers, "unread": unread, "cpu": None}
     return facts | _shared([read.header for read in every])
 
@@ -149,22 +155,29 @@ def _winners(reads: Sequence[_Read]) -> dict[SliceTile, int]:
     return {tile: first for tile, (_, first) in found.items()}
 
 
-def _worker(reads: Sequence[_Read], winners: Mapping[SliceTile, int]) -> Worker:
-    """Describe a worker by its attempts."""
+def _worker(
+    attempts: Sequence[WorkerLog], reads: Sequence[_Read], winners: Mapping[SliceTile, int]
+) -> Worker:
+    """Describe a worker by its attempts, of which `reads` have a log that could be read."""
     parts = []
     for read in reads:
         lost = sorted(tile for tile in read.worked if winners.get(tile) != read.part.first)
         parts.append(replace(read.part, thrown_away=[[i, j] for _, i, j in lost]))
-    last, header = reads[-1], reads[-1].header
-    clock = max((read.log for read in reads), key=lambda log: log.error_ns)
-    devices = max(read.devices for read in reads)
+    last, header = attempts[-1], reads[-1].header if reads else {}
+    clock = max(attempts, key=lambda one: one.error_ns)
+    devices = max((read.devices for read in reads), default=1)
     budget = header.get("plan", {}).get("budget", {})
     return Worker(
-        *(last.log.worker, last.log.host, last.log.device, devices, clock.offset_ns, clock.error_ns),
+        *(last.worker, last.host, last.device, devices, clock.offset_ns, clock.error_ns),
         memory=int(budget.get("host", 0) + devices * budget.get("device", 0)),
         kernel_rate=(header.get("rates") or {}).get("kernel"),
         parts=parts,
     )
+
+
+def _natural(name: tuple[str, str]) -> list[list[str | int]]:
+    """Return a sort key that puts "gpu-9" before "gpu-10"."""
+    return [[int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)] for text in name]
 
 
 def _shared(headers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
