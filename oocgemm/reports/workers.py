@@ -8,7 +8,7 @@ from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
 # Longer names of workers, such as addresses, are replaced by "worker" and a number in charts.
-MAX_LABEL = 10
+MAX_LABEL = 9
 HEAD = ("worker", "device", "parts", "compute", "largest wait", "end", "clock offset", "lost")
 
 
@@ -51,7 +51,7 @@ def summary(found: Distribution, timeline: Timeline) -> list[tuple[str, str]]:
     reads = format_size(storage["bytes"] or 0)
     if storage["least"]:
         ratio = (storage["bytes"] or 0) / storage["least"]
-        reads += f", {ratio:.2f} times the lower bound of {format_size(storage['least'])} for these memories"
+        reads += f", {ratio:.2f} times the lower bound"
     scaling = format_percent(found.scaling_efficiency)
     if found.scaling_efficiency is None and not timeline.unfinished:
         scaling += " (needs `oocgemm calibrate` on every worker)"
@@ -69,6 +69,14 @@ def summary(found: Distribution, timeline: Timeline) -> list[tuple[str, str]]:
             ("missing", f"{_counted(len(unread), 'log')} could not be read, the last one: {unread[-1]}")
         )
     return rows
+
+
+def title(unit: UnitFigures) -> str:
+    """Describe a device in one line, for tooltips."""
+    number = f"device {unit.device}"
+    return " on ".join(part for part in (unit.worker or number, unit.host) if part) + (
+        f", {number}" if unit.worker else ""
+    )
 
 
 def row(unit: UnitFigures, label: str) -> list[str]:
