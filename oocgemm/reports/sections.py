@@ -72,11 +72,9 @@ def body(runs: Sequence[Run]) -> str:
     ]
     half = " half" if len(runs) == 1 else ""
     cards = [f'<section class="card"><h2>{name}</h2>{content}</section>' for name, content in wide]
-    # An odd card takes the whole width.
-    cards += [
-        f'<section class="card{half if (number ^ 1) < len(narrow) else ""}"><h2>{name}</h2>{content}</section>'
-        for number, (name, content) in enumerate(narrow)
-    ]
+    for number, (name, content) in enumerate(narrow):
+        kind = half if (number ^ 1) < len(narrow) else ""  # an odd card takes the whole width
+        cards.append(f'<section class="card{kind}"><h2>{name}</h2>{content}</section>')
     return f'<main class="runs-{len(runs)}">{"".join([*plain, *cards])}</main>'
 
 

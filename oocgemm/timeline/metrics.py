@@ -30,7 +30,7 @@ from oocgemm.timeline.distribution import Distribution, distribution
 from oocgemm.timeline.intervals import intersection, length, union
 from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.units import Unit, activities, spans_by_unit, workers_of
+from oocgemm.timeline.units import Unit, activities, is_distributed, spans_by_unit, workers_of
 from oocgemm.timeline.verdict import COMPUTE, Verdict, shares, verdict
 
 COPY = ("h2d", "d2h")
@@ -130,9 +130,7 @@ def report(
         causes[cause] += end - start
     compute = causes.pop(COMPUTE, 0)
     flops = sum(s.flops for s in spans if s.kind == "multiply")
-    spread = (
-        distribution(timeline, every) if whole and (count > 1 or timeline.header.get("workers")) else None
-    )
+    spread = distribution(timeline, every) if whole and is_distributed(timeline) else None
     useful = flops - (int(spread.lost["flops"]) if spread else 0)
     moved: defaultdict[str, int] = defaultdict(int)
     for span in spans:

@@ -100,6 +100,11 @@ def units_of(timeline: Timeline) -> list[Unit]:
     ]
 
 
+def is_distributed(timeline: Timeline) -> bool:
+    """Tell whether a run had workers, or one process with several devices."""
+    return bool(timeline.header.get("workers")) or len(units_of(timeline)) > 1
+
+
 def spans_by_unit(timeline: Timeline) -> dict[Unit, list[Span]]:
     """Return the spans of each unit, in program order."""
     found: defaultdict[Unit, list[Span]] = defaultdict(list)

@@ -1,6 +1,7 @@
 // The Gantt chart of a run on a canvas: one line per lane, the causes of waits under the compute lane, an overview below.
 // A run on several devices has a row per device, which shows what it computed or waited for. Its lanes are shown if
-// the row is open. A track is a lane of a device: its number is (number of the device) * (number of lanes) + (number of the lane).
+// the row is open. A track is a lane of a device. Its number is the number of the device, times the number of lanes,
+// plus the number of the lane.
 const GUTTER = 84, AXIS = 24, ROW = 22, SIDE_BY_SIDE = 12, GAP = 6, WAITS = 10, OVERVIEW_LANE = 5;
 // Height of a device's row, and the number of lanes in all up to which all devices are open at first. At most MAX_OPEN
 // devices are open, since the height of a canvas is limited.
@@ -285,7 +286,8 @@ class Gantt {
     c.setTransform(this.overview.getContext("2d").getTransform());
     this.view = { from: 0, to: shown.whole, length: shown.whole };
     const high = this.overviewRow - 1;
-    if (this.run.units) this.run.activity.forEach((did, unit) => this.paintCauses(c, did, 3 + unit * this.overviewRow, Math.max(1, high), true));
+    const top = (number) => 3 + number * this.overviewRow;
+    if (this.run.units) this.run.activity.forEach((did, unit) => this.paintCauses(c, did, top(unit), high, true));
     else this.run.lanes.forEach((lane, number) => {
       c.fillStyle = colour(lane);
       for (const indices of this.rows[number]) this.paintRow(c, indices, 3 + number * OVERVIEW_LANE, OVERVIEW_LANE - 1);
