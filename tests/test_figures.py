@@ -16,7 +16,8 @@ from oocgemm.planning import Budgets, TileShape
 from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
-from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
+from oocgemm.timeline.exposed import exposed, stream_predecessors
+from oocgemm.timeline.intervals import intersection, length, union
 from tests.suite import slow
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
@@ -92,6 +93,18 @@ def test_a_wait_for_a_download_is_named_accumulator() -> None:
         span(2, "multiply", "compute", 20, 30, 1),
     )
     assert exposed(spans, 30) == {"accumulator": 8, "issue": 2}
+
+
+def test_a_wait_for_a_finish_is_not_counted_as_compute() -> None:
+    """Finish runs on the lane compute, but compute is Multiply alone. The shares still add up to 1."""
+    spans = (
+        span(0, "multiply", "compute", 0, 10),
+        span(1, "finish", "compute", 10, 18, 0),
+        span(2, "multiply", "compute", 20, 30, 1),
+    )
+    figures = report(Timeline(spans, 30))
+    assert exposed(spans, 30) == {"accumulator": 8, "issue": 2}
+    assert sum(figures.shares.values()) == pytest.approx(1)
 
 
 def test_a_gap_is_followed_back_along_its_predecessors() -> None:
@@ -229,7 +242,7 @@ def test_a_slow_run_is_logged_without_delay(tmp_path: Path, monkeypatch: pytest.
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_log(path, Timeline(RUN, 100))
-    path.write_text(path.read_text().replace('"version":2', '"version":9', 1))
+    path.write_text(path.read_text().replace('"version":3', '"version":9', 1))
     with pytest.raises(InputError, match="version 9"):
         read_log(path)
 

@@ -66,6 +66,8 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
             {"backend": []},
             {"machine": "x"},
             {"machine": {"memory": "x"}},
+            {"devices": 2},
+            {"workers": [{"name": "a"}]},
         ),
     ],
     ids=str,

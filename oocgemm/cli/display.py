@@ -13,6 +13,7 @@ from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.links import LINKS
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
@@ -172,7 +173,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         f"[bold]compute share[/] {format_percent(report.compute_share)}   "
         f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {format_percent(report.storage_overlap)}   "
-        f"[bold]efficiency[/] {format_percent(report.efficiency)}"
+        + (f"[bold]efficiency[/] {format_percent(report.efficiency)}" if not report.distribution else "")
         + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
     )
     stalls = {cause: share for cause, share in report.shares.items() if cause != COMPUTE}
@@ -192,12 +193,12 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     if zero_copy := in_place(timeline):
         out.print(zero_copy)
     if retried := timeline.header.get("retried"):
-        out.print(
-            f"retried {len(retried)} failed reads, the last one: {escape(retried[-1])}",
-            soft_wrap=True,
-        )
+        last = escape(retried[-1])
+        out.print(f"retried {len(retried)} failed reads, the last one: {last}", soft_wrap=True)
+    print_distribution(out, report, timeline)
     out.print()
-    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "lower bound")
+    busy = "mean busy" if report.devices > 1 else "busy"
+    table = table_of("lane", busy, "operations", "bytes", "rate", "required", "lower bound")
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]
@@ -209,11 +210,13 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
         size = format_size(moved) if moved else ""
-        table.add_row(
-            lane, format_time(figures["busy"]), str(round(figures["operations"])), size, rate, *bounds
-        )
+        count = str(round(figures["operations"]))
+        table.add_row(lane, format_time(figures["busy"]), count, size, rate, *bounds)
     out.print(table)
     out.print()
+    if report.distribution:
+        print_unit_gantt(out, report.distribution, timeline)
+        return
     width = max(MIN_GANTT, out.width - GANTT_MARGIN)
     for lane, picture in gantt(timeline, width):
         out.print(f"{lane:>{LANE_WIDTH}} │{picture}│", soft_wrap=True)
@@ -223,7 +226,9 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
     """Tell whether calibration would make the report show the efficiency. It cannot for tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
-    return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
+    if report.distribution or report.unfinished or compute in ("tf32", "bf16"):
+        return False
+    return report.efficiency is None
 
 
 def print_verification(found: "Verification") -> None:

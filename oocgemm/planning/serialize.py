@@ -30,15 +30,10 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
     from the recorded one by more than `TOLERANCE`.
     """
     try:
-        problem = data["problem"]
-        made: dict[str, Any] = {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
-        made |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
-        if not {problem[name] for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype")} <= DTYPES.keys():
-            return None
         kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
         known = {field.name for field in fields(MachineModel)}
         plan = Plan(
-            _typed(GemmProblem, problem, **made),
+            recorded_problem(data["problem"]),
             Layouts(**{name: _layout(layout) for name, layout in data["layouts"].items()}),
             _typed(Budgets, data["budget"]),
             _typed(
@@ -60,6 +55,15 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
         return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return None
+
+
+def recorded_problem(data: Mapping[str, Any]) -> GemmProblem:
+    """Rebuild a problem from the output of `asdict`. Raises `KeyError`, `TypeError` or `ValueError`."""
+    made: dict[str, Any] = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
+    made |= {name: Op(data[name]) for name in ("trans_a", "trans_b")}
+    for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype"):
+        DTYPES[data[name]]
+    return _typed(GemmProblem, data, **made)
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:

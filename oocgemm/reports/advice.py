@@ -27,7 +27,8 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.timeline.diagnosis import OUTPUT_LANES, Diagnosis, diagnose, in_memory, unfinished
-from oocgemm.timeline.metrics import STORAGE, Report, length, union
+from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.metrics import STORAGE, Report
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
@@ -114,9 +115,11 @@ class Fitted:
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """Fit the cost model to a run.
 
-    Returns None if the plan cannot be rebuilt from the timeline's header, if the run was unfinished, or if
-    nothing was multiplied.
+    Returns None if the plan cannot be rebuilt from the timeline's header, if the run was unfinished, if it
+    used several devices or workers, or if nothing was multiplied.
     """
+    if figures.distribution:
+        return None
     plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute or timeline.unfinished:
         return None
@@ -205,15 +208,16 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`.
     """
     if diagnosis.contended:
-        return Remedy(
-            CONTENDED, "other programs slowed this run down, so its rates are not those of the machine"
-        )
+        why = "other programs slowed this run down, so its rates are not those of the machine"
+        return Remedy(CONTENDED, why)
     if fitted is None:
         why = "nothing was multiplied"
         if figures.compute:
             why = "this log does not contain the whole plan, or another version of oocgemm wrote it"
         if timeline.unfinished:
             why = "this log does not contain the whole run"
+        elif figures.distribution:
+            why = "the cost model of one device does not describe a run on several devices or workers"
         return Remedy(_advice(diagnosis, timeline), why)
     now = fitted.seconds(fitted.plan)
     if abs(now / figures.wall - 1) > MAX_FIT_ERROR:
@@ -366,6 +370,8 @@ ADVICE = {
     "start-up": "The start-up weighs less in larger products, or in several products of one process.",
     "issue": "Steps are shorter than the time to issue them: choose deeper panels with --tile.",
     "tail": "Put C on faster storage, or choose smaller tiles, so that the last one drains sooner.",
+    "part-wait": "Use fewer workers, or more and smaller parts, so that all workers end at the same time.",
+    "reduce": "Fewer slices of k leave fewer partial products to add.",
     "nothing": "There is nothing to improve.",
 }
 ADVICE_IN_MEMORY = {

@@ -1,6 +1,6 @@
-"""The small charts of the HTML page, drawn without scripts: a stacked bar, rates, and the tiles of C."""
+"""Tables and small charts of the HTML page, drawn without scripts: a stacked bar, rates, the tiles of C."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from oocgemm.planning.units import format_percent, format_rate, format_time
@@ -29,6 +29,24 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
         if whole
     )
     return f'<div class="stack">{pieces}</div>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
+    """Return an HTML table. The cells in `head` and `rows` are HTML too.
+
+    The first column has text, which is aligned to the left. All other columns have numbers, which are aligned
+    to the right. If `wide_last` is set, the last column has text too.
+    """
+
+    def cell(tag: str, index: int, text: str) -> str:
+        left = index == 0 or (wide_last and index == len(head) - 1)
+        return f"<{tag}{'' if left else ' class=n'}>{text}</{tag}>"
+
+    lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
+    top = "".join(cell("th", i, text) for i, text in enumerate(head))
+    kind = ' class="wide"' if wide_last else ""
+    rest = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{rest}</tbody></table>"
 
 
 def throughput(timeline: Timeline, report: Report) -> str:

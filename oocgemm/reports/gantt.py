@@ -4,9 +4,12 @@ The height of a character shows the share of that part in which the lane was bus
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
-from oocgemm.timeline.metrics import Interval, union
+from oocgemm.timeline.intervals import Interval, union
 from oocgemm.timeline.spans import LANES, Timeline
+from oocgemm.timeline.units import activities
+from oocgemm.timeline.verdict import COMPUTE
 
 SHADES = " ▁▂▃▄▅▆▇█"
 
@@ -42,6 +45,16 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
         for lane in LANES
         if lanes[lane]
     ]
+
+
+def unit_gantt(timeline: Timeline, numbers: Sequence[int], width: int = 80) -> list[str]:
+    """Return a line for each device with one of these numbers, which shows when the device computed.
+
+    The numbers are positions in the list of all devices. A line has `width` characters.
+    """
+    did = [*activities(timeline).values()]
+    computed = [[(start, end) for start, end, cause in did[number] if cause == COMPUTE] for number in numbers]
+    return ["".join(map(_shade, busy_cells(one, timeline.wall, width))) for one in computed]
 
 
 def _shade(share: float) -> str:

@@ -11,10 +11,16 @@ from importlib.resources import files
 from typing import Any
 
 from oocgemm.reports.sections import Run, body, heading
-from oocgemm.timeline.metrics import exposed_intervals, last_predecessor, report, stream_predecessors
+from oocgemm.reports.workers import labels, title
+from oocgemm.timeline.distribution import Distribution
+from oocgemm.timeline.exposed import exposed_intervals, last_predecessor, stream_predecessors
+from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.units import Unit, activities
 
+# Maximum number of spans of a distributed run on a page. Each takes about 30 bytes.
+MAX_SPANS = 300_000
 SCRIPTS = ("format.js", "view.js", "gantt.js", "input.js", "main.js")
 
 
@@ -25,7 +31,7 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "title": escape(f"{heading(described[0].header)} - oocgemm report"),
         "style": _file("page.css"),
         "body": body(described),
-        "data": _json([run_data(timeline) for _, timeline in runs]),
+        "data": _json([run_data(run.timeline, run.report.distribution) for run in described]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
     # Inserted text, such as the name of a run, may look like a placeholder. It is not replaced, since each
@@ -38,7 +44,7 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
     return "".join([*filled, text])
 
 
-def run_data(timeline: Timeline) -> dict[str, Any]:
+def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str, Any]:
     """Return the data from which the scripts of the page draw a run.
 
     The spans are sorted by start and stored as columns, one list per field:
@@ -48,8 +54,15 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
       are also returned. A size is a pair of bytes and flops.
     - ``after``: the index of the span, minus the index of its `last_predecessor`. It is 0 if the span has
       none, or if their times overlap.
+
+    For a run on several devices or workers, whose figures are `spread`, ``units`` has the name of each device
+    and a description, the column ``unit`` its number, and ``activity`` what each device did (`activities`).
+    Then ``waits`` is empty. The spans of such a run are left out if there are more than `MAX_SPANS`.
     """
-    spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
+    if spread and len(timeline.spans) > MAX_SPANS:
+        spans = []
+    else:
+        spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
     by_id = {span.id: span for span in spans}
     before = stream_predecessors(spans)
@@ -73,9 +86,16 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
             for index, b in enumerate(blockers)
         ],
     }
-    waits = [
-        (start, end - start, causes.of(why)) for start, end, why in exposed_intervals(spans, timeline.wall)
-    ]
+    waited = [] if spread else exposed_intervals(spans, timeline.wall)
+    waits = [(start, end - start, causes.of(why)) for start, end, why in waited]
+    more: dict[str, Any] = {}
+    if spread:
+        did = activities(timeline)
+        numbers = {unit: number for number, unit in enumerate(did)}
+        # A worker that only added partial products has operations, but no row of its own.
+        columns["unit"] = [numbers.get(Unit(span.worker, span.device), -1) for span in spans]
+        more["activity"] = [[(s, e - s, causes.of(why)) for s, e, why in one] for one in did.values()]
+        more["units"] = [*zip(labels(spread.units), map(title, spread.units), strict=True)]
     return {
         "wall": timeline.wall,
         "lanes": lanes,
@@ -86,7 +106,7 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
         "spans": columns,
         "causes": causes.values(),
         "waits": waits,
-    }
+    } | more
 
 
 class _Index:

@@ -14,7 +14,7 @@ from rich.text import Text
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_rate, format_time
 from oocgemm.timeline import Span
-from oocgemm.timeline.metrics import shares_between
+from oocgemm.timeline.exposed import shares_between
 from oocgemm.timeline.series import utilisation
 from oocgemm.timeline.verdict import verdict
 

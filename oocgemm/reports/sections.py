@@ -9,7 +9,9 @@ from typing import Any
 from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import Fitted, Remedy, fit, remedy, sentence
-from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, throughput
+from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, table, throughput
+from oocgemm.reports.devices import devices_section
+from oocgemm.reports.workers import counts
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
 from oocgemm.timeline.metrics import Report, in_place, same_product
 from oocgemm.timeline.series import lanes_of
@@ -54,20 +56,25 @@ class Run:
 def body(runs: Sequence[Run]) -> str:
     """Return all sections of the page as HTML. If there are several runs, they are shown side by side."""
     plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
-    sections = (
-        ("Where the time went", _each(runs, _exposed)),
+    wide = [("Where the time went", _each(runs, _exposed))]
+    if any(run.report.distribution for run in runs):
+        wide.append(("Workers and devices", _each(runs, _devices)))
+    wide += [
         ("Timeline", _gantt(runs)),
         ("Throughput", _each(runs, lambda run: throughput(run.timeline, run.report))),
-        ("Traffic against the lower bound", _each(runs, _traffic)),
-        ("Predicted and measured", _each(runs, _predicted)),
+    ]
+    narrow = [("Traffic against the lower bound", _each(runs, _traffic))]
+    if not all(run.report.distribution for run in runs):
+        narrow.append(("Predicted and measured", _each(runs, _predicted)))
+    narrow += [
         ("Tiles of C by finishing time", _each(runs, lambda run: c_grid(run.timeline))),
         ("Setup", _each(runs, _setup)),
-    )
-    half = len(runs) == 1
-    cards = [
-        f'<section class="card{" half" if half and number > 2 else ""}"><h2>{name}</h2>{content}</section>'
-        for number, (name, content) in enumerate(sections)
     ]
+    half = " half" if len(runs) == 1 else ""
+    cards = [f'<section class="card"><h2>{name}</h2>{content}</section>' for name, content in wide]
+    for number, (name, content) in enumerate(narrow):
+        kind = half if (number ^ 1) < len(narrow) else ""  # an odd card takes the whole width
+        cards.append(f'<section class="card{kind}"><h2>{name}</h2>{content}</section>')
     return f'<main class="runs-{len(runs)}">{"".join([*plain, *cards])}</main>'
 
 
@@ -93,7 +100,7 @@ def _title(runs: Sequence[Run]) -> str:
             + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} '
             f"{escape(problem['a_dtype'])}</span>"
         )
-    where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
+    where = " vs ".join(map(_where, runs))
     return (
         '<header class="top"><div><p class="brow">oocgemm report</p>'
         f'<h1>{name}</h1><p class="meta">{where}</p></div>'
@@ -101,9 +108,10 @@ def _title(runs: Sequence[Run]) -> str:
     )
 
 
-def _where(header: Mapping[str, Any]) -> str:
+def _where(run: Run) -> str:
+    header, spread = run.header, run.report.distribution
     backend, plan = header.get("backend", {}), header.get("plan", {})
-    parts = [str(backend.get("device", ""))]
+    parts = [str(backend.get("device", "")), counts(spread) if spread else ""]
     if budget := plan.get("budget"):
         parts.append(f"device {format_size(budget['device'])}, host {format_size(budget['host'])}")
     if started := header.get("started"):
@@ -151,12 +159,20 @@ def _figures(runs: Sequence[Run]) -> str:
     efficiency = (
         "shortest time possible at the calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
     )
-    rows += [("Efficiency", efficiency)]
+    scaled = any(run.report.distribution for run in runs)
+    if scaled:
+        efficiency = (
+            "flops over what all kernels could do in T"
+            if calibrated
+            else "needs oocgemm calibrate on every worker"
+        )
+    rows += [("Scaling efficiency" if scaled else "Efficiency", efficiency)]
     values = [
         [
             format_time(r.wall),
             format_rate(r.flop_rate, "FLOP") if r.flop_rate else "-",
-            *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap, r.efficiency)),
+            *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap)),
+            format_percent(r.distribution.scaling_efficiency if r.distribution else r.efficiency),
         ]
         for r in (run.report for run in runs)
     ]
@@ -204,22 +220,10 @@ def _exposed(run: Run) -> str:
     return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """Return an HTML table. The cells in `head` and `rows` are HTML too.
-
-    The first column has text, which is aligned to the left. All other columns have numbers, which are aligned
-    to the right. If `wide_last` is set, the last column has text too.
-    """
-
-    def cell(tag: str, index: int, text: str) -> str:
-        left = index == 0 or (wide_last and index == len(head) - 1)
-        return f"<{tag}{'' if left else ' class=n'}>{text}</{tag}>"
-
-    lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
-    top = "".join(cell("th", i, text) for i, text in enumerate(head))
-    kind = ' class="wide"' if wide_last else ""
-    rest = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{rest}</tbody></table>"
+def _devices(run: Run) -> str:
+    if run.report.distribution is None:
+        return '<p class="note">This run used one device.</p>'
+    return devices_section(run.report.distribution, run.timeline)
 
 
 def _gantt(runs: Sequence[Run]) -> str:
@@ -237,9 +241,20 @@ def _gantt(runs: Sequence[Run]) -> str:
         name = f'<p class="name">{escape(run.name)}</p>' if len(runs) > 1 else ""
         spans = run.timeline.spans
         label = f"Gantt chart of {len(spans)} operations on {len(lanes_of(spans))} lanes"
+        more = ""
+        if run.report.distribution:
+            label += f" of {len(run.report.distribution.units)} devices"
+            keys = "".join(
+                f'<span><i class="key {lane_class(cause)}"></i>{escape(cause)}</span>'
+                for cause in run.report.shares
+            )
+            more = (
+                f'<p class="keys">{keys}</p><p class="note">One row per device: what it computed or waited '
+                "for. Click a name on the left to show its lanes.</p>"
+            )
         return (
             f'{name}<div class="gantt"><canvas class="lanes" tabindex="0" role="img" aria-label="{label}">'
-            '</canvas><canvas class="overview" aria-hidden="true"></canvas></div>'
+            f'</canvas><canvas class="overview" aria-hidden="true"></canvas></div>{more}'
         )
 
     return tools + "".join(map(chart, runs))
@@ -270,7 +285,7 @@ def _traffic(run: Run) -> str:
 
 def _predicted(run: Run) -> str:
     # The plan predicts the times of a complete run. An unfinished run cannot be compared with them.
-    plan = {} if run.report.unfinished else run.header.get("plan", {})
+    plan = {} if run.report.unfinished or run.report.distribution else run.header.get("plan", {})
     predicted: dict[str, float] = plan.get("predicted_seconds", {})
     rows = []
     for lane in lanes_of(run.timeline.spans):

@@ -1,5 +1,8 @@
 """The Gantt chart as an SVG picture for papers: one line per lane, on white.
 
+A run on several devices has one line per device, which shows what the device computed or waited for. Its
+lanes follow if there are at most `MAX_LANES` lanes of all devices.
+
 An operation is a box, whose width is its duration. Boxes narrower than one SVG unit are merged into columns
 of one unit, whose opacity shows how much of the column they cover. This bounds the size of the file.
 """
@@ -10,18 +13,25 @@ from html import escape
 from math import ceil, floor, log10
 
 from oocgemm.reports.gantt import busy_cells
-from oocgemm.timeline.metrics import Interval, exposed_intervals
+from oocgemm.reports.workers import labels
+from oocgemm.timeline.distribution import Distribution
+from oocgemm.timeline.exposed import Wait, exposed_intervals
+from oocgemm.timeline.intervals import Interval
+from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Span, Timeline
+from oocgemm.timeline.units import activities, is_distributed, spans_by_unit
 
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
+DEVICE, MAX_LANES = 12, 20
 LEVELS = 10
 # Colours of lanes and of causes of exposed time: the palette of Okabe and Ito, as on the HTML page.
 COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
     **{"start-up": "#aeb4bb", "issue": "#d9a400", "tail": "#cdd1d6"},
+    **{"part-wait": "#e3d9f2", "reduce": "#8656c9"},
 }
 
 
@@ -30,35 +40,74 @@ def svg(timeline: Timeline, title: str = "") -> str:
 
     A row below the lane "compute" shows the causes of exposed time.
     """
-    by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span, row in zip(timeline.spans, rows(timeline.spans), strict=True):
-        by_row[span.lane][row].append(span)
-    causes: defaultdict[str, list[Interval]] = defaultdict(list)
-    for start, end, cause in exposed_intervals(timeline.spans, timeline.wall):
-        causes[cause].append((start, end))
-    parts: list[str] = []
-    y: float = AXIS
-    for lane in lanes_of(timeline.spans):
-        depth = len(by_row[lane])
-        parts.append(_text(GUTTER - 8, y + ROW / 2, lane, "end"))
-        parts.append(f'<rect x="{GUTTER}" y="{y}" width="{COLUMNS}" height="{ROW}" fill="#f1f2f4"/>')
-        for row, spans in by_row[lane].items():
-            top, height = y + row * ROW / depth, ROW / depth - (depth > 1)
-            parts += _row(spans, timeline.wall, top, height, COLOURS.get(lane, "#444"))
-        y += ROW + GAP
-        if lane == "compute":
-            parts.append(_text(GUTTER - 8, y - 3 + WAITS / 2, "waits for", "end", "#666"))
-            parts += _waits(causes, timeline.wall, y - 3)
-            y += WAITS + GAP
-    bottom = y
+    found = report(timeline).distribution if is_distributed(timeline) else None
+    if found is None:
+        causes = _by_cause(exposed_intervals(timeline.spans, timeline.wall))
+        parts, bottom = _lanes(timeline.spans, timeline.wall, AXIS, causes)
+        shown = list(causes)
+    else:
+        parts, bottom, shown = _devices(timeline, found)
     parts += _axis(timeline.wall, bottom)
-    parts += _legend(list(causes), bottom + 12)
+    parts += _legend(shown, bottom + 12)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" width="{WIDTH}" '
         f'height="{bottom + 24}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">'
         f"<title>{escape(title or 'Gantt chart of a run')}</title>"
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
+
+
+def _devices(timeline: Timeline, found: Distribution) -> tuple[list[str], float, list[str]]:
+    """Return the rows of all devices, the position below them, and the causes that they show."""
+    did, by_unit = activities(timeline), spans_by_unit(timeline)
+    open_lanes = len(did) * len(lanes_of(timeline.spans)) <= MAX_LANES
+    parts: list[str] = []
+    y: float = AXIS
+    shown: dict[str, None] = {}
+    for (unit, activity), name in zip(did.items(), labels(found.units), strict=True):
+        causes = _by_cause(activity)
+        shown |= dict.fromkeys(causes)
+        parts.append(_text(GUTTER - 8, y + DEVICE / 2, name, "end"))
+        parts += _waits(causes, timeline.wall, y, DEVICE)
+        y += DEVICE + 2
+        if open_lanes:
+            rows_of_lanes, y = _lanes(by_unit.get(unit, []), timeline.wall, y + 2, None)
+            parts += rows_of_lanes
+            y += GAP
+    return parts, y + (0 if open_lanes else GAP), list(shown)
+
+
+def _lanes(
+    spans: Sequence[Span], wall: int, y: float, causes: dict[str, list[Interval]] | None
+) -> tuple[list[str], float]:
+    """Return the rows of the lanes, from `y` downwards, and the position below them.
+
+    `causes` are drawn below the lane "compute", if given.
+    """
+    by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span, row in zip(spans, rows(spans), strict=True):
+        by_row[span.lane][row].append(span)
+    parts: list[str] = []
+    for lane in lanes_of(spans):
+        depth = len(by_row[lane])
+        parts.append(_text(GUTTER - 8, y + ROW / 2, lane, "end", "#16191d" if causes is not None else "#666"))
+        parts.append(f'<rect x="{GUTTER}" y="{y}" width="{COLUMNS}" height="{ROW}" fill="#f1f2f4"/>')
+        for row, ran in by_row[lane].items():
+            top, height = y + row * ROW / depth, ROW / depth - (depth > 1)
+            parts += _row(ran, wall, top, height, COLOURS.get(lane, "#444"))
+        y += ROW + GAP
+        if lane == "compute" and causes is not None:
+            parts.append(_text(GUTTER - 8, y - 3 + WAITS / 2, "waits for", "end", "#666"))
+            parts += _waits(causes, wall, y - 3, WAITS)
+            y += WAITS + GAP
+    return parts, y
+
+
+def _by_cause(intervals: Iterable[Wait]) -> dict[str, list[Interval]]:
+    causes: defaultdict[str, list[Interval]] = defaultdict(list)
+    for start, end, cause in intervals:
+        causes[cause].append((start, end))
+    return causes
 
 
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
@@ -83,21 +132,27 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
     return [f'<path d="{"".join(boxes)}" fill="{colour}" fill-opacity="{o}"/>' for o, boxes in drawn.items()]
 
 
-def _waits(causes: dict[str, list[Interval]], wall: int, y: float) -> list[str]:
-    """Return the row of the causes of exposed time, as SVG paths.
+def _waits(causes: dict[str, list[Interval]], wall: int, y: float, height: float) -> list[str]:
+    """Return a row of causes of exposed time, as SVG paths.
 
     `causes` maps each cause to its intervals. In every column, one SVG unit wide, the causes are stacked. The
-    height of a cause is its share of the column's time.
+    height of a cause is its share of the column's time. Equal neighbours are one box.
     """
     parts = []
-    bottoms = [y + WAITS] * COLUMNS
+    bottoms = [y + height] * COLUMNS
     for cause, intervals in causes.items():
-        boxes = []
+        boxes: list[tuple[float, float, list[int]]] = []
         for column, share in enumerate(busy_cells(intervals, wall, COLUMNS)):
-            if share * WAITS >= 0.05:
-                bottoms[column] -= share * WAITS
-                boxes.append(_box(column, bottoms[column], 1, share * WAITS))
-        parts.append(f'<path d="{"".join(boxes)}" fill="{COLOURS.get(cause, "#444")}"/>')
+            if share * height < 0.05:
+                continue
+            bottoms[column] -= share * height
+            box = bottoms[column], share * height
+            if boxes and boxes[-1][:2] == box and boxes[-1][2][-1] == column - 1:
+                boxes[-1][2].append(column)
+            else:
+                boxes.append((*box, [column]))
+        path = "".join(_box(columns[0], top, len(columns), high) for top, high, columns in boxes)
+        parts.append(f'<path d="{path}" fill="{COLOURS.get(cause, "#444")}"/>')
     return parts
 
 

@@ -2,7 +2,7 @@
 
 from threading import Lock
 
-from oocgemm.timeline.metrics import Interval, length, union
+from oocgemm.timeline.intervals import Interval, length, union
 
 MAX_INTERVALS = 4000
 

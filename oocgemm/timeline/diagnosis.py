@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oocgemm.planning.units import format_rate, format_share, format_size, format_time
-from oocgemm.timeline.metrics import Report, length, report, union
+from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.metrics import Report, report
 from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
@@ -137,7 +138,9 @@ def _bound_evidence(timeline: Timeline, figures: Report) -> str:
     bound = figures.verdict.bound
     if bound == COMPUTE:
         return _kernel_evidence(timeline, figures)
-    lane = {"accumulator": "d2h", "tail": _last_lane(timeline)}.get(bound, bound)
+    # In a distributed run, each part has a tail, so no single lane stands for all of them.
+    last = "" if figures.distribution else _last_lane(timeline)
+    lane = {"accumulator": "d2h", "tail": last}.get(bound, bound)
     known = lane in ACTIVITIES and lane in figures.lanes
     return _lane_evidence(lane, timeline.header, figures) if known else ""
 
@@ -156,6 +159,8 @@ def _last_lane(timeline: Timeline) -> str:
 def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     rate = figures.flops / figures.compute
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
+    if figures.devices > 1:
+        text = f"The kernels of {figures.devices} devices ran at {format_rate(rate, 'FLOP')} together"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
     # An assumed `limit` is for products in the operands' precision, so it says nothing about tf32 and bf16.
@@ -170,7 +175,10 @@ def _lane_evidence(lane: str, header: Mapping[str, Any], figures: Report) -> str
     busy, moved = figures.lanes[lane]["busy"], figures.lanes[lane]["bytes"]
     rate = moved / busy if busy else 0.0
     text = f"{activity} took {format_share(busy / figures.wall)} of the time, at {format_rate(rate)}"
-    if calibrated := (header.get("rates") or {}).get(lane):
+    if figures.devices > 1:
+        text += f" for {figures.devices} devices together"
+    # Devices may share a link, so the sum of their calibrated rates is no limit.
+    elif calibrated := (header.get("rates") or {}).get(lane):
         text += f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated)}"
     lower_bound = figures.traffic.get({"decode": "read", "encode": "write"}.get(lane, lane), {}).get("least")
     if lower_bound and moved:

@@ -28,10 +28,12 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Kind, Lane
 from oocgemm.timeline.sample import Sample
 from oocgemm.timeline.spans import Span, Timeline
+from oocgemm.timeline.units import workers_of
 
 FORMAT = "oocgemm-timeline"
-VERSION = 2
-COMMON = ("kind", "operand", "lane", "stream", "device")
+# Logs of version 2 have no column "worker" among the common ones. They describe runs in one process.
+VERSION, OLDEST = 3, 2
+COMMON = ("kind", "operand", "lane", "stream", "device", "worker")
 COLUMNS = (
     *("id", "common", "tile_i", "tile_j", "step", "start_ns", "length_ns", "bytes", "flops"),
     "waits_back",
@@ -108,7 +110,7 @@ class Recorder:
             self._lines.append(_encode(fields | self.header))
 
     def _encode_span(self, span: Span) -> None:
-        key = span.kind, span.operand, span.lane, span.stream, span.device
+        key = span.kind, span.operand, span.lane, span.stream, span.device, span.worker
         common = self._common.get(key)
         if common is None:
             common = self._common[key] = len(self._common)
@@ -236,8 +238,10 @@ def _parse(lines: Iterable[str]) -> Timeline:
     header: dict[str, Any] = next(parts, {})
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise _NotATimeline("is not a timeline written by oocgemm run --timeline")
-    if header["version"] != VERSION:
-        raise _NotATimeline(f"has format version {header['version']}; this program reads version {VERSION}")
+    version = header["version"]
+    if version not in range(OLDEST, VERSION + 1):
+        known = f"versions {OLDEST} to {VERSION}"
+        raise _NotATimeline(f"has format version {version}; this program reads {known}")
     spans: list[Span] = []
     common: list[tuple[Any, ...]] = []
     footer: dict[str, Any] | None = None
@@ -280,8 +284,8 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
     Raises `ValueError` or `LookupError` if the line is damaged.
     """
-    *texts, device = found = tuple(part[name] for name in COMMON)
-    if not all(isinstance(text, str) for text in texts) or not _is_count(device):
+    *texts, device, worker = found = tuple(({"worker": 0} | part)[name] for name in COMMON)
+    if not all(isinstance(text, str) for text in texts) or not (_is_count(device) and _is_count(worker)):
         raise ValueError(f"{part} is damaged")
     Kind(part["kind"]), Lane(part["lane"])
     return found
@@ -297,9 +301,9 @@ def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
     if not all(map(_is_count, counts)) or not all(_is_count(b) and 0 < b <= number for b in back):
         raise ValueError(f"span {number} is damaged")
     waits = tuple(number - b for b in back)
-    kind, operand, lane, stream, device = common[which]
+    kind, operand, lane, stream, device, worker = common[which]
     place = kind, operand, lane, stream, device, (i, j), step
-    return Span(number, *place, start, start + length, size, flops, waits)
+    return Span(number, *place, start, start + length, size, flops, waits, worker)
 
 
 def _check(header: Mapping[str, Any]) -> None:
@@ -324,8 +328,11 @@ def _check(header: Mapping[str, Any]) -> None:
             and isinstance(retried, list)
             and isinstance(kernels, list)
             and all(isinstance(name, str) for name in [*names, *retried, *kernels])
+            and isinstance(header.get("devices") or [], list)
         ):
-            return
+            with suppress(ValueError, LookupError, TypeError):
+                workers_of(header)
+                return
     raise ValueError("its header is damaged")
 
 

@@ -12,70 +12,39 @@ T is the wall time.
 - efficiency: a lower bound of the run time / T. The bound is the longest of these times, at calibrated rates:
   multiplying, moving the ``least`` bytes over each link, and decoding.
 
-A ratio is None if its denominator is 0, and the efficiency if rates are not calibrated or the run is
-unfinished.
+With several devices or workers, times of compute, of causes and of lanes are means over the devices, and
+flops, operations and bytes are sums. Overlaps are ratios of sums. `oocgemm.timeline.distribution` defines the
+figures that only such runs have.
+
+A ratio is None if its denominator is 0. The efficiency is None if rates are not calibrated, if the run is
+unfinished, or if it used several devices.
 """
 
 import os
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oocgemm.timeline.distribution import Distribution, distribution
+from oocgemm.timeline.intervals import intersection, length, union
 from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.verdict import Verdict, shares, verdict
-
-Interval = tuple[int, int]
-Wait = tuple[int, int, str]
+from oocgemm.timeline.units import Unit, activities, is_distributed, spans_by_unit, workers_of
+from oocgemm.timeline.verdict import COMPUTE, Verdict, shares, verdict
 
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, as disjoint intervals in ascending order. Empty ones are left out.
-
-    >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
-    [(0, 4), (5, 7)]
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[0] < i[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: Iterable[Interval]) -> int:
-    """Return the sum of the lengths of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the intervals of time that both lists cover.
-
-    The intervals of each list must be disjoint and in ascending order, as `union` returns them.
-    """
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
 @dataclass(frozen=True)
 class Report:
-    """The figures of a run on one device.
+    """The figures of a run.
 
     Times are in seconds. The figures are defined at the top of this module. Ratios may be None.
+
+    `distribution` has the figures of a run on several devices or workers, one entry per device among them. It
+    is None for a run on one device.
 
     `checks` describes the checks of C, and is None if the run was not verified:
 
@@ -112,6 +81,12 @@ class Report:
     checks: dict[str, Any] | None = None
     unfinished: bool = False
     cpu: dict[str, float] | None = None
+    distribution: Distribution | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the figures cover."""
+        return len(self.distribution.units) if self.distribution else 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -124,48 +99,58 @@ class Report:
         return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, the verdict and the shares as plain data that JSON can represent."""
-        return {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
+        """Return all fields, the verdict and the shares as plain data that JSON can represent.
+
+        The field ``distribution`` is left out if it is None.
+        """
+        found = {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
+        return {name: value for name, value in found.items() if name != "distribution" or value is not None}
 
 
-def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Report:
+def report(
+    timeline: Timeline | str | os.PathLike[str], device: int | None = None, worker: int | None = None
+) -> Report:
     """Compute the figures of a run from its timeline, or from the path of its log.
 
-    Only operations on the device with number `device` are counted.
+    If the numbers of a device or a worker are given, only operations on them are counted. Both count from 0.
 
     Raises `InputError` if the log cannot be read.
     """
     if not isinstance(timeline, Timeline):
         timeline = read_log(os.fspath(timeline))
-    spans = [s for s in timeline.spans if s.device == device]
-    lanes: defaultdict[str, list[Interval]] = defaultdict(list)
+    every = activities(timeline)
+    units = [u for u in every if device in (None, u.device) and worker in (None, u.worker)]
+    units = units or [Unit(worker or 0, device or 0)]
+    whole, wall, count = len(units) == len(every), timeline.wall, len(units)
+    by_unit = spans_by_unit(timeline)
+    mine = list(by_unit) if whole else units
+    spans = list(timeline.spans) if whole else [s for unit in units for s in by_unit.get(unit, [])]
+    causes: defaultdict[str, int] = defaultdict(int)
+    for start, end, cause in (one for unit in units for one in every.get(unit, [(0, wall, "tail")])):
+        causes[cause] += end - start
+    compute = causes.pop(COMPUTE, 0)
+    flops = sum(s.flops for s in spans if s.kind == "multiply")
+    spread = distribution(timeline, every) if whole and is_distributed(timeline) else None
+    useful = flops - (int(spread.lost["flops"]) if spread else 0)
     moved: defaultdict[str, int] = defaultdict(int)
     for span in spans:
-        lanes[span.lane].append((span.start, span.end))
         moved[span.lane] += span.bytes
-    multiplies = [s for s in spans if s.kind == "multiply"]
-    compute = union((s.start, s.end) for s in multiplies)
-    wall = timeline.wall
-    flops = sum(s.flops for s in multiplies)
     return Report(
         wall=wall / 1e9,
-        compute=length(compute) / 1e9,
-        compute_share=_ratio(length(compute), wall),
-        copy_overlap=_overlap([i for lane in COPY for i in lanes[lane]], compute),
-        storage_overlap=_overlap([i for lane in STORAGE for i in lanes[lane]], compute),
-        exposed={cause: ns / 1e9 for cause, ns in exposed(spans, wall).items()},
-        lanes={
-            lane: {"busy": length(union(intervals)) / 1e9, "operations": len(intervals), "bytes": moved[lane]}
-            for lane, intervals in lanes.items()
-            if intervals
-        },
-        traffic=_traffic(timeline, moved),
+        compute=compute / (count * 1e9),
+        compute_share=_ratio(compute, count * wall),
+        copy_overlap=_overlap([by_unit.get(unit, []) for unit in mine], COPY),
+        storage_overlap=_overlap([by_unit.get(unit, []) for unit in mine], STORAGE),
+        exposed={cause: ns / (count * 1e9) for cause, ns in causes.items() if ns},
+        lanes=_lanes([by_unit.get(unit, []) for unit in mine], count),
+        traffic=_traffic(timeline, moved, spread, whole=whole),
         flops=flops,
-        flop_rate=_ratio(flops, wall / 1e9),
-        efficiency=_efficiency(timeline, spans, flops),
+        flop_rate=_ratio(useful, wall / 1e9),
+        efficiency=_efficiency(timeline, spans, flops) if len(every) == 1 and not spread else None,
         checks=_checks(timeline),
         unfinished=timeline.unfinished,
         cpu=_cpu(timeline),
+        distribution=spread,
     )
 
 
@@ -179,137 +164,42 @@ def same_product(timelines: Sequence[Timeline]) -> bool:
     return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
 
 
-def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return the shares of compute and of each cause of exposed time between two times, the largest first.
-
-    The times `since` and `until` are in nanoseconds since the run began. `spans` must contain all operations
-    that ran between them.
-
-    >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
-    >>> shares_between([multiply], 0, 50)
-    {'compute': 0.6, 'start-up': 0.2, 'tail': 0.2}
-    """
-    window = [(since, until)]
-    compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
-    causes: defaultdict[str, float] = defaultdict(float)
-    for start, end, cause in exposed_intervals(spans, until):
-        causes[cause] += max(0, end - max(start, since))
-    return shares(length(intersection(compute, window)), causes, until - since)
+def _lanes(units: Sequence[Sequence[Span]], count: int) -> dict[str, dict[str, float]]:
+    """Return the mean busy time, the number of operations and the bytes of each lane of several units."""
+    found: dict[str, dict[str, float]] = {}
+    for spans in units:
+        lanes: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in spans:
+            lanes[span.lane].append(span)
+        for lane, ran in lanes.items():
+            sums = found.setdefault(lane, {"busy": 0, "operations": 0, "bytes": 0})
+            sums["busy"] += length(union((s.start, s.end) for s in ran))
+            sums["operations"] += len(ran)
+            sums["bytes"] += sum(s.bytes for s in ran)
+    return {lane: sums | {"busy": sums["busy"] / (count * 1e9)} for lane, sums in found.items()}
 
 
-def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Return the exposed time of each cause, in nanoseconds."""
-    causes: defaultdict[str, int] = defaultdict(int)
-    for start, end, cause in exposed_intervals(spans, wall):
-        causes[cause] += end - start
-    return dict(causes)
-
-
-def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """Return the exposed time as intervals (start, end, cause) in order.
-
-    Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
-    for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
-    so on. While one of these operations ran, its lane is the cause, except that ``d2h`` is reported as
-    ``accumulator``: the Multiply waited for a free accumulator.
-
-    While none of them ran, the cause is ``start-up`` before the first Multiply, and ``issue`` later. After
-    the last Multiply, it is ``tail``.
-    """
-    by_id = {s.id: s for s in spans}
-    before = stream_predecessors(spans)
-    found: list[Wait] = []
-    covered_until = 0
-    idle_cause = "start-up"
-    for span in sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end)):
-        if span.start > covered_until:
-            found += reversed(_attributed(span, (covered_until, span.start), idle_cause, by_id, before))
-        covered_until = max(covered_until, span.end)
-        idle_cause = "issue"
-    found.append((covered_until, wall, "tail"))
-    return [wait for wait in found if wait[0] < wait[1]]
-
-
-def _attributed(
-    span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
-) -> list[Wait]:
-    """Return the causes of the gap before a Multiply, as intervals (start, end, cause), the latest first.
-
-    `span` is the Multiply. `exposed_intervals` describes the method. `idle_cause` is the cause while none of
-    the delaying operations ran. `by_id` maps ids to spans. `before` is from `stream_predecessors`.
-    """
-    start, cursor = gap
-    found: list[Wait] = []
-    current = span
-    while cursor > start:
-        latest = last_predecessor(current, by_id, before)
-        if latest is None or latest.end <= start:
-            break
-        if latest.end < cursor:
-            found.append((latest.end, cursor, idle_cause))
-            cursor = latest.end
-        begin = max(start, min(latest.start, cursor))
-        found.append((begin, cursor, _cause(latest)))
-        cursor = begin
-        current = latest
-    found.append((start, cursor, idle_cause))
-    return found
-
-
-def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """Return the predecessor of a span that ended last; None if it has no predecessor.
-
-    The predecessors are the operations in `span.waits`, and the one that `before` gives for the span.
-    `before` is from `stream_predecessors`.
-    """
-    candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
-    return max(candidates, key=lambda s: s.end, default=None)
-
-
-def _cause(span: Span) -> str:
-    return "accumulator" if span.lane == "d2h" else span.lane
-
-
-def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """Map the id of each span to the id of an earlier operation of its stream, which may have delayed it.
-
-    If several threads run the operations of a stream, an operation starts when a thread becomes free. The
-    earlier operation that ended last before the span started is therefore chosen. If none had ended, the
-    operation issued just before the span is chosen. The first operation of a stream is left out.
-    """
-    streams: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda s: s.id):
-        streams[span.stream].append(span)
-    found: dict[int, int] = {}
-    for issued in streams.values():
-        ended = sorted(issued, key=lambda s: (s.end, s.id))
-        ends = [s.end for s in ended]
-        for number, span in enumerate(issued):
-            place = bisect_right(ends, span.start) - 1
-            # Skip operations that were issued after the span. They may seem to end before it starts, because
-            # device clocks are inexact.
-            while place >= 0 and ended[place].id >= span.id:
-                place -= 1
-            if place >= 0:
-                found[span.id] = ended[place].id
-            elif number:
-                found[span.id] = issued[number - 1].id
-    return found
-
-
-def _overlap(intervals: list[Interval], compute: Sequence[Interval]) -> float | None:
-    merged = union(intervals)
-    return _ratio(length(intersection(merged, compute)), length(merged))
+def _overlap(units: Sequence[Sequence[Span]], lanes: Sequence[str]) -> float | None:
+    """Return the share of the time of some lanes in which a Multiply of the same unit ran."""
+    both = busy = 0
+    for spans in units:
+        merged = union((s.start, s.end) for s in spans if s.lane in lanes)
+        compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
+        both += length(intersection(merged, compute))
+        busy += length(merged)
+    return _ratio(both, busy)
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
-    plan = {} if timeline.unfinished else timeline.header.get("plan", {})
+def _traffic(
+    timeline: Timeline, moved: dict[str, int], spread: Distribution | None, *, whole: bool
+) -> dict[str, dict[str, int | None]]:
+    plan = {} if timeline.unfinished or not whole else timeline.header.get("plan", {})
     through_codec = {"read": "decode", "write": "encode"}
-    return {
+    found = {
         link: {
             "bytes": moved.get(link, 0) + moved.get(through_codec.get(link, ""), 0),
             "required": plan.get("required", {}).get(link),
@@ -317,6 +207,11 @@ def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, i
         }
         for link in ("read", "h2d", "d2h", "write")
     }
+    if spread:
+        # The plan's bound on uploads holds for one memory. Several have room for more.
+        found["read"]["least"] = spread.storage["least"]
+        found["h2d"]["least"] = found["h2d"]["required"]
+    return found
 
 
 def _checks(timeline: Timeline) -> dict[str, Any] | None:
@@ -324,6 +219,7 @@ def _checks(timeline: Timeline) -> dict[str, Any] | None:
     if found is None:
         return None
     wall, cores = timeline.wall / 1e9, timeline.header.get("machine", {}).get("cores", 1)
+    wall *= max(1, len(workers_of(timeline.header)))
     return dict(found) | {
         "share": _ratio(found["seconds"], wall),
         "core_share": _ratio(found["thread_seconds"], wall * cores),

@@ -26,7 +26,7 @@ from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.cost.rates import scaled, value_of
 from oocgemm.planning.cost.simulate import duration
 from oocgemm.planning.tiling import Layout
-from oocgemm.timeline.metrics import Interval, length, union
+from oocgemm.timeline.intervals import Interval, length, union
 from oocgemm.timeline.spans import Span
 
 # An observation needs this many operations, which take this many nanoseconds together.

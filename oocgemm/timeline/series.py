@@ -4,8 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from oocgemm.timeline.metrics import length, union
+from oocgemm.timeline.intervals import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
+from oocgemm.timeline.units import units_of
+from oocgemm.timeline.verdict import COMPUTE
 
 # Kinds of operations in the order of data flow. An operation waits for an earlier kind to use its data: a
 # Multiply needs an uploaded panel. It waits for a later kind to reuse a slot: a Read may overwrite a panel
@@ -26,11 +28,11 @@ def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
     Otherwise, they may overlap by 5% of the later span: clocks of devices are inexact, and consecutive spans
     should be drawn on one row.
     """
-    free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    free: defaultdict[tuple[int, int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end)):
         span = spans[index]
-        ends = free[span.device, span.lane]
+        ends = free[span.worker, span.device, span.lane]
         begins = span.start + (0 if exact else (span.end - span.start) // 20)
         row = next((r for r, end in enumerate(ends) if end <= begins), len(ends))
         ends[row : row + 1] = [span.end]
@@ -88,6 +90,9 @@ def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     Rates are in flop/s for the lane "compute" and in bytes per second for all others. A calibrated
     rate is preferred to that of the plan's machine model, which may be assumed. A lane without either is
     left out.
+
+    With several devices, the limit of compute is that of all devices together. Other lanes are left out,
+    because devices may share a link.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})
@@ -101,4 +106,6 @@ def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
         rate = calibrated.get(part) or (kernel if part == "kernel" else model.get(part))
         if rate:
             known[lane] = float(rate), part in calibrated or part in measured
+    if (count := len(units_of(timeline))) > 1:
+        return {lane: (count * rate, sure) for lane, (rate, sure) in known.items() if lane == COMPUTE}
     return known

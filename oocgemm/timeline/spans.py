@@ -18,7 +18,8 @@ class Span:
     """One operation of a run, with the times at which it started and ended.
 
     `start` and `end` are in nanoseconds since `gemm` was called. `waits` lists the ids of the operations
-    that had to end before this one could start.
+    that had to end before this one could start. `device` and `worker` are numbers that count from 0; the
+    worker of a run in one process is 0.
     """
 
     id: int
@@ -34,6 +35,7 @@ class Span:
     bytes: int
     flops: int
     waits: tuple[int, ...] = ()
+    worker: int = 0
 
     @classmethod
     def of(cls, number: int, op: Operation, start: int, end: int, waits: Iterable[int]) -> "Span":

@@ -2,7 +2,7 @@
 
 Each instant of T is attributed to one cause, so that the shares of all causes add up to 1. The cause is
 ``compute`` if at least one Multiply ran at that instant. All other causes are called stalls:
-`oocgemm.timeline.metrics.exposed_intervals` determines them.
+`oocgemm.timeline.exposed.exposed_intervals` determines them.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,8 @@ CAUSES = {
     "issue": "no operation that the kernel waited for was running",
     "start-up": "before the first multiplication, no operation was running",
     "tail": "after the last multiplication",
+    "part-wait": "the worker had no part to compute",
+    "reduce": "adding the partial products of a k-split",
 }
 
 

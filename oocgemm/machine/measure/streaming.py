@@ -33,7 +33,7 @@ from oocgemm.planning.search.candidates import io_threads
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 from oocgemm.timeline import Span
-from oocgemm.timeline.metrics import length, union
+from oocgemm.timeline.intervals import length, union
 
 # Columns of B: few, so that the multiplications take no time in comparison.
 COLUMNS = 8

@@ -4,6 +4,8 @@ Object.assign(Gantt.prototype, {
     const canvas = this.canvas;
     let dragX = null; // clientX of the last event of a drag, null outside a drag
     canvas.addEventListener("pointerdown", (event) => {
+      const unit = event.offsetX < GUTTER ? this.unitAt(event.offsetY) : -1;
+      if (unit >= 0) { this.toggle(unit); return; }
       dragX = event.clientX;
       canvas.setPointerCapture(event.pointerId);
       canvas.classList.add("dragged");
@@ -54,9 +56,15 @@ Object.assign(Gantt.prototype, {
 
   hover(event) {
     const i = this.spanAt(event.offsetX, event.offsetY), wait = i < 0 ? this.waitAt(event.offsetX, event.offsetY) : null;
+    const unit = this.unitAt(event.offsetY);
+    this.canvas.style.cursor = unit >= 0 && event.offsetX < GUTTER && this.start.length ? "pointer" : "";
     if (i !== this.hovered) { this.hovered = i; this.draw(); }
     if (i >= 0) this.tip.show(event, ...this.described(i));
-    else if (wait) this.tip.show(event, `Waits: ${this.run.causes[wait[2]]}`, [["start", formatTime(wait[0])], ["duration", formatTime(wait[1])]]);
+    else if (wait) {
+      const cause = this.run.causes[wait[2]], where = unit < 0 ? [] : [["device", this.run.units[unit][1]]];
+      this.tip.show(event, cause === "compute" ? cause : `Waits: ${cause}`,
+        [...where, ["start", formatTime(wait[0])], ["duration", formatTime(wait[1])]]);
+    } else if (unit >= 0 && event.offsetX < GUTTER) this.tip.show(event, this.run.units[unit][1], []);
     else this.tip.hide();
   },
 
@@ -75,6 +83,7 @@ Object.assign(Gantt.prototype, {
     ];
     if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
     if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
+    if (this.run.units) lines.unshift(["device", this.run.units[spans.unit[i]][1]]);
     if (after >= 0) lines.push(["predecessor", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
     return [this.title(i), lines];
   },
