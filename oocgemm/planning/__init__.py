@@ -12,7 +12,8 @@ from oocgemm.planning.cost.machine import (
 )
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
-from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule
+from oocgemm.planning.schedule.operation import Kind, Lane, Operation
+from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.guarded import guarded_plan
