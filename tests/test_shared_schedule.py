@@ -1,4 +1,4 @@
-"""The schedule of several devices: its waits, its results, the panels that it reads, and how tiles are dealt."""
+"""The schedule of several devices: its waits, its results, its reads, and how tiles are dealt."""
 
 from collections import Counter
 from dataclasses import fields, replace
@@ -13,7 +13,7 @@ from oocgemm.planning import Kind, Operation, Schedule, Slots, Tier, TileGrid, T
 from oocgemm.planning.schedule.dealing import arrangement, deal
 from oocgemm.planning.schedule.hazards import verify, waits_of
 from oocgemm.planning.schedule.shared import SharedSchedule
-from oocgemm.planning.schedule.traversal import forwards, last
+from oocgemm.planning.schedule.traversal import ROW_BY_ROW, forwards, last
 from tests.schedule_problems import problem
 from tests.simulator import Simulator
 from tests.suite import examples
@@ -22,7 +22,7 @@ from tests.test_schedule import expected, operands, schedules
 DEVICES = st.integers(1, 8)
 
 
-def shared(schedule: Schedule, devices: int, traversal: Traversal = Traversal()) -> SharedSchedule:
+def shared(schedule: Schedule, devices: int, traversal: Traversal = ROW_BY_ROW) -> SharedSchedule:
     """Return the schedule of the same tiles on several devices."""
     arranged = arrangement(devices, schedule.problem, schedule.grid)
     tiles = deal(devices, schedule.grid.shape, traversal, arranged, set(schedule.tiles))
@@ -132,7 +132,7 @@ def _read(operations: Any) -> int:
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4), (12, 6), (7, 9)])
 def test_devices_in_step_share_panels(devices: int, shape: tuple[int, int]) -> None:
-    """With host slots for the panels of a few steps only, a panel is still read once for all tiles of a round."""
+    """Host slots for the panels of a few steps suffice to read a panel once for all tiles of a round."""
     p = problem(8 * shape[0], 8 * shape[1], 64)
     grid = TileGrid.of(p, TileShape(8, 8, 2))
     few = Slots(host_a=3 * devices, host_b=3 * devices)
