@@ -9,6 +9,7 @@ plan with the shortest predicted time is chosen.
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 
 from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
@@ -27,6 +28,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Numbers of tiles per device, down and across, that are tried. With two, the two tiles may go through k in
 # opposite directions, so that the tiles of a round have the same direction.
 TILES_PER_DEVICE = ((1, 1), (2, 1), (1, 2))
+# This many tile shapes, those with which the share of a device takes least time, are planned for all devices.
+MAX_SHAPES = 4
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -68,23 +71,25 @@ class _Search:
         self._scratch = scratch_bytes(setting, io_threads(setting))
 
     def shapes(self) -> Collection[TileShape]:
-        """Return the tile shapes that suit the share of a device, for each way to divide C into shares.
+        """Return the best tile shapes for the share of a device, of all ways to divide C into shares.
 
         Raises `BudgetError` if there is none.
         """
-        devices, found = self.setting.devices, dict[TileShape, None]()
+        devices, found = self.setting.devices, dict[TileShape, float]()
         refused: BudgetError | None = None
         for down in range(1, devices + 1):
             for more_down, more_across in TILES_PER_DEVICE if devices % down == 0 else ():
                 across = devices // down
                 own = self._own(None, self._extents(down * more_down, across * more_across))
                 try:
-                    found[self._alone(own, (down, across), 1 / devices, None).tile] = None
+                    alone = self._alone(own, (down, across), 1 / devices, None)
+                    seconds = more_down * more_across * alone.prediction.total
+                    found[alone.tile] = min(seconds, found.get(alone.tile, inf))
                 except BudgetError as error:
                     refused = error
         if not found and refused is not None:
             raise refused
-        return found
+        return sorted(found, key=found.__getitem__)[:MAX_SHAPES]
 
     def planned(self, tile: TileShape) -> Plan:
         """Return the plan for a tile shape, with the slots that suit the share of one device."""
@@ -94,7 +99,7 @@ class _Search:
         rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
         own = self._own(tile, (rows * tile.m, cols * tile.n))
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
-            candidate = _widened(self._alone(own, arranged, part, tile), arranged, grid)
+            candidate = _widened(self._alone(own, arranged, part, tile).candidate, arranged, grid)
             if footprint(setting, candidate).host_total <= setting.budgets.host:
                 break
         return Plan(
@@ -115,9 +120,7 @@ class _Search:
     def _own(self, tile: TileShape | None, share: tuple[int, int]) -> Setting:
         return own_setting(self.setting, tile, *share)
 
-    def _alone(
-        self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None
-    ) -> Candidate:
+    def _alone(self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None) -> Plan:
         """Plan the share `own` of one device within a part of the host budget.
 
         Raises `BudgetError` if no plan fits. The message names budgets that suffice for all devices.
@@ -129,7 +132,7 @@ class _Search:
         machines = tuple(slowed(machine, reading, devices) for machine in self._machines)
         given = own.problem, Budgets(budgets.device, host), machines, self._assumed, own.layouts, tile
         try:
-            return guarded_plan(*given).candidate
+            return guarded_plan(*given)
         except BudgetError as error:
             if error.needed is None:
                 raise
