@@ -29,7 +29,7 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # opposite directions, so that the tiles of a round have the same direction.
 TILES_PER_DEVICE = ((1, 1), (2, 1), (1, 2))
 # This many tile shapes, those with which the share of a device takes least time, are planned for all devices.
-MAX_SHAPES = 4
+MAX_SHAPES = 8
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
