@@ -18,6 +18,7 @@ from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import make_plan, resumed_plan
+from oocgemm.planning.search.shared import shared_plan
 from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tile_set import TileSet
@@ -63,4 +64,5 @@ __all__ = [
     "make_plan",
     "recorded_plan",
     "resumed_plan",
+    "shared_plan",
 ]

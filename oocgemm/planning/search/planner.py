@@ -103,11 +103,13 @@ def resumed_plan(
     layouts: Layouts,
     candidate: Candidate,
     done: frozenset[Tile],
+    devices: int = 1,
 ) -> Plan:
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
     `candidate` is how the interrupted run computed the product. If it does not fit the present budgets, the
-    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same.
+    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same,
+    and so it is with another number of devices.
     Raises `BudgetError` if the plan does not fit even then.
     """
     slots = candidate.slots
@@ -123,7 +125,7 @@ def resumed_plan(
     )
     smallest = replace(candidate, slots=fewer, io_threads=1)
     for tried in (candidate, replace(candidate, slots=fewer), smallest):
-        plan = Plan(problem, layouts, budgets, machine, tried, done=done)
+        plan = Plan(problem, layouts, budgets, machine, tried, done=done, devices=devices)
         used = plan.footprint
         if (used.device_total <= budgets.device and used.host_total <= budgets.host) or plan.steps == 0:
             return plan
