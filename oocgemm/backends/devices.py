@@ -198,7 +198,7 @@ def open_devices(name: str, numbers: Sequence[int] | str) -> Devices:
     for number, kind in kinds.items():
         if kind != kinds[numbers[0]]:
             raise InputError(
-                f"device {number} is a {kind}, device {numbers[0]} a {kinds[numbers[0]]}: their results are "
-                "rounded differently; pass devices of one kind"
+                f"device {number} is {kind}, device {numbers[0]} is {kinds[numbers[0]]}: they may round "
+                "differently; pass devices of one kind"
             )
     return Devices(numbers, [opened[number] for number in numbers])

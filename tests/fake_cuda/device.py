@@ -260,9 +260,13 @@ class Device:
         assert not self.memory.pinned, f"host memory is still pinned: {self.memory.pinned}"
 
     def in_flight(self, begin: int, end: int) -> bool:
-        """Return whether a command that has possibly not run yet accesses this memory."""
+        """Return whether a command that has possibly not run yet accesses this memory.
+
+        Commands of a failed device never run.
+        """
         with self.lock:
-            return any(each.begin < end and begin < each.end for each in self._accesses)
+            working = [x for x in self._accesses if self._queues[x.stream].device not in self.failed]
+            return any(each.begin < end and begin < each.end for each in working)
 
     def _append(self, stream: int, command: Command) -> Queue:
         queue = self._queues[stream]

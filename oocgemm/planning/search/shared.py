@@ -68,7 +68,8 @@ class _Search:
     def __init__(self, setting: Setting, machines: tuple[MachineModel, ...], assumed: frozenset[str]) -> None:
         self.setting = setting
         self._machines, self._assumed = machines, assumed
-        self._scratch = scratch_bytes(setting, io_threads(setting))
+        # Bytes of host memory that the run needs once, not per device.
+        self._once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
 
     def shapes(self) -> Collection[TileShape]:
         """Return the best tile shapes for the share of a device, of all ways to divide C into shares.
@@ -125,8 +126,8 @@ class _Search:
 
         Raises `BudgetError` if no plan fits. The message names budgets that suffice for all devices.
         """
-        budgets, devices, scratch = self.setting.budgets, self.setting.devices, self._scratch
-        host = int((budgets.host - scratch) * part) + scratch
+        budgets, devices, once = self.setting.budgets, self.setting.devices, self._once
+        host = int((budgets.host - once) * part) + once
         # About as many panels are read for all devices in a step, per panel of one device.
         reading = sum(arranged) / 2
         machines = tuple(slowed(machine, reading, devices) for machine in self._machines)
@@ -137,9 +138,8 @@ class _Search:
             if error.needed is None:
                 raise
             device, on_host = error.needed
-            needed = Footprint(
-                {"slots": device}, {"scratch": scratch, "slots": max(0, on_host - scratch) * devices}
-            )
+            host = once + devices * max(0, on_host - once)
+            needed = Footprint({"slots": device}, {"slots": host, "scratch": 0})
             raise too_small(budgets, needed, f"the smallest plan for {devices} devices") from error
 
 
