@@ -296,12 +296,12 @@ def test_a_plan_for_several_devices_needs_no_device(tmp_path: Path) -> None:
 def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:
     a = tmp_path / "a.npy"
     np.save(a, np.ones((400, 400)))
-    given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
+    c, given = tmp_path / "C", {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
     with pytest.raises(BudgetError, match="smallest plan for 4 devices") as caught:
-        oocgemm.plan(a, a, device_memory="90MiB", host_memory="64KiB", **given)
+        oocgemm.plan(a, a, c, device_memory="90MiB", host_memory="64KiB", **given)
     assert caught.value.least is not None
     budgets = Budgets(90 << 20, caught.value.least)
-    planned = oocgemm.plan(a, a, device_memory=budgets.device, host_memory=budgets.host, **given)
+    planned = oocgemm.plan(a, a, c, device_memory=budgets.device, host_memory=budgets.host, **given)
     assert planned.footprint.host_total <= budgets.host
 
 

@@ -149,7 +149,7 @@ def test_devices_in_step_share_panels(devices: int, shape: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (5, 7), (3, 3), (2, 2), (1, 8), (8, 1)])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (6, 8), (5, 9), (3, 3), (1, 8), (8, 1)])
 @pytest.mark.parametrize("host", [(12, 12), (40, 12), (12, 40), (80, 80), (300, 300)])
 def test_several_devices_read_no_more_than_one(
     devices: int, shape: tuple[int, int], host: tuple[int, int]

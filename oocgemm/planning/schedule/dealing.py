@@ -61,13 +61,14 @@ def arrangement(devices: int, problem: GemmProblem, grid: TileGrid) -> tuple[int
         return 1, devices
     a, b = grid.tile.m * problem.itemsizes["A"], grid.tile.n * problem.itemsizes["B"]
 
-    def loaded(arranged: tuple[int, int]) -> int:
+    def loaded(arranged: tuple[int, int]) -> tuple[int, float]:
         rounds = _rounds(devices, _blocks(grid.shape, Traversal(), arranged))
         total = 0
         for _ in range(COMPARED_ROUNDS):
             tiles = list(islice(rounds, devices))
             total += a * len({i for i, _ in tiles}) + b * len({j for _, j in tiles})
-        return total
+        # Of equal ones, choose the one that the grid has enough rows and columns for.
+        return total, max(wanted / there for wanted, there in zip(arranged, grid.shape, strict=True))
 
     return min(((down, devices // down) for down in range(1, devices + 1) if devices % down == 0), key=loaded)
 
