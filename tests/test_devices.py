@@ -3,19 +3,24 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import zarr
 
 import oocgemm
 from oocgemm import BudgetError, ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.base import slot_offsets
-from oocgemm.planning import Budgets, Kind, Plan, Tier
+from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
+from oocgemm.planning.schedule.dealing import arrangement
 from tests.backends_here import running_on
+from tests.command import command, run
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.faulty_runs import store
 from tests.problems import Array, integers
@@ -296,13 +301,39 @@ def test_a_plan_for_several_devices_needs_no_device(tmp_path: Path) -> None:
 def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:
     a = tmp_path / "a.npy"
     np.save(a, np.ones((400, 400)))
-    c, given = tmp_path / "C", {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
+    c = tmp_path / "C"
+    given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
     with pytest.raises(BudgetError, match="smallest plan for 4 devices") as caught:
         oocgemm.plan(a, a, c, device_memory="90MiB", host_memory="64KiB", **given)
     assert caught.value.least is not None
     budgets = Budgets(90 << 20, caught.value.least)
     planned = oocgemm.plan(a, a, c, device_memory=budgets.device, host_memory=budgets.host, **given)
     assert planned.footprint.host_total <= budgets.host
+
+
+def test_the_command_line_takes_devices(tmp_path: Path) -> None:
+    for name, values in (("A", A), ("B", B)):
+        store(tmp_path / name, "raw", values)
+    c = tmp_path / "C"
+    operands = tmp_path / "A", tmp_path / "B"
+    done = run(*operands, c, "--tile", TILE, "--devices", "0,0", "--json")
+    assert done.json()["plan"]["devices"] == 2
+    found: Any = zarr.open_array(c)[:]
+    np.testing.assert_allclose(found, A @ B, rtol=1e-10)
+    refused = run(*operands, c, "--devices", "0,1", "--overwrite")
+    assert (refused.code, "there is no device 1" in refused.err) == (EXIT_USAGE, True)
+    planned = command("plan", *operands, "--backend", "cuda", "--device-memory", "1GiB", "--devices", "0,1,2")
+    assert "each of 3 devices" in planned.out
+
+
+def test_more_devices_get_more_host_slots_when_a_run_is_resumed() -> None:
+    plan = oocgemm.plan(A, B, backend="cuda", device_memory="200MiB", kernel="cublas", tile=TILE)
+    slots = replace(plan.candidate.slots, host_a=1, host_b=1, host_c=1)
+    given = plan.problem, plan.budgets, plan.machine, plan.layouts
+    resumed = resumed_plan(*given, replace(plan.candidate, slots=slots), frozenset(), 4)
+    down, across = arrangement(4, plan.problem, resumed.grid)
+    assert (resumed.slots.host_a, resumed.slots.host_b) == (3 * down, 3 * across)
+    assert (resumed.devices, resumed.slots.a) == (4, slots.a)
 
 
 @pytest.mark.parametrize("devices", ["0,0", "0,0,0,0"])
