@@ -6,8 +6,8 @@
 
 A and B have small integers, so that C is exact whatever the tiles are. They are zarr arrays with raw chunks
 in a folder, or NumPy arrays. The first `--devices` are the reference: speeds and bytes read are relative to
-theirs, and every C must equal theirs. Runs take turns, `--samples` times, after one round that is not counted.
-For every GPU, the script prints the share of the time in which it multiplied.
+theirs, and every C must equal theirs. Runs take turns, `--samples` times, after a round that is not counted.
+Per GPU, the script prints the share of the time in which it multiplied.
 """
 
 import shutil
