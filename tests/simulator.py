@@ -72,12 +72,13 @@ class Simulator:
 
     @staticmethod
     def _predecessors(planned: list[tuple[Operation, list[int]]]) -> list[int | None]:
-        latest: dict[str, int] = {}
+        latest: dict[tuple[int, str], int] = {}
         found: list[int | None] = []
         for number, (operation, _) in enumerate(planned):
             in_order = operation.stream in IN_ORDER
-            found.append(latest.get(operation.stream) if in_order else None)
-            latest[operation.stream] = number
+            stream = operation.device, operation.stream
+            found.append(latest.get(stream) if in_order else None)
+            latest[stream] = number
         return found
 
     def _region(self, region: Region) -> Array:
@@ -129,7 +130,7 @@ class Simulator:
             return []
         top, strip = self.schedule.grid.rows(op.tile[0])[0], self.schedule.slots.strip
         strips = (op.m[0] - top) // strip, -(-(op.m[1] - top) // strip)
-        return [Region(Slot(Tier.DEVICE, "S", accumulators[0]), *strips)]
+        return [Region(Slot(Tier.DEVICE, "S", accumulators[0], op.device), *strips)]
 
     def _tally(self, op: Operation, before: list[Array]) -> None:
         grid, own = self.schedule.grid, 1 + op.tile[0] + op.tile[1] / 64

@@ -2,6 +2,7 @@
 CUDA backend is opened."""
 
 from oocgemm.backends.base import Backend, Session
+from oocgemm.backends.devices import Devices, open_devices
 from oocgemm.backends.registry import (
     KERNELS,
     NAMES,
@@ -20,6 +21,7 @@ __all__ = [
     "KERNELS",
     "NAMES",
     "Backend",
+    "Devices",
     "Session",
     "check_kernel",
     "cuda_extra",
@@ -28,6 +30,7 @@ __all__ = [
     "load",
     "missing_for_cuda",
     "open_backend",
+    "open_devices",
     "release",
     "resolve",
 ]

@@ -186,6 +186,9 @@ class Backend(Protocol):
 
     name: str
 
+    def device_count(self) -> int:
+        """Return the number of devices that this kind of backend could open, numbered from 0."""
+
     def free_memory(self) -> int:
         """Return the bytes of device memory that could be allocated now."""
 
@@ -219,8 +222,11 @@ class Backend(Protocol):
         If two runs of a problem have the same description, C is equal in every bit.
         """
 
-    def open(self, plan: Plan, kernel: str) -> Session:
+    def open(self, plan: Plan, kernel: str, beside: "Sequence[Session]" = ()) -> Session:
         """Allocate the device memory of a plan, create the streams, and return the session.
+
+        If a run uses several devices, `beside` are the open sessions of the devices before this one. The new
+        session shares the pinned host slots of the first one, which must be closed last.
 
         Raises:
             OutOfMemoryError: the device has too little free memory.
@@ -239,13 +245,15 @@ def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
     return (cols, rows) if op.swaps else (rows, cols)
 
 
-def device_offsets(plan: Plan) -> tuple[dict[Slot, int], int]:
-    """Return the byte offset of each device slot in the arena (one allocation), and the arena's size."""
-    return slot_offsets(plan, "device", DEVICE_ALIGNMENT)
+def device_offsets(plan: Plan, device: int = 0) -> tuple[dict[Slot, int], int]:
+    """Return the byte offset of each slot of a device in the arena (one allocation), and the arena's size."""
+    return slot_offsets(plan, "device", DEVICE_ALIGNMENT, device)
 
 
-def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int], int]:
+def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[dict[Slot, int], int]:
     """Place the slots of a tier ("host" or "device") one after the other in one allocation, the arena.
+
+    For the tier "device", they are the slots of one `device` of the run.
 
     Returns:
         The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
@@ -256,9 +264,12 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
     offsets: dict[Slot, int] = {}
     end = 0
     for operand in "CABDP" if tier == "device" else "ABC":
-        for index in range(plan.slots.count(Tier(tier), operand)):
-            offsets[Slot(Tier(tier), operand, index)] = end
-            end = round_up(end + sizes[tier, operand], alignment)
+        # Devices share the host slots for panels. Each has host slots of its own for strips of C.
+        owners = range(plan.devices) if (tier, operand) == ("host", "C") else (device,)
+        for owner in owners:
+            for index in range(plan.slots.count(Tier(tier), operand)):
+                offsets[Slot(Tier(tier), operand, index, owner)] = end
+                end = round_up(end + sizes[tier, operand], alignment)
     return offsets, end
 
 

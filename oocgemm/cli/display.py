@@ -82,8 +82,9 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     )
     out.print()
     memory = table_of("memory", "used", "budget", "of which")
+    on_device = "device" if plan.devices == 1 else f"each of {plan.devices} devices"
     for tier, used, total, budget in (
-        ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
+        (on_device, plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
         ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
     ):
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in used.items() if size)

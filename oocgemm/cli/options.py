@@ -20,6 +20,12 @@ DEVICE = click.option(
     show_default=True,
     help="Number of the CUDA device.",
 )
+DEVICES = click.option(
+    "--devices",
+    metavar="all|N,N,..",
+    help="Use several CUDA devices of one kind: all of them, or those with these numbers, such as 0,1. "
+    "--device-memory is then for each device, --host-memory for all together.",
+)
 PRODUCT = (
     click.option(
         "--alpha",

@@ -13,7 +13,16 @@ import click
 
 from oocgemm import stores
 from oocgemm.cli.interrupts import stopping
-from oocgemm.cli.options import DEVICE, JSON, PROBLEM, PRODUCT, WORKERS, taking, transposes
+from oocgemm.cli.options import (
+    DEVICE,
+    DEVICES,
+    JSON,
+    PROBLEM,
+    PRODUCT,
+    WORKERS,
+    taking,
+    transposes,
+)
 from oocgemm.cli.output import (
     EXIT_FAILED,
     print_error,
@@ -42,6 +51,7 @@ MIN_REPORT_ROOM = 256 << 20
 @click.argument("c", type=Place())
 @taking(*PROBLEM)
 @DEVICE
+@DEVICES
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False),
@@ -187,6 +197,7 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 @click.argument("b", type=Place())
 @click.argument("c", type=Place(), required=False)
 @taking(*PROBLEM)
+@DEVICES
 @click.option(
     "--explain", is_flag=True, help="Also list the plans that were considered, and why each was not chosen."
 )

@@ -57,6 +57,10 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
     span of the timeline (`timeline`): when the operation ran, on which lane, and which operations it waited
     for.
 
+If a run uses several devices, `backends.devices` passes each operation to the session of its device
+(`Operation.device`). Reads and Writes have one queue for all devices. A panel in a host slot is uploaded to
+every device that needs it, and the next Read into the slot waits for all of these Uploads.
+
 An error at any stage stops the run (`executor.Run._fail`), and cancels the operations that wait for the
 failed one.
 """

@@ -193,7 +193,7 @@ class Run:
         """Queue the schedule's operations in program order, each with the earlier ones that it waits for."""
         tracker: HazardTracker[Completion] = HazardTracker()
         strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
-        limit = MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips
+        limit = self._plan.devices * (MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips)
         for number, operation in enumerate(self._plan.schedule(), self._first):
             while self._error is None and number - self._first - self._ended > limit:
                 sleep(POLL_INTERVAL)
@@ -249,10 +249,11 @@ class Run:
 
     def _queue_of(self, operation: Operation) -> "SimpleQueue[Item | None]":
         """Return the queue of an operation's stream."""
-        stream = Stream.of(operation)
+        stream, on_store = Stream.of(operation), operation.kind in _STORE_KINDS
+        if on_store and not self._plan.slots.unified:
+            stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         if stream in self._queues:
             return self._queues[stream][0]
-        on_store = operation.kind in _STORE_KINDS
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
         workers = store_workers if on_store and self._plan.candidate.io_threads > 1 else 1

@@ -63,7 +63,7 @@ def gemm(
             at the path, C is created there: as a .npy file if the path ends in .npy, else as a zarr array. By
             default a new ndarray.
         plan: a plan from `oocgemm.plan` to run. It contains the operands and the options from `alpha` to
-            `verify`. Pass with it only options that are listed below from `device` on.
+            `devices`. Pass with it only options that are listed below from `device` on.
         alpha, beta: scalars, 1 and 0 by default. They must be real for real operands. For an integer C they
             must be integers of magnitude below 2^53. With beta = 0, C is never read; with alpha = 0, A and B
             are never read.
@@ -94,6 +94,9 @@ def gemm(
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
         verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
             if they differ (`oocgemm.integrity.checksums.check`).
+        devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,
+            such as [0, 1] or "0,1", or "all". `device_memory` then bounds the memory of each device,
+            `host_memory` that for all together. By default only `device` is used.
         device: number of the CUDA device, 0 by default.
         overwrite: replace the contents of an array that exists at the path `c`. The array must have C's shape
             and dtype.
@@ -144,7 +147,7 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
     Args:
         a, b, c: as for `gemm`. C may exist.
-        options: the options of `gemm` from `alpha` to `verify`, in the order of its documentation. The cuda
+        options: the options of `gemm` from `alpha` to `devices`, in the order of its documentation. The cuda
             backend requires `device_memory`, since the free memory of a device is not queried.
 
     Returns:
@@ -160,7 +163,10 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
         backends.fall_back(backends.missing_for_cuda())
     backends.check_kernel(name, request.kernel)
     request = replace(request, backend=name)
-    engine = backends.open_backend(name) if name == "host" else None
+    engine: backends.Backend | None = None
+    if name == "host":
+        given = request.devices
+        engine = backends.open_backend(name) if given is None else backends.open_devices(name, given)
     planned = prepare(request, engine, running=False).plan
     if engine is None:
         check_plan(request.kernel, planned)

@@ -49,9 +49,15 @@ def _rounded(size: int) -> int:
 
 
 def within_budgets(
-    request: Request, backend: str, free: Callable[[], int], plan: Callable[[Budgets], Plan]
+    request: Request,
+    backend: str,
+    free: Callable[[], int],
+    plan: Callable[[Budgets], Plan],
+    devices: int = 1,
 ) -> Plan:
     """Return the result of `plan`, called with the budgets of a request or with their defaults.
+
+    `free` is as for `budgets_of`; with several devices, what each of them may allocate.
 
     Raises `BudgetError` if the budgets are too small.
     """
@@ -61,32 +67,33 @@ def within_budgets(
                 "memory bounds the RAM of the host backend, but this run uses cuda: pass device_memory and "
                 "host_memory instead (--device-memory, --host-memory)"
             )
-        return _within(parse_size(request.memory), plan)
+        return _within(parse_size(request.memory), plan, devices)
     return plan(budgets_of(backend, free, request.device_memory, request.host_memory))
 
 
-def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
+def _within(memory: int, plan: Callable[[Budgets], Plan], devices: int) -> Plan:
     """Split one memory bound, in bytes, into two budgets, and plan within them.
 
-    The device budget gets three quarters, and the host budget one quarter. If no plan fits, they are
-    changed so that the smallest plan fits.
+    The device budgets get three quarters, in equal parts, and the host budget one quarter. If no plan fits,
+    they are changed so that the smallest plan fits.
     """
-    budgets = Budgets(memory - memory // 4, memory // 4)
+    budgets = Budgets((memory - memory // 4) // devices, memory // 4)
     try:
         return plan(budgets)
     except BudgetError as error:
         if error.needed is None:
             raise
         device, host = error.needed
-        if device + host > memory:
+        least = devices * device + host
+        if least > memory:
             raise BudgetError(
-                f"memory {format_size(memory)} cannot hold the smallest plan ({device + host} bytes): pass "
-                f"memory='{ceil_size(device + host)}' (--memory {ceil_size(device + host)})",
-                least=device + host,
+                f"memory {format_size(memory)} cannot hold the smallest plan ({least} bytes): pass "
+                f"memory='{ceil_size(least)}' (--memory {ceil_size(least)})",
+                least=least,
                 needed=error.needed,
             ) from error
-        host = min(max(host, budgets.host), memory - device)
-    return plan(Budgets(memory - host, host))
+        host = min(max(host, budgets.host), memory - devices * device)
+    return plan(Budgets((memory - host) // devices, host))
 
 
 def check_memory(plan: Plan, request: Request) -> None:
@@ -94,13 +101,18 @@ def check_memory(plan: Plan, request: Request) -> None:
 
     Without this check the system might grant the memory, and kill a process when the run writes to the pages.
     """
-    needed = plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
+    on_devices = plan.devices * plan.footprint.device_total
+    needed = plan.footprint.host_total + (on_devices if plan.machine.unified else 0)
     free = available_memory(RECENT)
     if needed <= free:
         return
     given = {"device": plan.budgets.device, "host": plan.budgets.host}
     # Suggest 7/8 of the available memory: other programs may allocate some before the next call.
-    shares = {"device": free * 3 // 4, "host": free // 8} if plan.machine.unified else {"host": free * 7 // 8}
+    shares = (
+        {"device": free * 3 // 4 // plan.devices, "host": free // 8}
+        if plan.machine.unified
+        else {"host": free * 7 // 8}
+    )
     smaller = {f"{tier}_memory": share for tier, share in shares.items() if given[tier] > share}
     if request.memory is not None:
         smaller = {"memory": free * 7 // 8}

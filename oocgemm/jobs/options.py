@@ -1,7 +1,7 @@
 """Types of what callers pass: operands, destinations of C, and options."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
 import numpy.typing as npt
@@ -36,6 +36,9 @@ Transpose = Op | Literal["N", "T", "C"] | bool
 Progress = Callable[[Plan], Observer]
 
 
+Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
+
+
 class PlanOptions(TypedDict, total=False):
     """Options that decide what is computed, and how. `oocgemm.gemm` describes each."""
 
@@ -54,6 +57,7 @@ class PlanOptions(TypedDict, total=False):
     chunks: tuple[int, int] | None
     compressor: str | None
     verify: bool
+    devices: Devices | None
 
 
 class RunOptions(TypedDict, total=False):

@@ -85,7 +85,8 @@ class Plan(planning.Plan):
         tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}
         budgets = {"device": self.budgets.device, "host": self.budgets.host}
         used = (f"{tier} {format_size(tiers[tier])} of {format_size(budgets[tier])}" for tier in tiers)
-        yield f"memory: {', '.join(used)}"
+        each = f" (device: on each of {self.devices} devices)" if self.devices > 1 else ""
+        yield f"memory: {', '.join(used)}{each}"
         moved = (
             f"{link} {format_size(size)} (at least {format_size(self.least[link])})"
             for link, size in self.traffic.items()

@@ -25,6 +25,7 @@ from oocgemm.planning import (
     guarded_plan,
     integers,
     resumed_plan,
+    shared_plan,
 )
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
@@ -236,7 +237,7 @@ def _plan(
     request has no plan, the product is planned within the budgets.
     """
     existing, c = output.matrix, request.c
-    backend = "cuda" if engine is None else engine.name
+    backend, devices = "cuda" if engine is None else engine.name, _count(request, engine)
     device = None if engine is None else backends.identity(engine)
     read = (a, b, existing if problem.reads_c else None)
     reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
@@ -256,12 +257,14 @@ def _plan(
     )
 
     def plan(budgets: Budgets) -> Plan:
-        if output.resumed is None:
-            return guarded_plan(problem, budgets, rates.machines, rates.assumed, layouts, tile)
-        return _continued(output.resumed, problem, budgets, machine, layouts)
+        if output.resumed is not None:
+            return _continued(output.resumed, problem, budgets, machine, layouts, devices)
+        given = problem, budgets, rates.machines, rates.assumed, layouts, tile
+        return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
 
     if request.planned is None:
-        return within_budgets(request, backend, _unknown if engine is None else engine.free_memory, plan)
+        free = _unknown if engine is None else engine.free_memory
+        return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
     return _as_planned(request.planned, problem, machine, layouts)
@@ -281,6 +284,18 @@ def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) 
     return replace(layout, pinned=engine.is_pinned(*stores.span(matrix)))
 
 
+def _count(request: Request, engine: Backend | None) -> int:
+    """Return the number of devices of a run."""
+    if isinstance(engine, backends.Devices):
+        return len(engine.numbers)
+    if request.devices == "all":
+        raise InputError(
+            "planning for cuda opens no device, so it is unknown how many there are: pass their numbers, "
+            "such as devices=[0, 1] (--devices 0,1)"
+        )
+    return len(request.devices or (0,))
+
+
 def _unknown() -> int:
     raise InputError(
         "planning for cuda does not query the device's memory: pass how much of it to use, such as "
@@ -289,14 +304,19 @@ def _unknown() -> int:
 
 
 def _continued(
-    earlier: Earlier, problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
+    earlier: Earlier,
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    devices: int,
 ) -> Plan:
     """Return the plan that continues an interrupted run.
 
     Raises `InputError` if the run was begun by a version of oocgemm that divides A and B into other blocks
     along k. Its tiles would be rounded differently.
     """
-    plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
+    plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done, devices)
     if plan.grid.ramp != earlier.header["ramp"]:
         version = earlier.header["version"]
         raise InputError(

@@ -2,12 +2,21 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.options import Options, PathLike, PlanOptions, Progress, RunOptions, Size, Transpose
+from oocgemm.jobs.options import (
+    Devices,
+    Options,
+    PathLike,
+    PlanOptions,
+    Progress,
+    RunOptions,
+    Size,
+    Transpose,
+)
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 
@@ -16,8 +25,9 @@ from oocgemm.planning.parts.slicing import Slicing
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
 
-    `planned` is the plan to run. Without one, the run is planned when it starts. With `slicing`, the product
-    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
+    `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
+    run. Without one, the run is planned when it starts. With `slicing`, the product is that of the stacked
+    slices of k of A and B (`oocgemm.planning.parts.slicing`).
     """
 
     a: Any
@@ -38,6 +48,7 @@ class Request:
     chunks: tuple[int, int] | None = None
     compressor: str | None = None
     verify: bool = False
+    devices: tuple[int, ...] | Literal["all"] | None = None
     device: int = 0
     overwrite: bool = False
     resume: bool = False
@@ -62,6 +73,8 @@ class Request:
                 f"memory bounds both budgets together: drop {' and '.join(budgets)}, or drop memory and pass "
                 "both budgets"
             )
+        if self.devices is not None and self.device:
+            raise InputError(f"device = {self.device} and devices both name devices: drop device")
 
 
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
@@ -71,7 +84,24 @@ RUN_OPTIONS = frozenset(RunOptions.__annotations__)
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     """Return the request of a call. Raises `InputError` for a string that cannot be a path."""
     a, b = stores.located("A", a), stores.located("B", b)
-    return Request(a=a, b=b, c=Destination.parse(c), **options)
+    given: dict[str, Any] = dict(options)
+    devices = numbers_of(given.pop("devices", None))
+    if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
+        given["device"], devices = devices[0], None
+    return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
+
+
+def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:
+    """Return the numbers of the devices in an option: "all", a text such as "0,1", or a sequence of numbers.
+
+    Raises `InputError` for anything else.
+    """
+    if devices is None or devices == "all":
+        return None if devices is None else "all"
+    parts = devices.split(",") if isinstance(devices, str) else list(map(str, devices))
+    if not parts or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"devices = {devices!r} names no devices: write all, or numbers such as 0,1")
+    return tuple(map(int, parts))
 
 
 def check_names(function: str, options: Iterable[str], known: frozenset[str]) -> None:

@@ -12,7 +12,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
-from oocgemm.backends import Session
+from oocgemm.backends import Backend, Session
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
@@ -55,15 +55,16 @@ class PreparedJob:
         self._request = request
         if request.timeline is not None:
             check_log(request.timeline)
-        backends.load(request.backend, request.device)
+        first = request.devices[0] if isinstance(request.devices, tuple) else request.device
+        backends.load(request.backend, first)
         stores.load(request.a, request.b, request.c.source)
         known: dict[str, Any] = {"machine": system.machine()}
         self._origin = perf_counter_ns()
         started = time()
-        self._engine = backends.open_backend(request.backend, request.device)
+        self._engine, devices = _open(request)
         backends.check_kernel(self._engine.name, request.kernel)
         described = {"name": self._engine.name, "kernel": request.kernel} | self._engine.describe()
-        self._known = known | {"started": started, "backend": described}
+        self._known = known | {"started": started, "backend": described, "devices": devices}
         self._job = self._prepare()
 
     @property
@@ -135,6 +136,15 @@ class PreparedJob:
                 available_memory()  # the recent answer was too high
                 job = self._prepare()
         return job, None
+
+
+def _open(request: Request) -> tuple[Backend, list[dict[str, str]]]:
+    """Open the device or the devices of a request. Also return their descriptions, one per device."""
+    if request.devices is None:
+        engine = backends.open_backend(request.backend, request.device)
+        return engine, [{"number": str(request.device)} | engine.describe()]
+    several = backends.open_devices(request.backend, request.devices)
+    return several, several.described()
 
 
 def execute(

@@ -12,11 +12,13 @@ from oocgemm.planning.cost.machine import (
 )
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
-from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule
+from oocgemm.planning.schedule.operation import Kind, Lane, Operation
+from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import make_plan, resumed_plan
+from oocgemm.planning.search.shared import shared_plan
 from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tile_set import TileSet
@@ -62,4 +64,5 @@ __all__ = [
     "make_plan",
     "recorded_plan",
     "resumed_plan",
+    "shared_plan",
 ]

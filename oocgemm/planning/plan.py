@@ -16,14 +16,17 @@ from oocgemm.planning.cost.footprint import (
 )
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.dealing import arrangement, deal
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
-from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape
+from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_time
 
 
@@ -54,6 +57,7 @@ class Plan:
 
     `considered` are the best candidates of different tile shapes, for `explain`. `done` are the tiles that an
     earlier run completed. `faster` is set if larger budgets would make the product many times as fast.
+    `devices` is the number of devices of the run.
     """
 
     problem: GemmProblem
@@ -64,11 +68,12 @@ class Plan:
     considered: tuple[Scored, ...] = ()
     done: frozenset[Tile] = frozenset()
     faster: Faster | None = None
+    devices: int = 1
 
     @cached_property
     def setting(self) -> Setting:
         """The inputs of the planner."""
-        return Setting(self.problem, self.machine, self.layouts, self.budgets)
+        return Setting(self.problem, self.machine, self.layouts, self.budgets, self.devices)
 
     @property
     def note(self) -> str:
@@ -123,6 +128,11 @@ class Plan:
         """Number of steps over all tiles to compute. Each step multiplies one panel of A by one of B."""
         return self.tiles.count * self.grid.steps
 
+    @property
+    def rounds(self) -> int:
+        """Number of rounds. In a round, each device computes one tile; in the last one, perhaps only some."""
+        return ceil_div(self.tiles.count, self.devices)
+
     def tile_bytes(self, tile: Tile) -> int:
         """Size of a tile in bytes, in C's dtype."""
         return self.grid.elements(tile) * self.problem.itemsizes["C"]
@@ -152,6 +162,8 @@ class Plan:
         counted = schedule.loads_within(MAX_COUNTED)
         if counted is not None:
             return counted
+        if self.devices > 1:
+            return estimate_shared_loads(self.setting, self.candidate, self.rounds)
         every = estimate_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
         whole = TileSet.rectangle(self.grid).extents
         a, b = (part / all_ for part, all_ in zip(self.tiles.extents, whole, strict=True))
@@ -184,11 +196,12 @@ class Plan:
         The smaller the memory, the larger the bound. The bound on "h2d" follows from the device budget, the
         bound on "read" from the sum of both budgets.
         """
-        once, memory = self.required, self.budgets.device + self.budgets.host
+        on_devices = self.devices * self.budgets.device
+        once, memory = self.required, on_devices + self.budgets.host
         unread = self.in_place or any(map(self.slots.streams, "ABC"))
         return {
             "read": once["read"] if unread else min_bytes(self.problem, memory, self.coverage),
-            "h2d": 0 if self.slots.unified else min_bytes(self.problem, self.budgets.device, self.coverage),
+            "h2d": 0 if self.slots.unified else min_bytes(self.problem, on_devices, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
         }
@@ -199,14 +212,11 @@ class Plan:
 
         A resumed run takes the same fraction of the seconds of the whole run as it computes of C.
         """
+        if self.devices > 1:
+            return predict_shared(self.setting, self.candidate, self.loads, self.rounds)
         whole = predict(self.setting, self.candidate)
         share = self.coverage.elements / max(1, self.problem.m * self.problem.n)
-        if share == 1:
-            return whole
-        lanes = {lane: share * seconds for lane, seconds in whole.lanes.items()}
-        rest = whole.total - whole.start_up - whole.tail
-        total = whole.start_up + share * rest + whole.tail if share else 0.0
-        return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total)
+        return whole if share == 1 else part_of(whole, share)
 
     @cached_property
     def amplification(self) -> dict[str, float]:
@@ -275,6 +285,7 @@ class Plan:
             "traversal": str(self.candidate.traversal),
             "candidate": asdict(self.candidate),
             "budget": asdict(self.budgets),
+            "devices": self.devices,
             "footprint": {
                 "device": dict(self.footprint.device) | {"total": self.footprint.device_total},
                 "host": dict(self.footprint.host) | {"total": self.footprint.host_total},
@@ -308,14 +319,17 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     problem, layouts = setting.problem, setting.layouts
     grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
-    return Schedule(
-        problem,
-        grid,
-        walk(candidate.traversal, *grid.shape, None if tiles is None or tiles.is_whole else tiles),
+    traversal, only = candidate.traversal, None if tiles is None or tiles.is_whole else tiles
+    given = (
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
-        last(candidate.traversal, *grid.shape) if 0 not in grid.shape else None,
+        last(traversal, *grid.shape) if 0 not in grid.shape else None,
     )
+    if setting.devices == 1:
+        return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given)
+    arranged = arrangement(setting.devices, problem, grid)
+    dealt = deal(setting.devices, grid.shape, traversal, arranged, only)
+    return SharedSchedule(problem, grid, dealt, *given, devices=setting.devices)
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:

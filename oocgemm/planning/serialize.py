@@ -42,6 +42,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 kernels=kernels,
             ),
             recorded_candidate(data["candidate"]),
+            devices=max(1, int(data.get("devices", 1))),
         )
         down, across = plan.grid.shape
         if before := data["tiles_done_before"]:

@@ -43,12 +43,16 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of the planner: a problem, the machine that runs it, the layouts of its arrays, budgets."""
+    """The inputs of the planner: a problem, the machine that runs it, the layouts of its arrays, budgets.
+
+    If a run uses several `devices`, the device budget is for each of them, the host budget for all together.
+    """
 
     problem: GemmProblem
     machine: MachineModel
     layouts: Layouts
     budgets: Budgets
+    devices: int = 1
 
     def streams(self, layout: Layout) -> bool:
         """Whether blocks of an operand with this layout go between its array and the GPU without host slots.

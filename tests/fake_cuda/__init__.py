@@ -32,12 +32,12 @@ PACKAGE = "oocgemm.backends.cuda"
 
 
 @contextmanager
-def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
-    """Make the CUDA backend run on a new fake device with `capacity` bytes of memory, for the block.
+def fake_cuda(seed: int = 0, capacity: int = 1 << 30, devices: int = 1) -> Iterator[Device]:
+    """Make the CUDA backend run on new fake devices with `capacity` bytes of memory each, for the block.
 
     The backend's modules are imported again, on the fake ones. On exit everything is restored.
     """
-    device = Device(seed, capacity)
+    device = Device(seed, capacity, devices)
     objects = Objects(device)
     cublas = Cublas(device, objects)
     fakes = {"libcuda.so.1": Driver(device, objects), "libcublas.so.13": cublas}

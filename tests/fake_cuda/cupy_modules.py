@@ -80,7 +80,7 @@ class Runtime:
 
     def getDeviceCount(self) -> int:  # noqa: N802
         self._enter("getDeviceCount")
-        return 1
+        return self._device.devices
 
     def getDeviceProperties(self, number: int) -> dict[str, Any]:  # noqa: N802
         return PROPERTIES | {"totalGlobalMem": self._device.memory.capacity}
@@ -100,12 +100,12 @@ class Runtime:
     def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
         # This works even after a failure, as on a GPU. The backend's error messages contain these numbers.
         self._device.calls.append(("memGetInfo", ()))
-        return self._device.memory.free_bytes, self._device.memory.capacity
+        return self._device.memory.free_bytes(self._device.number), self._device.memory.capacity
 
     def malloc(self, size: int) -> int:
         self._enter("malloc", size)
         with raising(CudaRuntimeError), self._device.lock:
-            return self._device.memory.allocate(size)
+            return self._device.memory.allocate(size, self._device.number)
 
     def free(self, address: int) -> None:
         self._enter("free", address)
@@ -122,7 +122,8 @@ class Runtime:
     def hostRegister(self, address: int, size: int, flags: int) -> None:  # noqa: N802
         self._enter("hostRegister", address, size, flags)
         with raising(CudaRuntimeError), self._device.lock:
-            self._device.memory.pin(address, size)
+            portable = flags & 1
+            self._device.memory.pin(address, size, None if portable else self._device.number)
 
     def hostUnregister(self, address: int) -> None:  # noqa: N802
         self._enter("hostUnregister", address)
@@ -188,15 +189,17 @@ class Stream:
 class CudaDevice:
     """Stands for `cupy.cuda.Device`, used as a context manager."""
 
-    def __init__(self, number: int = 0) -> None:
-        assert number == 0, "there is one fake device"
+    def __init__(self, device: Device, number: int = 0) -> None:
+        assert 0 <= number < device.devices, f"there are {device.devices} fake devices"
         self.id = number
+        self._current = device.current
 
     def __enter__(self) -> "CudaDevice":
+        self._current.devices.append(self.id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._current.devices.pop()
 
 
 class Module:
@@ -205,11 +208,12 @@ class Module:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._options: tuple[str, ...] = ()
+        self._number = 0
 
     def load(self, code: bytes) -> None:
         with raising(DriverError):
             self._objects.device.enter("Module.load")
-        self._options = pickle.loads(code)
+        self._options, self._number = pickle.loads(code), self._objects.device.number
 
     def get_function(self, entry: str) -> Function:
         if entry not in KERNELS:
@@ -217,7 +221,7 @@ class Module:
         macros = dict(
             option[2:].split("=", 1) for option in self._options if option.startswith("-D") and "=" in option
         )
-        function = Function(self._objects.device.new_handle(), entry, macros)
+        function = Function(self._objects.device.new_handle(), entry, macros, self._number)
         self._objects.functions[function.ptr] = function
         return function
 
@@ -235,7 +239,7 @@ def pinned_memory(objects: Objects, size: int) -> Any:
     memory.ptr = ctypes.addressof(memory)
     with raising(CudaRuntimeError), objects.device.lock:
         objects.device.enter("alloc_pinned_memory", size)
-        objects.device.memory.pin(memory.ptr, size, owned=True)
+        objects.device.memory.pin(memory.ptr, size, objects.device.number, owned=True)
     weakref.finalize(memory, objects.device.memory.unpin, memory.ptr).atexit = False
     return memory
 
@@ -263,7 +267,9 @@ def modules(device: Device, objects: Objects, library: Cublas) -> dict[str, Modu
     def create() -> int:
         with raising(CublasError):
             device.enter("cublas.create")
-        return device.new_handle()
+        handle = device.new_handle()
+        objects.cublas_devices[handle] = device.number
+        return handle
 
     def elapsed(start: Event, end: Event) -> float:
         with raising(CudaRuntimeError):
@@ -296,7 +302,7 @@ def modules(device: Device, objects: Objects, library: Cublas) -> dict[str, Modu
         driver=driver,
         nvrtc=nvrtc,
         function=_module("cupy.cuda.function", Module=partial(Module, objects)),
-        Device=CudaDevice,
+        Device=partial(CudaDevice, device),
         Stream=stream,
         Event=event,
         get_current_stream=lambda: thread.streams[-1],

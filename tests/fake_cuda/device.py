@@ -32,13 +32,14 @@ class Fault:
     """Makes calls of a function fail: number `first`, counted from 1, and the `times - 1` calls after it.
 
     With `late` the call returns, and its command fails on the device. All later calls then fail too, as on a
-    GPU.
+    GPU. If `device` is given, only calls for this device fail.
     """
 
     status: int = LAUNCH_FAILED
     first: int = 1
     times: int = FOREVER
     late: bool = False
+    device: int | None = None
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class Recording:
     """The point in a stream at which an event was recorded."""
 
     clock: Clock
+    device: int = 0
     time: int = 0  # when it was reached, by `time.perf_counter_ns`
     done: bool = False
 
@@ -83,23 +85,36 @@ class Queue:
 
     number: int
     weight: float
+    device: int = 0
     commands: deque[Command] = field(default_factory=deque)
     clock: Clock = field(default_factory=dict)
     count: int = 0
     busy_until: float = 0.0
 
 
-class Device:
-    """One fake GPU. Its methods may be called by several threads."""
+class Current(threading.local):
+    """The numbers of the devices that a thread has entered with `with`, the innermost last."""
 
-    def __init__(self, seed: int = 0, capacity: int = 1 << 30) -> None:
+    def __init__(self) -> None:
+        self.devices = [0]
+
+
+class Device:
+    """One fake GPU, or several of one host. Its methods may be called by several threads.
+
+    Several devices have one scheduler and one range of addresses, as under CUDA. Each has its own memory and
+    streams, and fails alone.
+    """
+
+    def __init__(self, seed: int = 0, capacity: int = 1 << 30, devices: int = 1) -> None:
+        self.devices, self.current = devices, Current()
         self.memory = Memory(capacity)
         self.faults: dict[str, Fault] = {}  # name of a function -> its fault
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.link_rate: float | None = None  # bytes per second of host copies; None for no delay
         self.misuses: list[MisuseError] = []
         self.lock = threading.RLock()
-        self.failed = 0  # the error number of the first command that failed, 0 if none failed
+        self.failed: dict[int, int] = {}  # device -> the error number of its first command that failed
         self._random = random.Random(seed)
         self._counts: Counter[str] = Counter()
         self._queues: dict[int, Queue] = {}
@@ -114,7 +129,16 @@ class Device:
     def new_queue(self, handle: int) -> None:
         """Create a stream. The scheduler draws some streams far more often than others."""
         with self.lock:
-            self._queues[handle] = Queue(handle, 10 ** self._random.uniform(-1.5, 1.5))
+            self._queues[handle] = Queue(handle, 10 ** self._random.uniform(-1.5, 1.5), self.number)
+
+    @property
+    def number(self) -> int:
+        """The number of the calling thread's current device."""
+        return self.current.devices[-1]
+
+    def device_of(self, stream: int) -> int:
+        """Return the number of a stream's device."""
+        return self._queues[stream].device
 
     def count(self, name: str) -> int:
         """Return how often a function was called."""
@@ -132,10 +156,13 @@ class Device:
             self.calls.append((name, arguments))
             self._counts[name] += 1
             fault = self.faults.get(name)
+            if fault is not None and fault.device not in (None, self.number):
+                fault = None
             if fault is not None and not fault.first <= self._counts[name] < fault.first + fault.times:
                 fault = None
-            if self.failed or (fault is not None and not fault.late):
-                raise StatusError(self.failed or (fault.status if fault else 0))
+            failed = self.failed.get(self.number, 0)
+            if failed or (fault is not None and not fault.late):
+                raise StatusError(failed or (fault.status if fault else 0))
             return fault
 
     def work(
@@ -160,6 +187,8 @@ class Device:
             for blocks, writing in ((reads, False), (writes, True)):
                 for block in blocks:
                     if block.rows and block.width:
+                        if self.memory.device_of(block) not in (None, queue.device):
+                            raise self.misuse(f"{name} on device {queue.device} accesses {block} of another")
                         self._access(
                             queue, Access(stream, queue.count, block.address, block.end, block, writing, name)
                         )
@@ -167,7 +196,7 @@ class Device:
     def record(self, stream: int) -> Recording:
         """Record an event on a stream."""
         with self.lock:
-            recording = Recording({})
+            recording = Recording({}, self.device_of(stream))
             queue = self._append(stream, Command("record", records=recording))
             recording.clock = dict(queue.clock)
             return recording
@@ -195,8 +224,8 @@ class Device:
         """
         while recording is not None:
             with self.lock:
-                if self.failed:
-                    raise StatusError(self.failed)
+                if failed := self.failed.get(recording.device, 0):
+                    raise StatusError(failed)
                 if self._known(recording):
                     return
                 pause = self._step()
@@ -204,9 +233,10 @@ class Device:
                 time.sleep(pause)
 
     def finish_all(self) -> None:
-        """Block until every stream is idle."""
+        """Block until every stream of the current device is idle."""
         with self.lock:  # another thread may retire a stream
-            recordings = [self.record(handle) for handle in self._queues]
+            own = [handle for handle, queue in self._queues.items() if queue.device == self.number]
+            recordings = [self.record(handle) for handle in own]
         for recording in recordings:
             self.finish(recording)
 
@@ -230,9 +260,13 @@ class Device:
         assert not self.memory.pinned, f"host memory is still pinned: {self.memory.pinned}"
 
     def in_flight(self, begin: int, end: int) -> bool:
-        """Return whether a command that has possibly not run yet accesses this memory."""
+        """Return whether a command that has possibly not run yet accesses this memory.
+
+        Commands of a failed device never run.
+        """
         with self.lock:
-            return any(each.begin < end and begin < each.end for each in self._accesses)
+            working = [x for x in self._accesses if self._queues[x.stream].device not in self.failed]
+            return any(each.begin < end and begin < each.end for each in working)
 
     def _append(self, stream: int, command: Command) -> Queue:
         queue = self._queues[stream]
@@ -271,7 +305,8 @@ class Device:
     def _step(self) -> float:
         """Run one command, if any can run. Return how many seconds to wait before the next call."""
         now = time.perf_counter()
-        waiting = [queue for queue in self._queues.values() if queue.commands]
+        working = [queue for queue in self._queues.values() if queue.device not in self.failed]
+        waiting = [queue for queue in working if queue.commands]
         free = [q for q in waiting if (awaits := q.commands[0].awaits) is None or awaits.done]
         ready = [q for q in free if q.busy_until <= now]
         if not ready:
@@ -279,7 +314,7 @@ class Device:
         queue = self._random.choices(ready, [q.weight for q in ready])[0]
         command = queue.commands.popleft()
         if command.fault is not None:
-            self.failed = command.fault.status
+            self.failed[queue.device] = command.fault.status
         elif command.run is not None:
             command.run()
             queue.busy_until = now + command.seconds

@@ -63,6 +63,7 @@ class Driver(Library):
 
     def _cuEventRecord(self, event: int, stream: int) -> None:  # noqa: N802
         self._device.enter("cuEventRecord", event, stream)
+        self._objects.check_device(self._objects.event(event).device, stream)
         self._objects.event(event).recording = self._device.record(stream)
 
     def _cuEventQuery(self, event: int) -> int:  # noqa: N802
@@ -123,6 +124,7 @@ class Driver(Library):
         """
         fault = self._device.enter("cuLaunchKernel", function, *how)
         kernel, (stream, pointers) = self._objects.function(function), how[7:9]
+        self._objects.check_device(kernel.device, stream)
         count, prepare = KERNELS[kernel.entry]
         given = list((ctypes.c_void_p * count).from_address(pointers))
         macros = {**kernel.macros, "grid x": str(how[0]), "grid y": str(how[1])}
@@ -164,6 +166,7 @@ class Cublas(Library):
         target = Operand(c, numpy_dtype(c_dtype), n, m, ldc)
         work = gemm(self._device.memory, alpha, left, right, beta, target)
         stream = self._objects.cublas_streams[handle]
+        self._objects.check_device(self._objects.cublas_devices[handle], stream)
         self._device.work(stream, "cublasGemmEx", work.run, work.reads, work.writes, fault=fault)
         return 0
 

@@ -16,6 +16,7 @@ BASE = 1 << 56
 ALIGNMENT = 256
 POISON = 0xFF  # fills new memory: NaN in every floating-point dtype, -1 in every integer dtype
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_PINNED, NOT_PINNED = 1, 2, 712, 713
+INVALID_HANDLE = 400  # for example, an event of one device that is recorded on a stream of another
 
 
 class MisuseError(AssertionError):
@@ -47,6 +48,7 @@ class Block(NamedTuple):
 class _Range:
     begin: int
     data: Array  # bytes
+    device: int | None = 0  # the device that may access the memory; None if all may
     owned: bool = False  # set if the memory stays pinned until its owner is garbage collected
 
     @property
@@ -72,22 +74,26 @@ class Memory:
     def allocated(self) -> int:
         return sum(each.data.size for each in self._device.values())
 
-    @property
-    def free_bytes(self) -> int:
-        return self.capacity - self.allocated
+    def free_bytes(self, device: int = 0) -> int:
+        return self.capacity - sum(x.data.size for x in self._device.values() if x.device == device)
+
+    def device_of(self, block: Block) -> int | None:
+        """Return the number of the only device that may access a block, or None if all may."""
+        found = self._last_begin(block.address)
+        return None if found is None else found.device
 
     @property
     def pinned(self) -> dict[int, int]:
         """Return the ranges that still must be unpinned, as first address -> bytes."""
         return {begin: each.data.size for begin, each in self._pinned.items() if not each.owned}
 
-    def allocate(self, size: int) -> int:
-        """Allocate device memory filled with NaN, and return its address."""
-        if size > self.free_bytes:
+    def allocate(self, size: int, device: int = 0) -> int:
+        """Allocate memory of a device, filled with NaN, and return its address."""
+        if size > self.free_bytes(device):
             raise StatusError(OUT_OF_MEMORY)
         with self._lock:
             address = self._next
-            self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
+            self._device[address] = _Range(address, np.full(size, POISON, np.uint8), device)
             insort(self._begins, address)
             # A gap after each allocation makes accesses beyond its end fail.
             self._next += (size // ALIGNMENT + 2) * ALIGNMENT
@@ -101,13 +107,14 @@ class Memory:
                 raise StatusError(INVALID_VALUE)
             self._begins.remove(address)
 
-    def pin(self, address: int, size: int, *, owned: bool = False) -> None:
+    def pin(self, address: int, size: int, device: int | None = 0, *, owned: bool = False) -> None:
+        """Pin host memory for one device, or for all if `device` is None."""
         with self._lock:
             before = self._last_begin(address + size - 1)
             if before is not None and address < before.end:
                 raise StatusError(ALREADY_PINNED)
             insort(self._begins, address)
-            self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
+            self._pinned[address] = _Range(address, _host_bytes(address, size), device, owned)
 
     def unpin(self, address: int) -> None:
         with self._lock:

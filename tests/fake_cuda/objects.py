@@ -4,19 +4,20 @@ import weakref
 from typing import Any, NamedTuple
 
 from tests.fake_cuda.device import Device, Recording
-from tests.fake_cuda.memory import INVALID_VALUE, StatusError
+from tests.fake_cuda.memory import INVALID_HANDLE, INVALID_VALUE, StatusError
 
 
 class Event:
     """Stands for `cupy.cuda.Event`."""
 
     def __init__(self, objects: "Objects") -> None:
-        self.ptr = objects.device.new_handle()
+        self.ptr, self.device = objects.device.new_handle(), objects.device.number
         self.recording: Recording | None = None
         self._objects = objects
         objects.events[self.ptr] = self
 
     def record(self, stream: Any) -> None:
+        self._objects.check_device(self.device, stream.ptr)
         self.recording = self._objects.device.record(stream.ptr)
 
     def synchronize(self) -> None:
@@ -29,6 +30,7 @@ class Function(NamedTuple):
     ptr: int
     entry: str
     macros: dict[str, str]
+    device: int = 0
 
 
 class Objects:
@@ -39,6 +41,12 @@ class Objects:
         self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
         self.functions: dict[int, Function] = {}
         self.cublas_streams: dict[int, int] = {}
+        self.cublas_devices: dict[int, int] = {}
+
+    def check_device(self, device: int, stream: int) -> None:
+        """Raise `StatusError` if an object of a device is used on a stream of another device."""
+        if self.device.device_of(stream) != device:
+            raise StatusError(INVALID_HANDLE)
 
     def event(self, handle: int) -> Event:
         return self.events[handle]
@@ -49,7 +57,7 @@ class Objects:
     def elapsed(self, start: int, end: int) -> float:
         """Return the milliseconds between two events, which must be done."""
         first, last = (self.events[handle].recording for handle in (start, end))
-        if first is None or last is None or not (first.done and last.done):
+        if first is None or last is None or not (first.done and last.done) or first.device != last.device:
             raise StatusError(INVALID_VALUE)
         return (last.time - first.time) / 1e6
 

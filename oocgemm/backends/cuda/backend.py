@@ -1,8 +1,11 @@
 """Opens one NVIDIA device, describes it, and opens sessions on it."""
 
+from collections.abc import Sequence
+
 import cupy
 from cupy.cuda import runtime
 
+from oocgemm.backends.base import Session
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import pcie
 from oocgemm.backends.cuda.launch import describe_device, properties
@@ -48,6 +51,9 @@ class CudaBackend:
                 f"no CUDA device answers: {error}; check the driver with nvidia-smi"
             ) from error
 
+    def device_count(self) -> int:
+        return int(runtime.getDeviceCount())
+
     def free_memory(self) -> int:
         with cupy.cuda.Device(self._device):
             return int(runtime.memGetInfo()[0]) + idle_bytes(self._device)
@@ -82,5 +88,5 @@ class CudaBackend:
         known = tuning.load(device_name(self._device))
         return known.describe(kernel, problem.a_dtype, problem.compute)
 
-    def open(self, plan: Plan, kernel: str) -> CudaSession:
-        return CudaSession(self._device, plan, kernel)
+    def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
+        return CudaSession(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])

@@ -8,6 +8,7 @@ from typing import Any, Self
 import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.errors import ExecutionError
 from oocgemm.planning import Slot
 
 # Maximum age, in nanoseconds, of a `Clock`'s reference event. CUDA returns the time between two events as
@@ -24,6 +25,7 @@ class Clock:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        self.name = ""  # of the device in error messages, if the run uses several devices
         with device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             before, after, self._event = self._probe()
@@ -113,7 +115,12 @@ class CudaToken:
 
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):
-            self.end.synchronize()
+            try:
+                self.end.synchronize()
+            except Exception as error:
+                if not self.clock.name:
+                    raise
+                raise ExecutionError(f"{self.clock.name}: {error}") from error
         if self.check is not None:
             self.check()
 

@@ -32,6 +32,8 @@ PART = 16 << 20
 MAX_KEPT = 128 << 20
 # At least this many bytes are allocated, so that small runs of several sizes can use the same memory.
 MIN_KEPT = 4 << 20
+# CUDA's cudaHostRegisterPortable: the memory is pinned for all devices, not only for the current one.
+PORTABLE = 1
 # Size of a page in bytes. Memory is faulted in by one write per page.
 PAGE = 4096
 
@@ -59,10 +61,15 @@ _kept: dict[int, Kept] = {}
 
 
 class HostMemory:
-    """The pinned host memory of one run. Remembers which parts of host slots are pinned."""
+    """The pinned host memory of one run on one device. Remembers which parts of host slots are pinned.
 
-    def __init__(self, device: Any) -> None:
+    If a run uses several devices, they share the host slots. The `HostMemory` of the first device pins them
+    for all devices; the others get it as `first`. Each device has a ring of its own.
+    """
+
+    def __init__(self, device: Any, first: "HostMemory | None" = None) -> None:
         self._device = device
+        self._first = first or self
         # Address of a host slot -> addresses where its pinned ranges begin, and where the last one ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
@@ -80,12 +87,14 @@ class HostMemory:
         Memory that this run does not use would come on top of its budget.
 
         Returns:
-            Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`.
+            Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
+            this is not the first device.
 
         Raises:
             BackendError: the system refuses to pin the memory.
         """
         (_, size), budget = slot_offsets(plan, "host", HOST_ALIGNMENT), plan.budgets.host
+        size = size if self._first is self else 0
         kept, shape = _kept.pop(self._device.id, Kept()), ring_shape(plan.setting)
         unfit = Kept()
         if kept.arena is not None and (not 0 < size <= MAX_KEPT or not size <= kept.arena.nbytes <= budget):
@@ -107,7 +116,7 @@ class HostMemory:
 
     def submitting(self) -> AbstractContextManager[object]:
         """Return the lock that makes pinning and submitting take turns."""
-        return self._driver
+        return self._first._driver
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
         """Pin the first `size` bytes of a host slot, except what is pinned already.
@@ -121,6 +130,8 @@ class HostMemory:
         Raises:
             BackendError: the system refuses to pin the memory.
         """
+        if self._first is not self:
+            return self._first.pin_slot(address, size)
         end = round_up(address + size, HOST_ALIGNMENT)
         arena = self._own.arena
         if arena is not None and 0 <= address - arena.ctypes.data < arena.nbytes:
@@ -135,7 +146,7 @@ class HostMemory:
     def _register(self, address: int, size: int) -> None:
         try:
             with self.submitting(), self._device:
-                runtime.hostRegister(address, size, 0)
+                runtime.hostRegister(address, size, PORTABLE)
         except runtime.CUDARuntimeError as error:
             raise BackendError(
                 f"the system refuses to pin {format_size(size)} of host memory ({error}): "

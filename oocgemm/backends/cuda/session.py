@@ -73,13 +73,13 @@ class CudaSession:
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
 
-    def __init__(self, device: int, plan: Plan, kernel: str) -> None:
-        self._device = cupy.cuda.Device(device)
+    def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
+        self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem = plan.problem
         self._tile_rows = plan.grid.rows
         self._arena = 0
         self._warm, self._closed = take(device), False
-        self._host = HostMemory(self._device)
+        self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
         self.host_arena: Array | None = None
         # How many steps used each number of moduli; 0 counts the steps that were not emulated.
         self._steps: Counter[int] = Counter()
@@ -92,7 +92,7 @@ class CudaSession:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
                 if self._problem.planes:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
-                self._offsets, size = device_offsets(plan)
+                self._offsets, size = device_offsets(plan, self._number)
                 self._work = size
                 size += plan.footprint.device["work"]
                 # None: the session allocates nothing. To ask for the free memory would take longer.
@@ -113,6 +113,7 @@ class CudaSession:
                     self._load_finisher()
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
+                self._clock.name = f"device {device}" if plan.devices > 1 else ""
                 self._begin_loading(plan, device, kernel)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
@@ -151,7 +152,7 @@ class CudaSession:
         Errors are ignored here. The first Multiply of the run fails in the same way, and raises them.
         """
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
-        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
+        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0, self._number)] for x in "ABC")
         with suppress(Exception), self._device, stream:
             self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
             stream.synchronize()
@@ -202,7 +203,7 @@ class CudaSession:
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
-            elif token.stream != operation.stream:
+            elif token.stream != operation.stream or token.clock is not self._clock:
                 # A Multiply only reads its panels. So it does not wait until their checksums are computed.
                 # But an operation that overwrites an uploaded strip of C waits for the strip's checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot

@@ -20,6 +20,7 @@ from oocgemm.backends.base import (
     HostBlock,
     Pageable,
     Pinned,
+    Session,
     Stream,
     Token,
     device_offsets,
@@ -43,9 +44,9 @@ class HostSession:
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device: int = 0) -> None:
         self._problem = plan.problem
-        self._offsets, size = device_offsets(plan)
+        self._offsets, size = device_offsets(plan, device)
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
@@ -201,6 +202,9 @@ class HostBackend:
 
     name = "host"
 
+    def device_count(self) -> int:
+        return 1
+
     def free_memory(self) -> int:
         return available_memory(RECENT)
 
@@ -231,5 +235,5 @@ class HostBackend:
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         return "blas"
 
-    def open(self, plan: Plan, kernel: str) -> HostSession:
-        return HostSession(plan)
+    def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> HostSession:
+        return HostSession(plan, len(beside))

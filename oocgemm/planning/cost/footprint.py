@@ -1,7 +1,7 @@
 """Memory of a plan on device and host, and lower bounds on the bytes that it moves over each link."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
@@ -38,14 +38,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a plan occupies on the device and on the host, by purpose. The budgets limit the totals."""
+    """Bytes that a plan occupies on each device and on the host, by purpose. The budgets limit the totals."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
 
     @property
     def device_total(self) -> int:
-        """Bytes on the device."""
+        """Bytes on each device."""
         return sum(self.device.values())
 
     @property
@@ -105,8 +105,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:
-    """Return the bytes that a candidate occupies on the device and on the host."""
-    problem, machine = setting.problem, setting.machine
+    """Return the bytes that a candidate occupies on each device and on the host."""
+    problem, machine, devices = setting.problem, setting.machine, setting.devices
     tile, slots = candidate.tile, candidate.slots
     size, ring = slot_bytes(problem, tile, slots.strip), ring_shape(setting)
     # Slots of operands that are multiplied in place have no memory.
@@ -120,13 +120,15 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "work": workspace_bytes(problem, tile, machine),
         "reserve": machine.device_reserve,
     }
+    # The slots on all devices, whose checksums the host stores if it computes them.
+    everywhere = replace(slots, a=devices * slots.a, b=devices * slots.b, c=devices * (slots.c + 1) - 1)
     host = {
         "A": slots.host_a * size["host", "A"],
         "B": slots.host_b * size["host", "B"],
-        "C": slots.host_c * size["host", "C"],
+        "C": devices * slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
-        "ring": ring.bytes if ring is not None else 0,
-        "checks": host_check_bytes(problem, tile, slots, candidate.io_threads),
+        "ring": devices * ring.bytes if ring is not None else 0,
+        "checks": host_check_bytes(problem, tile, everywhere, candidate.io_threads),
         "reserve": machine.host_reserve,
     }
     return Footprint(device, host)

@@ -31,16 +31,22 @@ class RingShape:
 
 
 def ring_shape(setting: Setting) -> RingShape | None:
-    """Choose the shape of the ring; None if no operand is copied through it.
+    """Choose the shape of the ring of each device; None if no operand is copied through it.
 
-    The ring takes at most a quarter of the host budget, unless that is below 32 KiB.
+    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device.
     """
     layouts = setting.layouts
     if not any(map(setting.streams, (layouts.a, layouts.b, layouts.c))):
         return None
-    lanes, piece = setting.machine.copy_threads + 1, PIECE
-    while piece > PAGE and RingShape(lanes, piece).bytes > setting.budgets.host // 4:
+    machine, devices, piece = setting.machine, setting.devices, PIECE
+    lanes = 1 + (
+        machine.copy_threads
+        if devices == 1
+        else max(1, min(machine.copy_threads, machine.cores * 3 // 4 // devices))
+    )
+    room = setting.budgets.host // 4 // devices
+    while piece > PAGE and RingShape(lanes, piece).bytes > room:
         piece //= 2
-    while lanes > 2 and RingShape(lanes, piece).bytes > setting.budgets.host // 4:
+    while lanes > 2 and RingShape(lanes, piece).bytes > room:
         lanes -= 1
     return RingShape(lanes, piece)

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.hazards import HazardTracker
-from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
+from oocgemm.planning.schedule.operation import Kind, Operation
+from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Slot
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import length
@@ -69,12 +70,12 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
     """Return the seconds from the start of the run until its last operation ends.
 
     Operations of different streams overlap, unless they share CPU cores. The host issues operations one by
-    one.
+    one. Devices have streams of their own, but share storage.
     """
     issue, shares_cores = setting.machine.issue, setting.machine.shares_cores
     tracker: HazardTracker[list[float]] = HazardTracker()
     prices, staged = Prices(setting), 0.0
-    stream_free: dict[str, float] = {}
+    stream_free: dict[tuple[int, str], float] = {}
     end = issued = 0.0
     for operation, seconds in timed(schedule, setting):
         done = [0.0]
@@ -86,11 +87,15 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
         if shares_cores and operation.kind is not Kind.WRITE:
             stream = "compute"
-        start = max(ready, issued, stream_free.get(stream, 0.0))
+        # All devices use the same storage.
+        common = shares_cores or operation.kind in (Kind.READ, Kind.WRITE)
+        key = 0 if common else operation.device, stream
+        start = max(ready, issued, stream_free.get(key, 0.0))
         done[0] = start + seconds
-        stream_free[stream] = done[0]
+        stream_free[key] = done[0]
         if shares_cores and operation.kind is Kind.WRITE:
-            stream_free["compute"] = stream_free.get("compute", 0.0) + prices.write_cpu_share * seconds
+            computed = stream_free.get((0, "compute"), 0.0)
+            stream_free[0, "compute"] = computed + prices.write_cpu_share * seconds
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
             staged += prices.staged(operation.operand, *map(length, operation.block))
         end = max(end, done[0])

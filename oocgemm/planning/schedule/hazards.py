@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from oocgemm.errors import ScheduleError
-from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
+from oocgemm.planning.schedule.operation import Kind, Operation
+from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Slot, Tier
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import Range, Tile, length
@@ -28,9 +29,9 @@ T = TypeVar("T")
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to elements [start, stop) of a slot: start, stop, the token and stream of the operation, and
-# whether it writes.
-_Access = tuple[int, int, T, str, bool]
+# An access to elements [start, stop) of a slot: start, stop, the token of the operation, its device and
+# stream, and whether it writes.
+_Access = tuple[int, int, T, tuple[int, str], bool]
 
 
 class HazardTracker(Generic[T]):
@@ -53,8 +54,11 @@ class HazardTracker(Generic[T]):
         calls.
         """
         waits: list[T] = []
-        stream = operation.stream
-        in_order = stream in IN_ORDER
+        name = operation.stream
+        in_order = name in IN_ORDER
+        # Streams of the same name on two devices are different streams: an Upload to one device may end after
+        # a later Upload from the same host slot to another device.
+        stream = operation.device, name
         # No helper functions in the loops: they run for every operation and every access of the run.
         for slot, start, stop in operation.reads:
             kept = []

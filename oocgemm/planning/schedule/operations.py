@@ -24,116 +24,14 @@ of a buffer (`oocgemm.planning.schedule.hazards`).
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import inf
-from typing import NamedTuple
 
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.placement import Loads, Placed, Placing
+from oocgemm.planning.schedule.operation import Kind, Operation
+from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
-
-
-class Kind(StrEnum):
-    """What an operation does: copy from or to storage, copy from or to the device, or compute."""
-
-    READ = "read"
-    UPLOAD = "upload"
-    PREPARE = "prepare"
-    MULTIPLY = "multiply"
-    FINISH = "finish"
-    DOWNLOAD = "download"
-    WRITE = "write"
-
-
-class Lane(StrEnum):
-    """Where an operation runs. Reports have one row per lane."""
-
-    READ = "read"
-    DECODE = "decode"
-    H2D = "h2d"
-    PREPARE = "prepare"
-    COMPUTE = "compute"
-    D2H = "d2h"
-    ENCODE = "encode"
-    WRITE = "write"
-
-
-LANES = {
-    Kind.READ: Lane.READ,
-    Kind.UPLOAD: Lane.H2D,
-    Kind.PREPARE: Lane.PREPARE,
-    Kind.MULTIPLY: Lane.COMPUTE,
-    Kind.FINISH: Lane.COMPUTE,
-    Kind.DOWNLOAD: Lane.D2H,
-    Kind.WRITE: Lane.WRITE,
-}
-
-
-# Replacements of lanes in `LANES`, for Reads that decode chunks and Writes that encode chunks.
-_CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
-_LOADS = (Kind.READ, Kind.UPLOAD)
-
-
-class Operation(NamedTuple):
-    """One copy or one computation.
-
-    - `kind`, `operand`: what the operation does, and with which operand.
-    - `tile`, `step`: the tile of C and the step along k that it belongs to.
-    - `reads`, `writes`: the regions of slots (buffers) that it reads and writes.
-    - `m`, `n`, `k`: ranges of indices of the product. A copy of a panel of op(A) has m and k, one of op(B)
-      has k and n, and one of C has m and n. A Prepare and a Multiply have all three.
-    - `bytes`: bytes that it copies. `flops`: real floating-point operations.
-    - `first`: it is the first Multiply of its tile, which applies beta.
-    - `coded`: it is a Read that decodes or a Write that encodes.
-    """
-
-    kind: Kind
-    operand: str
-    tile: Tile
-    step: int
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
-    m: Range = (0, 0)
-    n: Range = (0, 0)
-    k: Range = (0, 0)
-    bytes: int = 0
-    flops: int = 0
-    first: bool = False
-    coded: bool = False
-    device: int = 0
-
-    @property
-    def lane(self) -> Lane:
-        """Where the operation runs.
-
-        A Read that decodes is in "decode" instead of "read". A Write that encodes is in "encode" instead of
-        "write".
-        """
-        lane = LANES[self.kind]
-        return _CODED.get(lane, lane) if self.coded else lane
-
-    @property
-    def stream(self) -> str:
-        """The name of the queue that the operation is issued to.
-
-        It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
-        that they do not queue behind loads of A and B.
-        """
-        lane = self.lane.value
-        return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
-
-    @property
-    def block(self) -> tuple[Range, Range]:
-        """Ranges of rows and columns that the operation accesses in op(A), op(B) or C."""
-        if self.operand == "A":
-            return self.m, self.k
-        return (self.k if self.operand == "B" else self.m), self.n
-
-    def __str__(self) -> str:
-        (r0, r1), (c0, c1) = self.block
-        return f"{self.kind} {self.operand}[{r0}:{r1}, {c0}:{c1}] of tile {self.tile}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +41,8 @@ class Schedule:
     A schedule can be iterated repeatedly, and creates its operations during iteration.
 
     `coded` are the operands ("A", "B", "C") whose chunks are decoded or encoded. `last` is the tile that a
-    run over all of C would compute last, even if this run does not compute it.
+    run over all of C would compute last, even if this run does not compute it. `device` is the device that
+    computes the tiles.
     """
 
     problem: GemmProblem
@@ -152,41 +51,72 @@ class Schedule:
     slots: Slots
     coded: frozenset[str] = frozenset()
     last: Tile | None = None
+    device: int = 0
 
     def __iter__(self) -> Iterator[Operation]:
+        for _, operations in self.batches(self._placing()):
+            yield from operations
+
+    def batches(self, placing: Placing) -> Iterator[tuple[int, Iterator[Operation]]]:
+        """Yield (number of steps, operations) for each group of steps that are loaded together.
+
+        `placing` places the panels of the schedule's tiles. Iterate over the operations of a group before you
+        take the next group.
+        """
         strips_done = prepared = 0
-        placing = self._placing()
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
-            c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c)
-            if self.problem.reads_c and not self.problem.finishes:
-                for number, rows in strips:
-                    yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
+            c_slot = self._on_device("C", position % self.slots.c)
             order = step_order(tile, self.grid.steps, self.grid.ramp)
-            left, first_step = len(order), order[0]
-            by_strips = False
+            left = len(order)
             for by_strips, group in placing.groups(position):
+                old_c = strips if left == len(order) else []
                 left -= len(group)
-                for step, a, b in group:
-                    yield from self._load_panel("A", tile, step, a)
-                    yield from self._load_panel("B", tile, step, b)
                 planes: dict[int, Region] = {}
-                for step, a, b in group if self.slots.planes else ():
+                for step, _, _ in group if self.slots.planes else ():
                     if length(self.grid.depth(step)):
-                        slot = slot_of(Tier.DEVICE, "P", prepared % self.slots.planes)
+                        slot = self._on_device("P", prepared % self.slots.planes)
                         planes[step] = Region(slot, 0, 1)
                         prepared += 1
-                        yield self._prepare(tile, step, a, b, planes[step])
-                for number, rows in strips if by_strips else [(0, self.grid.rows(tile[0]))]:
-                    for step, a, b in group:
-                        inputs = self._inputs(tile, step, a, b, planes)
-                        yield self._multiply(tile, rows, step, inputs, c_slot, first=step == first_step)
-                    if by_strips and not left:
-                        yield from self._drain(tile, rows, number, c_slot)
-            if not by_strips:
-                for number, rows in strips:
-                    yield from self._drain(tile, rows, number, c_slot)
+                parts = [(part,) for part in strips] if by_strips else [strips]
+                yield len(group), self._batch(tile, c_slot, group, planes, old_c, parts, order[0], not left)
+
+    def _batch(
+        self,
+        tile: Tile,
+        c_slot: Slot,
+        group: Sequence[Step],
+        planes: Mapping[int, Region],
+        old_c: Sequence[tuple[int, Range]],
+        parts: Sequence[Sequence[tuple[int, Range]]],
+        first_step: int,
+        drains: bool,
+    ) -> Iterator[Operation]:
+        """Yield the operations of a group of steps.
+
+        `old_c` are the numbered strips of the old C to load first. Each of `parts` consists of the numbered
+        strips that are multiplied together. With `drains`, they drain after the group.
+        """
+        if self.problem.reads_c and not self.problem.finishes:
+            for number, rows in old_c:
+                yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
+        for step, a, b in group:
+            yield from self._load_panel("A", tile, step, a)
+            yield from self._load_panel("B", tile, step, b)
+        for step, a, b in group:
+            if step in planes:
+                yield self._prepare(tile, step, a, b, planes[step])
+        for strips in parts:
+            rows = strips[0][1][0], strips[-1][1][1]
+            for step, a, b in group:
+                inputs = self._inputs(tile, step, a, b, planes)
+                yield self._multiply(tile, rows, step, inputs, c_slot, first=step == first_step)
+            for number, rows in strips if drains else ():
+                yield from self._drain(tile, rows, number, c_slot)
+
+    def _on_device(self, operand: str, index: int) -> Slot:
+        return slot_of(Tier.DEVICE, operand, index, self.device)
 
     def loads(self) -> Loads:
         """Count the bytes of panels of A and B that the run loads, without creating the operations."""
@@ -255,17 +185,25 @@ class Schedule:
         elements = length(k) * length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
         coded = operand in self.coded
-        device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot), 0, elements)
+        device = Region(self._on_device(operand, placed.device_slot), 0, elements)
         if self.slots.unified:
-            yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded)
+            yield Operation(
+                Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded, device=self.device
+            )
             return
         if self.slots.streams(operand):
-            yield Operation(Kind.UPLOAD, operand, tile, step, (), (device,), m, n, k, size)
+            yield Operation(
+                Kind.UPLOAD, operand, tile, step, (), (device,), m, n, k, size, device=self.device
+            )
             return
         host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
-            yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded)
-        yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
+            yield Operation(
+                Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded, device=self.device
+            )
+        yield Operation(
+            Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size, device=self.device
+        )
 
     def _inputs(
         self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
@@ -277,8 +215,8 @@ class Schedule:
         if k == 0:
             return ()
         panels = (
-            Region(slot_of(Tier.DEVICE, "A", a.device_slot), 0, m * k),
-            Region(slot_of(Tier.DEVICE, "B", b.device_slot), 0, k * n),
+            Region(self._on_device("A", a.device_slot), 0, m * k),
+            Region(self._on_device("B", b.device_slot), 0, k * n),
         )
         return (*panels, planes[step]) if step in planes else panels
 
@@ -286,7 +224,7 @@ class Schedule:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
         size = (length(m) + length(n)) * length(k) * self.problem.itemsizes["A"]
         reads = self._inputs(tile, step, a, b, {})
-        return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size)
+        return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size, device=self.device)
 
     def _multiply(
         self, tile: Tile, rows: Range, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
@@ -307,6 +245,7 @@ class Schedule:
             k,
             flops=self.problem.step_flops(length(rows), length(n), length(k)),
             first=first,
+            device=self.device,
         )
 
     def _load_c(
@@ -321,13 +260,17 @@ class Schedule:
         targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
         coded = "C" in self.coded
         if self.slots.unified:
-            yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded)
+            yield Operation(
+                Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded, device=self.device
+            )
             return
         sources: tuple[Region, ...] = ()
         if not self.slots.streams("C"):
             sources = (host,)
-            yield Operation(Kind.READ, "C", tile, 0, (), sources, rows, n, bytes=size, coded=coded)
-        yield Operation(Kind.UPLOAD, "C", tile, 0, sources, targets, rows, n, bytes=size)
+            yield Operation(
+                Kind.READ, "C", tile, 0, (), sources, rows, n, bytes=size, coded=coded, device=self.device
+            )
+        yield Operation(Kind.UPLOAD, "C", tile, 0, sources, targets, rows, n, bytes=size, device=self.device)
 
     def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
         """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
@@ -335,21 +278,39 @@ class Schedule:
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
         if self.problem.finishes:
-            finished = Region(slot_of(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
+            finished = Region(self._on_device("D", number % self.slots.finish), 0, host.stop)
             if self.problem.reads_c:
                 yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
             inputs = (source, finished, *sums) if self.problem.reads_c else (source, *sums)
-            yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n)
+            yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n, device=self.device)
             source, sums = finished, ()
         coded = "C" in self.coded
         if self.slots.unified:
-            yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size, coded=coded)
+            yield Operation(
+                Kind.WRITE,
+                "C",
+                tile,
+                last,
+                (source,),
+                (),
+                rows,
+                n,
+                bytes=size,
+                coded=coded,
+                device=self.device,
+            )
             return
         if self.slots.streams("C"):
-            yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), sums, rows, n, bytes=size)
+            yield Operation(
+                Kind.DOWNLOAD, "C", tile, last, (source,), sums, rows, n, bytes=size, device=self.device
+            )
             return
-        yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
-        yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
+        yield Operation(
+            Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size, device=self.device
+        )
+        yield Operation(
+            Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded, device=self.device
+        )
 
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
         """Return (range of columns, size in bytes, region of a host slot) of a strip of C.
@@ -359,7 +320,7 @@ class Schedule:
         """
         n = self.grid.cols(tile[1])
         elements = length(rows) * length(n)
-        host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
+        host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
@@ -378,7 +339,7 @@ class Schedule:
             return ()
         top, strip = self.grid.rows(tile[0])[0], self.slots.strip
         strips = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
-        return (Region(slot_of(Tier.DEVICE, "S", slot.index), *strips),)
+        return (Region(self._on_device("S", slot.index), *strips),)
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
         """Return the region of some rows of the tile in its accumulator."""

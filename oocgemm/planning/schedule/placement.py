@@ -71,24 +71,43 @@ class Loads:
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SharedHost:
+    """The host slots for the panels of one operand, as one of several devices uses them.
+
+    `cache` is common to all devices. `next_use` looks up the next use by any device, in the sequence of the
+    tiles of all devices: tile p of device number `device` is at position p * `devices` + `device`.
+    """
+
+    cache: SlotCache
+    next_use: NextUse
+    device: int
+    devices: int
+
+
 class Panels:
     """Simulate the caches for the panels of one operand, on the device and on the host.
 
     Panels are placed in program order. `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for
-    op(B), whose panels belong to tile columns. `device` and `host` are numbers of slots. `host` is None if
-    panels are read directly into device slots.
+    op(B), whose panels belong to tile columns. `device` is the number of device slots. `host` is the number
+    of host slots, or the host slots that several devices share. It is None if panels have no host slots.
     """
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | None) -> None:
+    def __init__(
+        self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | SharedHost | None
+    ) -> None:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
         self._known = -1, 0  # the latest position passed to `line`, and its tile row (or column)
         self._next_use = NextUse(tiles, steps, axis)
         self._tiers = [SlotCache(device)]
-        if host is not None:
+        self._shared = host if isinstance(host, SharedHost) else None
+        if isinstance(host, SharedHost):
+            self._tiers.append(host.cache)
+        elif host is not None:
             self._tiers.append(SlotCache(host, spread=max(1, steps)))
-        self.slots = device + (host or 0)
+        self.slots = device + (host if isinstance(host, int) else 0)
 
     def line(self, position: int) -> int:
         """Return the tile row (or column) of the tile at `position`."""
@@ -101,6 +120,8 @@ class Panels:
         row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
+        if shared := self._shared:
+            use = shared.next_use(row, step, position * shared.devices + shared.device)
         if hit:
             for cache in self._tiers[1:]:
                 cache.postpone((row, step), use)
@@ -111,8 +132,12 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """End a group of steps whose panels are loaded together."""
-        for cache in self._tiers:
+        """End a group of steps whose panels are loaded together.
+
+        In shared host slots, a group has one step of every device: the first device ends it.
+        """
+        others = self._shared is not None and self._shared.device > 0
+        for cache in self._tiers[:1] if others else self._tiers:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
@@ -172,15 +197,24 @@ class Placing:
     """
 
     def __init__(
-        self, tiles: Sequence[Tile], steps: int, slots: Slots, ramp: int = 0, last: Tile | None = None
+        self,
+        tiles: Sequence[Tile],
+        steps: int,
+        slots: Slots,
+        ramp: int = 0,
+        last: Tile | None = None,
+        panels: tuple[Panels, Panels] | None = None,
     ) -> None:
         self._tiles = tiles
         self._last = last if last is not None or not tiles else tiles[-1]
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
-        self._a = Panels(tiles, steps, 0, slots.a, None if slots.unified else slots.host_a or None)
-        self._b = Panels(tiles, steps, 1, slots.b, None if slots.unified else slots.host_b or None)
+        a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
+        self._a, self._b = panels or (
+            Panels(tiles, steps, 0, slots.a, a),
+            Panels(tiles, steps, 1, slots.b, b),
+        )
         self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:

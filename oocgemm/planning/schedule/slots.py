@@ -24,6 +24,9 @@ class Slot:
     - P: on the device, the residues of a step's panels, for emulated products;
     - S: on the device, the checksums of a tile's strips. They have no memory of their own: they are stored
       behind the tile, in the C slot with the same index.
+
+    If a run uses several devices, `device` is the position of the slot's device in their list. Host slots for
+    panels are shared by all devices: their `device` is 0. Every device has host slots of its own for strips.
     """
 
     tier: Tier
@@ -34,16 +37,18 @@ class Slot:
     def __hash__(self) -> int:
         # Every operation looks its slots up in a dict. The generated hash would be slow, since it would
         # include the hash of an Enum.
-        return hash((self.operand, self.index))
+        return hash((self.operand, self.index, self.device))
 
     def __str__(self) -> str:
-        return f"{self.tier}:{self.operand}{self.index}"
+        return f"{self.tier}:{self.operand}{self.index}" + (
+            f" of device {self.device}" if self.device else ""
+        )
 
 
 @cache
-def slot_of(tier: Tier, operand: str, index: int) -> Slot:
+def slot_of(tier: Tier, operand: str, index: int, device: int = 0) -> Slot:
     """Return the same `Slot` object for equal arguments. Dicts look identical objects up faster."""
-    return Slot(tier, operand, index)
+    return Slot(tier, operand, index, device)
 
 
 class Region(NamedTuple):
@@ -61,6 +66,9 @@ class Region(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Slots:
     """Numbers of slots (buffers) of each kind, and how tiles of C drain (are downloaded and written).
+
+    If a run uses several devices, all numbers are per device, except that all devices share the host slots
+    for panels.
 
     - `a`, `b`, `c`: device slots for panels of op(A), panels of op(B) and accumulators (tiles of C).
     - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C. An operand without host

@@ -205,11 +205,13 @@ class NextUse:
     """Look up when a panel of op(A) (axis 0) or op(B) (axis 1) is used next.
 
     Uses are numbered by steps: step s of the tile at position p has the number p * steps + s, counted in the
-    order in which the steps run.
+    order in which the steps run. If several devices compute `at_once` successive tiles at the same time, the
+    number is p // at_once * steps + s.
     """
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
+    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, at_once: int = 1) -> None:
         self._tiles = tiles
+        self._at_once = at_once
         self._steps = steps
         self._axis = axis
         # The arguments of the latest call of `tile`, its result, and whether k runs forwards in that tile.
@@ -241,4 +243,4 @@ class NextUse:
         if later is None or step >= self._steps:  # thin steps, and their panels, occur in one tile only
             return NEVER
         ahead = step if self._known[3] else self._steps - 1 - step
-        return later * self._steps + ahead
+        return later // self._at_once * self._steps + ahead

@@ -20,6 +20,7 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.moves import moves
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
@@ -43,6 +44,8 @@ MIN_GAIN = 0.002
 MIN_SLOW, MIN_FASTER = 5.0, 10
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
+# Host slots per tile row (or column) in which several devices work at the same time, in a resumed run.
+PANELS_PER_LINE = 3
 MAX_EXPLAINED = 6  # maximum number of candidates that a plan keeps for `Plan.explain`
 
 
@@ -103,11 +106,13 @@ def resumed_plan(
     layouts: Layouts,
     candidate: Candidate,
     done: frozenset[Tile],
+    devices: int = 1,
 ) -> Plan:
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
     `candidate` is how the interrupted run computed the product. If it does not fit the present budgets, the
-    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same.
+    plan caches fewer panels and, if necessary, uses one I/O thread. The result is bit-identical all the same,
+    and so it is with another number of devices.
     Raises `BudgetError` if the plan does not fit even then.
     """
     slots = candidate.slots
@@ -122,8 +127,17 @@ def resumed_plan(
         host_c=min(slots.host_c, 2),
     )
     smallest = replace(candidate, slots=fewer, io_threads=1)
-    for tried in (candidate, replace(candidate, slots=fewer), smallest):
-        plan = Plan(problem, layouts, budgets, machine, tried, done=done)
+    begun_with = [candidate]
+    if devices > 1:
+        # With fewer slots, the reads of one device would wait for the uploads to another one.
+        arranged = arrangement(devices, problem, TileGrid.of(problem, candidate.tile))
+        host_a, host_b = (
+            max(count, PANELS_PER_LINE * lines) if count else 0
+            for count, lines in zip((slots.host_a, slots.host_b), arranged, strict=True)
+        )
+        begun_with.insert(0, replace(candidate, slots=replace(slots, host_a=host_a, host_b=host_b)))
+    for tried in (*begun_with, replace(candidate, slots=fewer), smallest):
+        plan = Plan(problem, layouts, budgets, machine, tried, done=done, devices=devices)
         used = plan.footprint
         if (used.device_total <= budgets.device and used.host_total <= budgets.host) or plan.steps == 0:
             return plan

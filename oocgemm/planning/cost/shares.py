@@ -1,0 +1,120 @@
+"""Predict the time of a run on several devices: that of one device's share of the product.
+
+The devices run in step. So the clock runs only one of them, on a product of as many tile rows and columns as
+this device computes. Storage, the host's copies and the time to issue operations are common to all devices.
+In the share, they are slower accordingly: storage by the number of panels that are read for all devices per
+panel that is read for one.
+"""
+
+from dataclasses import dataclass, replace
+
+from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.footprint import Candidate
+from oocgemm.planning.cost.loads import estimate_loads
+from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.rates import scaled
+from oocgemm.planning.schedule.dealing import arrangement
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
+
+
+@dataclass(frozen=True)
+class Share:
+    """One device's share of a run of a candidate on several devices.
+
+    `down` and `across` are over how many tile rows and columns the tiles of a round are spread. `setting`
+    and `candidate` are those of a product of the size of the share, on one device that works alone.
+    """
+
+    down: int
+    across: int
+    setting: Setting
+    candidate: Candidate
+
+    @classmethod
+    def of(cls, setting: Setting, candidate: Candidate) -> "Share":
+        """Return the share of each device. It has at least one tile."""
+        grid = TileGrid.of(setting.problem, candidate.tile)
+        down, across = arrangement(setting.devices, setting.problem, grid)
+        rows, cols = ceil_div(grid.shape[0], down), ceil_div(grid.shape[1], across)
+        slots, order = candidate.slots, candidate.traversal
+        on_host = ceil_div(slots.host_a, down), ceil_div(slots.host_b, across)
+        slots = replace(slots, host_a=on_host[0], host_b=on_host[1])
+        order = replace(order, band=max(1, order.band // (down, across)[order.axis]))
+        own = own_setting(setting, candidate.tile, rows * candidate.tile.m, cols * candidate.tile.n)
+        return cls(down, across, own, replace(candidate, slots=slots, traversal=order))
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of the share; 1 if C is empty."""
+        down, across = TileGrid.of(self.setting.problem, self.candidate.tile).shape
+        return max(1, down * across)
+
+    def loads(self) -> Loads:
+        """Estimate the bytes of panels that one device loads if it works alone."""
+        grid = TileGrid.of(self.setting.problem, self.candidate.tile)
+        return estimate_loads(self.setting.problem, grid, self.candidate.slots, self.candidate.traversal)
+
+
+def own_setting(setting: Setting, tile: TileShape | None, m: int, n: int) -> Setting:
+    """Return the setting of a product of m x n elements on one of several devices that works alone.
+
+    With `tile`, the chunks of a new C are those of the whole product.
+    """
+    problem, layouts = setting.problem, setting.layouts
+    if tile is not None and layouts.c.free_chunks:
+        chunk = setting.c_chunks(tile)
+        layouts = replace(layouts, c=replace(layouts.c, free_chunks=False, write_chunk=chunk))
+    own = replace(problem, m=min(problem.m, m), n=min(problem.n, n))
+    return Setting(own, setting.machine, layouts, setting.budgets)
+
+
+def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
+    """Return the rates at which one of several devices works that are busy with their shares.
+
+    `reading` is the factor by which reads take longer. Other work that the devices have in common takes
+    `devices` times as long.
+    """
+    each = 1 / devices
+    factors = {"read": 1 / reading, "decode": 1 / reading, "write": each, "memory": each}
+    factors["issue"] = devices
+    if machine.shares_cores:
+        return scaled(machine, factors | dict.fromkeys(machine.kernels, each))
+    # More threads read for several devices, if there are cores for them.
+    threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
+    return replace(scaled(machine, factors), io_threads=threads)
+
+
+def estimate_shared_loads(setting: Setting, candidate: Candidate, rounds: int) -> Loads:
+    """Estimate the bytes of panels of all devices in a number of rounds, in which each computes one tile."""
+    share = Share.of(setting, candidate)
+    each, part, devices = share.loads(), rounds / share.tiles, setting.devices
+    return Loads(
+        *(part * devices * each.a_up, part * devices * each.b_up),
+        *(part * share.down * each.a_read, part * share.across * each.b_read),
+    )
+
+
+def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds: int) -> Prediction:
+    """Predict the seconds of a run on several devices. Lanes of devices are those of one device.
+
+    `loads` are the panels of all devices together. `rounds` is the largest number of tiles of a device.
+    """
+    share = Share.of(setting, candidate)
+    each, part = share.loads(), rounds / share.tiles
+    alone = part * (each.a_read + each.b_read)
+    reading = max(1.0, (loads.a_read + loads.b_read) / alone) if alone else 1.0
+    machine = slowed(setting.machine, reading, setting.devices)
+    return part_of(predict(replace(share.setting, machine=machine), share.candidate), part)
+
+
+def part_of(whole: Prediction, share: float) -> Prediction:
+    """Predict the seconds of a part of a run, from those of the whole run.
+
+    `share` is the work of the part divided by that of the whole.
+    """
+    lanes = {lane: share * seconds for lane, seconds in whole.lanes.items()}
+    rest = whole.total - whole.start_up - whole.tail
+    total = whole.start_up + share * rest + whole.tail if share else 0.0
+    return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total)

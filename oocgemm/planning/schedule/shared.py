@@ -1,0 +1,101 @@
+"""The schedule of several devices of one host.
+
+Every device computes tiles of its own (`dealing`). In program order, the devices take turns: the device with
+the fewest steps so far is next. All devices share the host slots for panels of op(A) and op(B). So a panel
+that several devices use at about the same time is read once, and uploaded to each of them. The waits are
+derived from this one program, as for one device.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from heapq import heappop, heapreplace
+from typing import TypeVar
+
+from oocgemm.planning.schedule.eviction import SlotCache
+from oocgemm.planning.schedule.operation import Operation
+from oocgemm.planning.schedule.operations import Schedule
+from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, Step
+from oocgemm.planning.schedule.traversal import NextUse
+from oocgemm.planning.tiling import Tile, length
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SharedSchedule(Schedule):
+    """The operations of a run on several devices. The tile at position p is for device p modulo `devices`."""
+
+    devices: int = 2
+
+    def __iter__(self) -> Iterator[Operation]:
+        batches = [
+            self._of_device(device).batches(placing) for device, placing in enumerate(self._placings())
+        ]
+        for operations in interleaved(batches):
+            yield from operations
+
+    def loads_within(self, max_work: float) -> Loads | None:
+        """Count the bytes of panels that the run loads, or return None if that takes too long.
+
+        `max_work` limits the number of placements of one panel in slots. Each takes about 10 us.
+        """
+        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
+        if 2 * len(self.tiles) * self.grid.steps > max_work:
+            return None
+        steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]
+        a_up = b_up = a_read = b_read = 0
+        for tile, group in interleaved(steps):
+            height, width = length(self.grid.rows(tile[0])), length(self.grid.cols(tile[1]))
+            for step, a, b in group:
+                a_up += height * depths[step] * a.upload
+                b_up += width * depths[step] * b.upload
+                a_read += height * depths[step] * a.read
+                b_read += width * depths[step] * b.read
+        a_size, b_size = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
+        return Loads(a_up * a_size, b_up * b_size, a_read * a_size, b_read * b_size)
+
+    def _placed(self, device: int, placing: Placing) -> Iterator[tuple[int, tuple[Tile, list[Step]]]]:
+        for position, tile in enumerate(self._tiles_of(device)):
+            for _, group in placing.groups(position):
+                yield len(group), (tile, group)
+
+    def _tiles_of(self, device: int) -> Sequence[Tile]:
+        return self.tiles[device :: self.devices]
+
+    def _of_device(self, device: int) -> Schedule:
+        tiles = self._tiles_of(device)
+        return Schedule(self.problem, self.grid, tiles, self.slots, self.coded, self.last, device)
+
+    def _placings(self) -> Iterator[Placing]:
+        """Yield what places the panels of each device, with common host slots."""
+        slots, steps = self.slots, self.grid.steps
+        uses = [NextUse(self.tiles, steps, axis, self.devices) for axis in (0, 1)]
+        on_host = [0, 0] if slots.unified else [slots.host_a, slots.host_b]
+        caches = [SlotCache(count, spread=max(1, steps)) if count else None for count in on_host]
+        for device in range(self.devices):
+            tiles = self._tiles_of(device)
+            panels = []
+            for axis, count in enumerate((slots.a, slots.b)):
+                cache, use = caches[axis], copy(uses[axis])  # a copy, since it remembers its latest result
+                shared = None if cache is None else SharedHost(cache, use, device, self.devices)
+                panels.append(Panels(tiles, steps, axis, count, shared))
+            last = self.last or (self.tiles[-1] if self.tiles else None)
+            yield Placing(tiles, steps, slots, self.grid.ramp, last, (panels[0], panels[1]))
+
+
+def interleaved(streams: Sequence[Iterator[tuple[int, T]]]) -> Iterator[T]:
+    """Merge streams of (number of steps, item). The stream with the fewest steps so far is next.
+
+    >>> list(interleaved([iter([(1, "a"), (2, "b"), (1, "c")]), iter([(3, "x"), (1, "y")])]))
+    ['a', 'x', 'b', 'c', 'y']
+    """
+    turns = [(0, number) for number in range(len(streams))]
+    while turns:
+        done, number = turns[0]
+        found = next(streams[number], None)
+        if found is None:
+            heappop(turns)
+            continue
+        heapreplace(turns, (done + found[0], number))
+        yield found[1]
