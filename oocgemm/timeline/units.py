@@ -105,6 +105,18 @@ def is_distributed(timeline: Timeline) -> bool:
     return bool(timeline.header.get("workers")) or len(units_of(timeline)) > 1
 
 
+def kernels_of(timeline: Timeline, units: Iterable[Unit]) -> list[Unit]:
+    """Return those of the units that do not share their processor with an earlier one.
+
+    On the host backend, all units of one host share its cores.
+    """
+    if timeline.header.get("backend", {}).get("name") != "host":
+        return list(units)
+    workers = workers_of(timeline.header)
+    hosts = {workers[unit.worker].host if workers else "": unit for unit in reversed(list(units))}
+    return sorted(hosts.values())
+
+
 def spans_by_unit(timeline: Timeline) -> dict[Unit, list[Span]]:
     """Return the spans of each unit, in program order."""
     found: defaultdict[Unit, list[Span]] = defaultdict(list)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class WorkerLog:
     """Where the timeline log of an attempt is, and how its clock relates to that of the coordinator.
 
-    `offset_ns` is the wall clock of the worker minus that of the coordinator, in nanoseconds, and `error_ns` its
-    maximum error. `part` and `attempt` are numbers. `lost` is set if the process died or failed: of its work,
-    only the tiles that it had finished count.
+    `offset_ns` is the wall clock of the worker minus that of the coordinator, in nanoseconds, and `error_ns`
+    its maximum error. `part` and `attempt` are numbers. `lost` is set if the process died or failed: of its
+    work, only the tiles that it had finished count.
     """
 
     worker: str
