@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import ended, folder_of_operands, fuzz, garbled, mutated
-from tests.part_runs import merged
+from tests.logged_parts import merged
 from tests.test_merge import MS, PART, PLAN, STARTED, child, op
 
 

@@ -1,6 +1,6 @@
 """Small distributed runs on the host backend: one child process per attempt at a part, each with its own log.
 
-`python -m tests.part_runs FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of the
+`python -m tests.logged_parts FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of the
 grid. All other tiles of the plan are marked done. If KILL_AFTER is positive, the process kills itself after
 so many writes.
 """
@@ -60,7 +60,7 @@ def distributed_run(folder: Path, parts: list[Part], offset_ns: int = 0) -> tupl
         home = folder / f"part{number}"
         home.mkdir()
         ranges = ":".join(str(x) for x in (*part.rows, *part.cols, part.kill_after))
-        done = subprocess.run([sys.executable, "-m", "tests.part_runs", home, ranges], check=False)
+        done = subprocess.run([sys.executable, "-m", "tests.logged_parts", home, ranges], check=False)
         assert done.returncode == (-signal.SIGKILL if part.kill_after else 0)
         logs.append(
             WorkerLog(
