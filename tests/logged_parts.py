@@ -1,8 +1,8 @@
 """Small distributed runs on the host backend: a child process for each attempt at a part, with its own log.
 
-`python -m tests.logged_parts FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of the
-grid. All other tiles of the plan are marked done. If KILL_AFTER is positive, the process kills itself after
-so many writes.
+`python -m tests.logged_parts FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of
+the grid. All other tiles of the plan are marked done. If KILL_AFTER is positive, the process kills itself
+after so many writes.
 """
 
 import os

@@ -335,6 +335,17 @@ def test_devices_of_one_process_have_figures_of_their_own() -> None:
     assert (spread.first_end, spread.last_end) == (40e-9, 70e-9)
 
 
+def test_a_gpu_that_is_two_devices_counts_once() -> None:
+    spans = (op(0, "multiply", 10, 40), op(1, "multiply", 15, 55, device=1))
+    for numbers, count in (("00", 1), ("01", 2)):
+        devices = [{"number": number, "device": "a GPU"} for number in numbers]
+        timeline = Timeline(spans, 100, {"devices": devices, "rates": {"kernel": 1e10}})
+        spread = report(timeline).distribution
+        assert spread is not None
+        assert spread.scaling_efficiency == pytest.approx(480 / (count * 1e10 * 100e-9))
+        assert spread.units[1].described == "a GPU"
+
+
 @st.composite
 def attempts(draw: st.DrawFn) -> Timeline:
     """Return a timeline of random attempts, which may overlap and end after the run."""

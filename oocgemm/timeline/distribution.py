@@ -4,8 +4,8 @@ T is the wall time of the run. A *unit* is one device of one worker (`oocgemm.ti
 
 - balance: the least compute time of a unit / the largest.
 - first end, last end: when the first and the last unit ended its last operation.
-- scaling efficiency: flops of the result / (sum of the units' kernel rates * T), with calibrated rates. On
-  the host backend, the workers of one host share its cores. Each host then counts once.
+- scaling efficiency: flops of the result / (sum of the units' kernel rates * T), with calibrated rates. A
+  processor that several units share counts once (`units.kernels_of`).
 - storage: bytes read from storage by all workers, ``required`` if every element was read once, and ``least``,
   a lower bound for workers with these memories and these shares of the product.
 - lost: work that was thrown away, because a process died or another attempt finished the tile first. The
