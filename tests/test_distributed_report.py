@@ -117,6 +117,11 @@ def test_a_page_compares_a_distributed_run_with_another(four: Timeline) -> None:
     text = page([("four.jsonl", four), ("one.jsonl", own)])
     assert Elements(text).open == []
     assert "This run used one device." in text
+    rate = four.header["rates"]["kernel"]
+    alone = (report(own).flop_rate or 0) / rate
+    shown = text.split("<dt>Scaling efficiency</dt>")[1].split("</div>")[0]
+    both = spread_of(four).scaling_efficiency or 0, alone
+    assert re.findall(r"<dd>([\d.]+%)</dd>", shown) == [f"{100 * share:.1f}%" for share in both]
 
 
 def test_a_picture_fills_the_row_of_each_device(many: Timeline) -> None:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import ended, folder_of_operands, fuzz, garbled, mutated
+from tests.logged_parts import merged
+from tests.test_merge import MS, PART, PLAN, STARTED, child, op
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +29,34 @@ def log(here: Path) -> list[str]:
     return (here / "log").read_text().splitlines()
 
 
+@pytest.fixture(scope="module")
+def merged_log(here: Path) -> list[str]:
+    """The log of a run of two workers, of which one died and one added partial products."""
+    logs = [
+        child(here, "a", 0, PART, 50 * MS),
+        child(here, "b", 5 * MS, PART[:2], None),
+        child(here, "b", 60 * MS, [op(0, "read", 0, MS)], 2 * MS, task="reduce"),
+    ]
+    merged({"started": STARTED, "plan": PLAN}, logs, 80 * MS, here / "merged.jsonl")
+    return (here / "merged.jsonl").read_text().splitlines()
+
+
 @fuzz(600)
 @given(data=st.data())
 def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> None:
+    end_well(here, log, data)
+
+
+@fuzz(600)
+@given(data=st.data())
+def test_any_log_of_a_distributed_run_ends_well(
+    here: Path, merged_log: list[str], data: st.DataObject
+) -> None:
+    end_well(here, merged_log, data)
+
+
+def end_well(here: Path, log: list[str], data: st.DataObject) -> None:
+    """Change some lines of a log, and check that its report ends well."""
     lines = list(log)
     for _ in range(data.draw(st.integers(1, 3))):
         number = data.draw(st.sampled_from([0, len(lines) - 1, *range(len(lines))])) if lines else 0

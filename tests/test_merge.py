@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.planning.cost.shared_bounds import Share, min_bytes_of_workers
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.timeline import Recorder, Span, Timeline, read_log, report
 from oocgemm.timeline.intervals import length, union
@@ -20,7 +19,11 @@ from oocgemm.timeline.merge import merge
 from oocgemm.timeline.units import Attempt, Unit, Worker, activities, attempts_of, units_of, workers_of
 from oocgemm.timeline.worker_log import WorkerLog
 
+<<<<<<< HEAD
 from .attempt_runs import GRID, K, M, N, Part, distributed_run, merged, operands
+=======
+from .logged_parts import GRID, K, M, N, Part, distributed_run, merged, operands
+>>>>>>> report
 
 PARTS = [
     Part("first", (0, 3), (0, 2), kill_after=3),
@@ -153,7 +156,6 @@ def child(
     delay: int,
     spans: Sequence[Span],
     wall: int | None,
-    attempt: WorkerLog | None = None,
     **header: Any,
 ) -> WorkerLog:
     """Write the log of an attempt that began `delay` ns after the run. Without a `wall` it was killed."""
@@ -230,6 +232,17 @@ def test_part_wait_and_reduce_worked_out_by_hand(tmp_path: Path) -> None:
     assert spread.balance == pytest.approx(1)
     assert [spread.first_end, spread.last_end] == pytest.approx([0.075, 0.1])
     assert spread.scaling_efficiency == pytest.approx(480 / (2 * 4e12 * 0.12))
+
+
+@pytest.mark.parametrize(("backend", "hosts"), [("cuda", 2), ("host", 1)])
+def test_workers_that_share_the_cores_of_a_host_count_once(tmp_path: Path, backend: str, hosts: int) -> None:
+    logs = [
+        child(tmp_path, name, 0, PART, 50 * MS, backend={"name": backend}, k_slice=q)
+        for q, name in enumerate("ab")
+    ]
+    spread = report(whole(logs, 100 * MS)).distribution
+    assert spread is not None
+    assert spread.scaling_efficiency == pytest.approx(480 / (hosts * 4e12 * 0.1))
 
 
 def test_a_worker_that_only_adds_is_no_unit(tmp_path: Path) -> None:
@@ -326,6 +339,17 @@ def test_devices_of_one_process_have_figures_of_their_own() -> None:
     assert (spread.first_end, spread.last_end) == (40e-9, 70e-9)
 
 
+def test_a_gpu_that_is_two_devices_counts_once() -> None:
+    spans = (op(0, "multiply", 10, 40), op(1, "multiply", 15, 55, device=1))
+    for numbers, count in (("00", 1), ("01", 2)):
+        devices = [{"number": number, "device": "a GPU"} for number in numbers]
+        timeline = Timeline(spans, 100, {"devices": devices, "rates": {"kernel": 1e10}})
+        spread = report(timeline).distribution
+        assert spread is not None
+        assert spread.scaling_efficiency == pytest.approx(480 / (count * 1e10 * 100e-9))
+        assert spread.units[1].described == "a GPU"
+
+
 @st.composite
 def attempts(draw: st.DrawFn) -> Timeline:
     """Return a timeline of random attempts, which may overlap and end after the run."""
@@ -358,33 +382,6 @@ def test_the_causes_of_each_worker_add_up_to_the_whole_time(timeline: Timeline) 
     figures = report(timeline)
     if found:
         assert sum(figures.exposed.values()) + figures.compute == pytest.approx(timeline.wall / 1e9)
-
-
-@given(
-    st.tuples(*[st.integers(1, 6)] * 3),
-    st.tuples(*[st.integers(1, 4)] * 3),
-    st.sampled_from(["float32", "int8"]),
-)
-def test_no_grid_of_parts_reads_less_than_the_bound(
-    size: tuple[int, int, int], grid: tuple[int, int, int], dtype: str
-) -> None:
-    """A worker of the grid reads the panels of its block once, into a memory that holds them all."""
-    m, n, k = (4 * x * pieces for x, pieces in zip(size, grid, strict=True))
-    p_m, p_n, p_k = grid
-    problem = GemmProblem(m, n, k, dtype, dtype, "float64", "float64")
-    shares = [Share(1 << 40, m // p_m * (n // p_n), m // p_m * (n // p_n) * (k // p_k))] * (p_m * p_n * p_k)
-    read = (p_n * m * k + p_m * k * n) * problem.itemsizes["A"]
-    assert min_bytes_of_workers(problem, shares) <= read
-    if m // p_m == n // p_n:
-        assert min_bytes_of_workers(problem, shares) == pytest.approx(read, abs=1)
-
-
-def test_small_memories_raise_the_bound() -> None:
-    problem = GemmProblem(4096, 4096, 4096, "float64", "float64", "float64", "float64")
-    shares = [Share(8 * 10_000, 4096 * 1024, 4096 * 1024 * 4096)] * 4
-    elements = 4 * (2 * 4096 * 1024 * 4096 / 100 - 2 * 10_000 - 4096 * 1024)
-    assert min_bytes_of_workers(problem, shares, required=5) == pytest.approx(8 * elements)
-    assert min_bytes_of_workers(problem, [], required=5) == 5
 
 
 def test_the_sample_of_a_distributed_run_is_not_learned_from(tmp_path: Path) -> None:

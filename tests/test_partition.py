@@ -1,15 +1,13 @@
 """The choice of parts and workers, compared with a simulation of the workers and with brute force."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.errors import InputError
-from oocgemm.planning import Budgets, Layout, Layouts, MachineModel, Plan, TileShape, default_model, make_plan
-from oocgemm.planning.parts.partition import CLOSE, partition, scaling
+from oocgemm.planning import Budgets, MachineModel, Plan, TileShape, default_model, make_plan
+from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.parts.storage import Storage
 from tests.part_runs import simulated_seconds
 from tests.plan_cases import GIB, STORED, problem

@@ -370,7 +370,7 @@ ADVICE = {
     "start-up": "The start-up weighs less in larger products, or in several products of one process.",
     "issue": "Steps are shorter than the time to issue them: choose deeper panels with --tile.",
     "tail": "Put C on faster storage, or choose smaller tiles, so that the last one drains sooner.",
-    "part-wait": "Use fewer workers, or more and smaller parts, so that all workers end at the same time.",
+    "part-wait": "Smaller parts let workers end together. Larger products make their start weigh less.",
     "reduce": "Fewer slices of k leave fewer partial products to add.",
     "nothing": "There is nothing to improve.",
 }

@@ -172,9 +172,10 @@ def _figures(runs: Sequence[Run]) -> str:
             format_time(r.wall),
             format_rate(r.flop_rate, "FLOP") if r.flop_rate else "-",
             *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap)),
-            format_percent(r.distribution.scaling_efficiency if r.distribution else r.efficiency),
+            format_percent(_scaling(run) if scaled else r.efficiency),
         ]
-        for r in (run.report for run in runs)
+        for run in runs
+        for r in [run.report]
     ]
     tiles = "".join(
         f"<div><dt>{name}</dt>{''.join(f'<dd>{value[i]}</dd>' for value in values)}"
@@ -190,6 +191,18 @@ def _figures(runs: Sequence[Run]) -> str:
         )
         note = f'<p class="note legend">First line: {escape(first.name)}. Second line, in blue: {said}.</p>'
     return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
+
+
+def _scaling(run: Run) -> float | None:
+    """Return the scaling efficiency of a run, also of one on one device."""
+    if run.report.distribution:
+        return run.report.distribution.scaling_efficiency
+    kernel = (run.header.get("rates") or {}).get("kernel")
+    return (
+        run.report.flop_rate / kernel
+        if kernel and run.report.flop_rate and not run.report.unfinished
+        else None
+    )
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:

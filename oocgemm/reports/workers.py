@@ -83,7 +83,8 @@ def row(unit: UnitFigures, label: str) -> list[str]:
     """Return the cells of a device, in the columns of `HEAD`. `label` is its name in charts (`labels`)."""
     waits = {cause: share for cause, share in unit.shares.items() if cause != COMPUTE}
     longest = max(waits, key=lambda cause: waits[cause], default="")
-    offset = f"{1e3 * unit.clock_offset:+.2f} ± {1e3 * unit.clock_error:.2f} ms" if unit.worker else "-"
+    sign = "-" if unit.clock_offset < 0 else "+"
+    offset = f"{sign}{format_time(abs(unit.clock_offset))} ± {format_time(unit.clock_error)}"
     where = f" on {unit.host}" if unit.host else ""
     name = unit.worker if label.startswith(unit.worker) else f"{label}: {unit.worker}"
     return [
@@ -93,7 +94,7 @@ def row(unit: UnitFigures, label: str) -> list[str]:
         format_percent(unit.shares.get(COMPUTE, 0.0)),
         f"{longest} {format_percent(waits[longest])}" if longest else "-",
         format_time(unit.end),
-        offset,
+        offset if unit.worker else "-",
         format_flops(unit.lost_flops) if unit.lost_flops else "-",
     ]
 

@@ -4,7 +4,8 @@ T is the wall time of the run. A *unit* is one device of one worker (`oocgemm.ti
 
 - balance: the least compute time of a unit / the largest.
 - first end, last end: when the first and the last unit ended its last operation.
-- scaling efficiency: flops of the result / (sum of the units' kernel rates * T), with calibrated rates.
+- scaling efficiency: flops of the result / (sum of the units' kernel rates * T), with calibrated rates. A
+  processor that several units share counts once (`units.kernels_of`).
 - storage: bytes read from storage by all workers, ``required`` if every element was read once, and ``least``,
   a lower bound for workers with these memories and these shares of the product.
 - lost: work that was thrown away, because a process died or another attempt finished the tile first. The
@@ -24,7 +25,7 @@ from oocgemm.planning.serialize import recorded_problem
 from oocgemm.timeline.exposed import Wait
 from oocgemm.timeline.intervals import length, union
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.units import Unit, Worker, attempts_of, spans_by_unit, workers_of
+from oocgemm.timeline.units import Unit, Worker, attempts_of, kernels_of, spans_by_unit, workers_of
 from oocgemm.timeline.verdict import COMPUTE, shares
 
 
@@ -164,7 +165,7 @@ def _scaling_efficiency(
     timeline: Timeline, units: Sequence[Unit], workers: Sequence[Worker], flops: int
 ) -> float | None:
     one = (timeline.header.get("rates") or {}).get("kernel")
-    rates = [workers[unit.worker].kernel_rate if workers else one for unit in units]
+    rates = [workers[u.worker].kernel_rate if workers else one for u in kernels_of(timeline, units)]
     total = sum(rate or 0.0 for rate in rates)
     if timeline.unfinished or not timeline.wall or not all(rates):
         return None

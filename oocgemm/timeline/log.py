@@ -329,11 +329,27 @@ def _check(header: Mapping[str, Any]) -> None:
             and isinstance(kernels, list)
             and all(isinstance(name, str) for name in [*names, *retried, *kernels])
             and isinstance(header.get("devices") or [], list)
+            and _is_problem(plan.get("problem") or {})
+            and _has_kernels(plan.get("model") or {})
         ):
             with suppress(ValueError, LookupError, TypeError):
                 workers_of(header)
                 return
     raise ValueError("its header is damaged")
+
+
+def _is_problem(problem: object) -> bool:
+    """Return whether those extents and dtypes of a plan's problem that exist have the right types."""
+    if not isinstance(problem, dict):
+        return False
+    names = [problem.get(f"{x}_dtype", "") for x in ("a", "b", "acc", "c")] + [problem.get("compute", "")]
+    return all(_is_count(problem.get(x, 0)) for x in "mnk") and all(isinstance(x, str) for x in names)
+
+
+def _has_kernels(model: object) -> bool:
+    """Return whether a plan's machine model has objects with the rates of kernels, if any, and numbers."""
+    kernels = model.get("kernels", {}) if isinstance(model, dict) else None
+    return isinstance(kernels, dict) and all(isinstance(kernel, dict) for kernel in kernels.values())
 
 
 def _is_count(value: object) -> bool:

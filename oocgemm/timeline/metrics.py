@@ -207,8 +207,8 @@ def _traffic(
         }
         for link in ("read", "h2d", "d2h", "write")
     }
-    if spread:
-        # The plan's bound on uploads holds for one memory. Several have room for more.
+    if spread and workers_of(timeline.header):
+        # The plan's bound on uploads holds for the memory of one worker. Several have room for more.
         found["read"]["least"] = spread.storage["least"]
         found["h2d"]["least"] = found["h2d"]["required"]
     return found

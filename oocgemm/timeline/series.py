@@ -6,7 +6,7 @@ from typing import Any
 
 from oocgemm.timeline.intervals import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
-from oocgemm.timeline.units import units_of
+from oocgemm.timeline.units import kernels_of, units_of
 from oocgemm.timeline.verdict import COMPUTE
 
 # Kinds of operations in the order of data flow. An operation waits for an earlier kind to use its data: a
@@ -106,6 +106,7 @@ def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
         rate = calibrated.get(part) or (kernel if part == "kernel" else model.get(part))
         if rate:
             known[lane] = float(rate), part in calibrated or part in measured
-    if (count := len(units_of(timeline))) > 1:
+    if len(units := units_of(timeline)) > 1:
+        count = len(kernels_of(timeline, units))
         return {lane: (count * rate, sure) for lane, (rate, sure) in known.items() if lane == COMPUTE}
     return known

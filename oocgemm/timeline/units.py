@@ -105,6 +105,24 @@ def is_distributed(timeline: Timeline) -> bool:
     return bool(timeline.header.get("workers")) or len(units_of(timeline)) > 1
 
 
+def kernels_of(timeline: Timeline, units: Iterable[Unit]) -> list[Unit]:
+    """Return those of the units that do not share their processor with an earlier one.
+
+    On the host backend, all units of one host share its cores. Two devices of one process share a GPU if the
+    header describes them with the same ``number``.
+    """
+    header = timeline.header
+    workers, devices = workers_of(header), header.get("devices") or ()
+    on_cores = header.get("backend", {}).get("name") == "host"
+    found: dict[object, Unit] = {}
+    for unit in units:
+        described = devices[unit.device] if not workers and unit.device < len(devices) else None
+        number = described.get("number") if isinstance(described, dict) else None
+        host = workers[unit.worker].host if workers else ""
+        found.setdefault(host if on_cores else unit if number is None else str(number), unit)
+    return list(found.values())
+
+
 def spans_by_unit(timeline: Timeline) -> dict[Unit, list[Span]]:
     """Return the spans of each unit, in program order."""
     found: defaultdict[Unit, list[Span]] = defaultdict(list)

@@ -1,9 +1,18 @@
+<<<<<<< HEAD:tests/part_runs.py
 """Run the parts of a plan in virtual time, on several workers whose Reads and Writes share the storage."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
+=======
+"""Small distributed runs on the host backend: a child process for each attempt at a part, with its own log.
+
+`python -m tests.logged_parts FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of
+the grid. All other tiles of the plan are marked done. If KILL_AFTER is positive, the process kills itself
+after so many writes.
+"""
+>>>>>>> report:tests/logged_parts.py
 
 from oocgemm.planning import Kind, Operation, Schedule, Setting, TileGrid
 from oocgemm.planning.cost.price import Prices
@@ -27,8 +36,29 @@ def simulated_seconds(partition: Partition, storage: Storage) -> float:
     A worker that is idle takes the next part. Each operation of its schedule starts when those that it waits
     for have ended. At each moment, the Reads in progress share the storage's rate, and so do the Writes.
     """
+<<<<<<< HEAD:tests/part_runs.py
     events = _Events(partition, storage)
     return events.run() + _sum_seconds(partition, storage)
+=======
+    began, started = perf_counter_ns(), time()
+    logs = []
+    for number, part in enumerate(parts):
+        home = folder / f"part{number}"
+        home.mkdir()
+        ranges = ":".join(str(x) for x in (*part.rows, *part.cols, part.kill_after))
+        done = subprocess.run([sys.executable, "-m", "tests.logged_parts", home, ranges], check=False)
+        assert done.returncode == (-signal.SIGKILL if part.kill_after else 0)
+        logs.append(
+            WorkerLog(
+                *(part.worker, f"host of {part.worker}", "2 cores", offset_ns, 1000),
+                *(str(home / "log.jsonl"), number, 0, part.kill_after > 0),
+            )
+        )
+    sources = [str(folder / f"{name}.zarr") for name in "ab"]
+    plan = oocgemm.plan(sources[0], sources[1], tile=TILE, backend="host")
+    header: dict[str, object] = {"started": started, "plan": plan.to_dict()}
+    return merged(header, logs, perf_counter_ns() - began), logs
+>>>>>>> report:tests/logged_parts.py
 
 
 def _sum_seconds(partition: Partition, storage: Storage) -> float:
