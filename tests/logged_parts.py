@@ -1,45 +1,59 @@
-<<<<<<< HEAD:tests/part_runs.py
-"""Run the parts of a plan in virtual time, on several workers whose Reads and Writes share the storage."""
-
-from collections import deque
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from math import inf
-=======
 """Small distributed runs on the host backend: a child process for each attempt at a part, with its own log.
 
 `python -m tests.logged_parts FOLDER TOP:BOTTOM:LEFT:RIGHT:KILL_AFTER` computes the tiles in a rectangle of
 the grid. All other tiles of the plan are marked done. If KILL_AFTER is positive, the process kills itself
 after so many writes.
 """
->>>>>>> report:tests/logged_parts.py
 
-from oocgemm.planning import Kind, Operation, Schedule, Setting, TileGrid
-from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.simulate import timed
-from oocgemm.planning.parts.part import Part, k_range
-from oocgemm.planning.parts.partition import Partition
-from oocgemm.planning.parts.price import slice_setting
-from oocgemm.planning.parts.storage import Storage
-from oocgemm.planning.plan import schedule_of
-from oocgemm.planning.schedule.hazards import HazardTracker
-from oocgemm.planning.tiling import length
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter_ns, time
 
-# Operations that a host thread runs or waits for. Waking the thread takes extra time.
-WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
-POOLS = {Kind.READ: "read", Kind.WRITE: "write"}
+import numpy as np
+import zarr
+
+import oocgemm
+from oocgemm.jobs.options import Options
+from oocgemm.jobs.request import parse
+from oocgemm.jobs.run import PreparedJob
+from oocgemm.planning import Plan
+from oocgemm.system.threads import Cancel
+from oocgemm.timeline import Recorder, Span, Timeline, log
+from oocgemm.timeline.merge import merge
+from oocgemm.timeline.worker_log import WorkerLog
+
+M, N, K, TILE = 240, 200, 160, "80x50x40"
+GRID = (3, 4)
 
 
-def simulated_seconds(partition: Partition, storage: Storage) -> float:
-    """Return the seconds in which the workers of a partition compute its parts, and add the partial products.
+@dataclass(frozen=True)
+class Part:
+    """One attempt: the name of the worker, the tiles, and the number of writes after which it is killed."""
 
-    A worker that is idle takes the next part. Each operation of its schedule starts when those that it waits
-    for have ended. At each moment, the Reads in progress share the storage's rate, and so do the Writes.
+    worker: str
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    kill_after: int = 0
+
+
+def operands(folder: Path) -> None:
+    """Write A and B, of small integers, to a folder."""
+    rng = np.random.default_rng(7)
+    for name, shape, chunks in (("a", (M, K), (80, 40)), ("b", (K, N), (40, 50))):
+        data = rng.integers(-9, 9, shape).astype("float64")
+        zarr.create_array(folder / f"{name}.zarr", data=data, chunks=chunks)
+
+
+def distributed_run(folder: Path, parts: list[Part], offset_ns: int = 0) -> tuple[Timeline, list[WorkerLog]]:
+    """Run parts one after another, each in a child process; return the merged timeline and the logs.
+
+    `offset_ns` is the clock offset that each worker reports.
     """
-<<<<<<< HEAD:tests/part_runs.py
-    events = _Events(partition, storage)
-    return events.run() + _sum_seconds(partition, storage)
-=======
     began, started = perf_counter_ns(), time()
     logs = []
     for number, part in enumerate(parts):
@@ -58,215 +72,50 @@ def simulated_seconds(partition: Partition, storage: Storage) -> float:
     plan = oocgemm.plan(sources[0], sources[1], tile=TILE, backend="host")
     header: dict[str, object] = {"started": started, "plan": plan.to_dict()}
     return merged(header, logs, perf_counter_ns() - began), logs
->>>>>>> report:tests/logged_parts.py
 
 
-def _sum_seconds(partition: Partition, storage: Storage) -> float:
-    """Return the seconds in which all workers add equal shares of the partial products, chunk by chunk."""
-    if partition.grid[2] == 1:
-        return 0.0
-    problem, sizes = partition.plan.problem, partition.plan.problem.itemsizes
-    chunk, machine, workers = 1 << 20, partition.plan.machine, partition.workers
-    read, write = min(machine.read, storage.read / workers), min(machine.write, storage.write / workers)
-    seconds, left = 0.0, problem.m * problem.n / workers
-    while left > 0:
-        elements = min(chunk, left)
-        left -= elements
-        old = elements * sizes["C"] if problem.reads_c else 0
-        seconds += (partition.grid[2] * elements * sizes["acc"] + old) / read + elements * sizes["C"] / write
-    return seconds
+def merged(header: dict[str, object], logs: list[WorkerLog], wall: int, path: Path | None = None) -> Timeline:
+    """Merge the logs of attempts; return the timeline of a run of `wall` nanoseconds."""
+    recorder = Recorder(header, path)
+    recorder.finish(wall, merge(recorder, logs))
+    recorder.close()
+    return recorder.timeline()
 
 
-@dataclass(eq=False)
-class _Running:
-    """An operation of a worker: what it waits for, and how much of it is left to do, in [0, 1]."""
-
-    worker: int
-    operation: Operation
-    own: float  # seconds if no other worker used the storage
-    issued: float
-    waits: "list[_Running]"
-    left: float = 1.0
-    rate: float = 0.0  # share of the operation that is done per second
-    end: float = inf
-    follows: "list[_Running]" = field(default_factory=list)
-    pending: int = 0
-    fetches: bool = False  # a thread waits for the storage, before the CPU copies the panel
-
-
-class _Events:
-    """The operations of all workers, in the order in which they start and end."""
-
-    def __init__(self, partition: Partition, storage: Storage) -> None:
-        plan = partition.plan
-        self.partition, self.storage = partition, storage
-        self.setting = plan.setting if partition.grid[2] == 1 else slice_setting(plan)
-        machine, workers = plan.machine, partition.workers
-        self.limited = storage.read < workers * machine.read or storage.write < workers * machine.write
-        self.prices: dict[int, Prices] = {}
-        self.parts = deque(partition.parts)
-        self.now, self.number = 0.0, 0
-        self.timers: list[
-            tuple[float, int, _Running, bool]
-        ] = []  # (time, number, operation, whether it ends)
-        self.pools: dict[str, list[_Running]] = {"read": [], "write": []}
-        self.streams: dict[tuple[int, str], deque[_Running]] = {}
-        self.unfinished = [0] * partition.workers
-
-    def run(self) -> float:
-        for worker in range(self.partition.workers):
-            self.begin_part(worker)
-        while self.timers or any(self.pools.values()):
-            timer = self.timers[0][0] if self.timers else inf
-            pooled = [(self.now + x.left / x.rate, x) for pool in self.pools.values() for x in pool]
-            first = min(pooled, key=lambda item: item[0], default=(inf, None))
-            then = min(timer, first[0])
-            for pool in self.pools.values():
-                for x in pool:
-                    x.left -= (then - self.now) * x.rate
-            self.now = then
-            if first[0] <= timer and first[1] is not None:
-                self.pools[POOLS[first[1].operation.kind]].remove(first[1])
-                self.reprice()
-                self.finish(first[1])
-                continue
-            _, _, running, ends = heappop(self.timers)
-            if ends:
-                self.finish(running)
-            else:
-                self.start(running)
-        assert not any(self.unfinished)
-        assert not self.parts
-        return self.now
-
-    def begin_part(self, worker: int) -> None:
-        if not self.parts:
-            return
-        part, setting, issued = self.parts.popleft(), self.setting, self.now
-        schedule = part_schedule(self.partition, part, setting)
-        problem = schedule.problem
-        tracker: HazardTracker[_Running] = HazardTracker()
-        woken = setting.machine.issue
-        for operation, seconds in timed(schedule, replace(setting, problem=problem)):
-            issued += woken
-            running = _Running(worker, operation, seconds, issued, [])
-            running.waits = tracker.admit(operation, running)
-            running.pending = len(running.waits) + 1  # and for its stream
-            if self.limited and setting.machine.shares_cores and operation.kind is Kind.READ:
-                running.waits = [self.fetch(running)]
-                running.pending = 2
-            else:
-                for other in running.waits:
-                    other.follows.append(running)
-            self.enqueue(running, self.stream(running))
-            if setting.machine.shares_cores and operation.kind is Kind.WRITE:
-                self.occupy_cores(worker, operation, seconds)
-
-    def fetch(self, copy: _Running) -> _Running:
-        """Let a thread wait for the storage before the CPU copies a panel. Waiting takes no core."""
-        own = self.seconds(copy.operation, 1)
-        fetched = _Running(copy.worker, copy.operation, own, copy.issued, copy.waits, fetches=True)
-        fetched.pending = len(copy.waits) + 1
-        for other in copy.waits:
-            other.follows.append(fetched)
-        fetched.follows.append(copy)
-        self.enqueue(fetched, "fetch")
-        return fetched
-
-    def enqueue(self, running: _Running, stream: str) -> None:
-        queue = self.streams.setdefault((running.worker, stream), deque())
-        queue.append(running)
-        self.unfinished[running.worker] += 1
-        if len(queue) == 1:
-            self.advance(running)
-
-    def occupy_cores(self, worker: int, write: Operation, seconds: float) -> None:
-        """Keep the cores busy for the part of a Write that takes them."""
-        copying = write._replace(kind=Kind.MULTIPLY)
-        share = self.priced(1).write_cpu_share
-        running = _Running(worker, copying, share * seconds, self.now, [], pending=1)
-        self.enqueue(running, "compute")
-
-    def stream(self, running: _Running) -> str:
-        operation = running.operation
-        if running.fetches:
-            return "fetch"
-        if self.setting.machine.shares_cores and operation.kind is not Kind.WRITE:
-            return "compute"
-        return "compute" if operation.kind is Kind.PREPARE else operation.stream
-
-    def advance(self, running: _Running) -> None:
-        """Note that one of the events that an operation waits for has happened."""
-        running.pending -= 1
-        if running.pending:
-            return
-        at = max(self.now, running.issued)
-        if running.waits and running.operation.kind in WOKEN:
-            at = max(at, max(x.end for x in running.waits) + self.setting.machine.issue)
-        self.at(at, running, ends=False)
-
-    def at(self, time: float, running: _Running, *, ends: bool) -> None:
-        self.number += 1
-        heappush(self.timers, (time, self.number, running, ends))
-
-    def start(self, running: _Running) -> None:
-        kind = running.operation.kind
-        copies = self.limited and self.setting.machine.shares_cores and not running.fetches
-        if kind in POOLS and running.own > 0 and not (kind is Kind.READ and copies):
-            self.pools[POOLS[kind]].append(running)
-            self.reprice()
-        else:
-            self.at(self.now + running.own, running, ends=True)
-
-    def finish(self, running: _Running) -> None:
-        running.end = self.now
-        stream = self.streams[running.worker, self.stream(running)]
-        assert stream.popleft() is running
-        if stream:
-            self.advance(stream[0])
-        for other in running.follows:
-            self.advance(other)
-        running.waits = []
-        self.unfinished[running.worker] -= 1
-        if not self.unfinished[running.worker]:
-            self.begin_part(running.worker)
-
-    def reprice(self) -> None:
-        """Divide the storage's rates among the operations in progress.
-
-        As in the cost model, one worker may read the old C beside the panels at full speed, if the storage is
-        fast enough for all workers.
-        """
-        for name, pool in self.pools.items():
-            workers, machine = len({x.worker for x in pool}), self.setting.machine
-            total, own = getattr(self.storage, name), getattr(machine, name)
-            shared = len(pool) if workers * own > total else 1
-            for x in pool:
-                # `own` also has the page faults of the slot, which take as long whatever the storage does.
-                slower = self.seconds(x.operation, shared) - self.seconds(x.operation, 1)
-                x.rate = 1 / (x.own + slower)
-
-    def seconds(self, operation: Operation, workers: int) -> float:
-        rows, cols = map(length, operation.block)
-        prices = self.priced(workers)
-        if operation.kind is Kind.WRITE:
-            return prices.write(rows, cols)
-        return prices.read(operation.operand, rows, cols)
-
-    def priced(self, workers: int) -> Prices:
-        if workers not in self.prices:
-            machine = self.storage.shared(self.setting.machine, workers)
-            self.prices[workers] = Prices(replace(self.setting, machine=machine))
-        return self.prices[workers]
+def main(home: Path, top: int, bottom: int, left: int, right: int, kill_after: int) -> None:
+    """Compute the tiles of one part, in this process."""
+    folder = home.parent
+    sources = [str(folder / f"{name}.zarr") for name in "ab"]
+    options: Options = {
+        "tile": TILE,
+        "chunks": (80, 50),
+        "backend": "host",
+        "timeline": str(home / "log.jsonl"),
+    }
+    prepared = PreparedJob(parse(sources[0], sources[1], str(home / "c.zarr"), options))
+    job = prepared._job
+    inside = {(i, j) for i in range(top, bottom) for j in range(left, right)}
+    every = {(i, j) for i in range(GRID[0]) for j in range(GRID[1])}
+    assert job.plan.grid.shape == GRID
+    prepared._job = replace(job, plan=replace(job.plan, done=frozenset(every - inside)))
+    prepared.run(_killer(kill_after), Cancel())
 
 
-def part_schedule(partition: Partition, part: Part, setting: Setting) -> Schedule:
-    """Return the schedule of a part: its tiles, in coordinates of the whole C, over its slice of k."""
-    plan = partition.plan
-    if partition.grid[2] == 1:
-        return schedule_of(setting, plan.candidate, part.tiles(plan.grid))
-    start, stop = k_range(plan.grid, partition.slices[part.k_slice])
-    problem = replace(setting.problem, k=stop - start)
-    candidate = replace(plan.candidate, ramp=plan.candidate.ramp if part.k_slice == 0 else 0)
-    tiles = part.tiles(TileGrid.of(problem, candidate.tile, candidate.ramp))
-    return schedule_of(replace(setting, problem=problem), candidate, tiles)
+def _killer(after: int) -> Callable[[Plan], Callable[[Span], None]] | None:
+    """Return a progress callback that kills the process after some writes. 0 means never."""
+    if not after:
+        return None
+    log.FLUSH_SECONDS = 0.0  # the log of a killed process ends with its last operation
+    left = after
+
+    def count(span: Span) -> None:
+        nonlocal left
+        left -= span.kind == "write"
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda plan: count
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2].split(":")))

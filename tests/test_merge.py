@@ -19,11 +19,7 @@ from oocgemm.timeline.merge import merge
 from oocgemm.timeline.units import Attempt, Unit, Worker, activities, attempts_of, units_of, workers_of
 from oocgemm.timeline.worker_log import WorkerLog
 
-<<<<<<< HEAD
-from .attempt_runs import GRID, K, M, N, Part, distributed_run, merged, operands
-=======
 from .logged_parts import GRID, K, M, N, Part, distributed_run, merged, operands
->>>>>>> report
 
 PARTS = [
     Part("first", (0, 3), (0, 2), kill_after=3),
