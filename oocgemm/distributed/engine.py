@@ -1,6 +1,6 @@
 """The backend of the workers, as far as planning needs it in a process that may not have their device."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from oocgemm.backends import Backend, Session, open_backend
 from oocgemm.distributed.survey import Found
@@ -24,6 +24,9 @@ class _Described:
         self._found = found
         self._free = free
 
+    def device_count(self) -> int:
+        return 1
+
     def free_memory(self) -> int:
         return self._free
 
@@ -45,5 +48,5 @@ class _Described:
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         return self._found.kernel
 
-    def open(self, plan: Plan, kernel: str) -> Session:
+    def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> Session:
         raise NotImplementedError("a plan of a distributed run is run by its workers")
