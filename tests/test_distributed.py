@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -259,6 +260,38 @@ def test_a_damaged_operand_fails_with_its_worker_and_chunk(here: Path) -> None:
     ):
         multiply(here, workers=2)
     assert all_ended(here)
+
+
+FULL_DISK = """
+import errno, os, sys
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+if "oocgemm.distributed.part" in sys.orig_argv:
+    os.pwritev = full
+"""
+
+
+def test_a_full_disk_ends_the_run_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = here / "code"
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(FULL_DISK)  # Python imports it when a child process starts
+    monkeypatch.setenv("PYTHONPATH", str(code), prepend=os.pathsep)
+    before, began = contents(here), time.monotonic()
+    with pytest.raises(
+        oocgemm.ExecutionError, match=r"worker \d: .*No space left on device: C at .* Make room"
+    ):
+        multiply(here, workers=2)
+    assert time.monotonic() - began < 30  # 10 s, on a machine with nothing else to do
+    assert all_ended(here)
+    assert contents(here) == before
+
+
+@pytest.mark.slow
+def test_a_plan_can_be_run_by_several_workers(here: Path) -> None:
+    paths = [here / name for name in ("A.zarr", "B.zarr", "C.zarr")]
+    plan = oocgemm.plan(*paths, tile=TILE, memory="150MiB", backend="host", chunks=(8, 8))
+    assert plan.run(workers=2).plan.candidate == plan.candidate
+    assert content(here / "C.zarr") == content_of(here, workers=1)
 
 
 def test_options_that_name_workers_exclude_each_other(here: Path) -> None:
