@@ -21,11 +21,10 @@ from tests.clusters import (
     store_operands,
 )
 from tests.command import command, contents
-from tests.test_distributed import MEMORY, TILE, multiply
+from tests.small_runs import EXTENT, MEMORY, TILE, multiply
 
 distributed = pytest.importorskip("distributed")
 
-EXTENT = 96
 # Errors must come within 10 s on a machine with nothing else to do. Tests run beside others.
 MAX_SECONDS = 30.0
 
