@@ -12,7 +12,9 @@ from typing import NoReturn
 
 from oocgemm.system.wake import wake
 
-if "run" in sys.argv[1:2] and not {"host", "--backend=host", "--device"} & set(sys.argv):
+if "run" in sys.argv[1:2] and not (
+    {"host", "--backend=host", "--device", "--workers", "--scheduler", "--scheduler-file"} & set(sys.argv)
+):
     wake(0)  # while the modules below are imported
 
 from oocgemm.cli import main as cli

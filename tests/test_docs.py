@@ -115,7 +115,9 @@ def options(command: click.Command) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_and_commands_named_exist(page: Path) -> None:
     text = page.read_text()
-    outside = {"--all", "--no-setup", "--strict", "--make-rel"}  # options of scripts/test, mypy and plink2
+    # options of scripts/test, mypy, plink2, dask and Slurm
+    outside = {"--all", "--no-setup", "--strict", "--make-rel", "--host", "--nthreads", "--local-directory"}
+    outside |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
     assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
 

@@ -58,7 +58,8 @@ class Cluster(Crew):
 
     def names(self) -> Collection[str]:
         try:
-            return list(self._client.scheduler_info()["workers"])
+            # Not `scheduler_info`: a periodic callback can replace its answer by one without workers.
+            return list(self._client.nthreads())
         except Exception as error:  # the connection can fail in many ways
             raise ExecutionError(
                 f"the dask scheduler does not answer: {error or type(error).__name__}"

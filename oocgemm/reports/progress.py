@@ -99,8 +99,10 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         share = min(1.0, (flops if plan.flops else written) / max(1, total))
         tiles_done = f"{backend}: tile {min(done + 1, tiles)}/{tiles}"
-        activity = _recent_activity(recent, multiplied=flops >= plan.flops)
-        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {activity}"
+        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}"
+        # The spans of a distributed run stand for whole tiles, and have no length.
+        if any(span.end > span.start for span in recent):
+            rates += f"  |  {_recent_activity(recent, multiplied=flops >= plan.flops)}"
         with suppress(OSError, ValueError):  # the run must not fail if stderr is closed
             show(share, tiles_done, rates)
 
