@@ -73,7 +73,7 @@ def test_the_table_agrees_with_the_simulated_workers(case: str) -> None:
 
 def test_most_random_products_agree_with_the_simulated_workers() -> None:
     """The model takes workers to be in step, so that it errs where they wait for C or for a slot by turns."""
-    draw, errors = random.Random(28), []
+    draw, errors = random.Random(28), list[float]()
     while len(errors) < 20:
         size = tuple(int(4000 * 2 ** draw.uniform(0, 4)) for _ in range(3))
         read = 10 ** draw.uniform(9, 10.5)
