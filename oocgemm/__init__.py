@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.result import Result
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
+    from oocgemm.planning.parts.partition import Partition
     from oocgemm.timeline import Report, Timeline, read_log, report
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
@@ -47,6 +48,7 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Output",
+    "Partition",
     "Plan",
     "PlanOptions",
     "Report",
@@ -77,6 +79,7 @@ _HOMES = {
     "jobs.result": ("Result",),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),
+    "planning.parts.partition": ("Partition",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
 }
 _MODULES = {name: f"oocgemm.{module}" for module, names in _HOMES.items() for name in names}

@@ -56,6 +56,8 @@ def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Di
     if grid[2] > plan.grid.steps or (grid[2] > 1 and not allows_k_split(plan)):
         return
     tile, (m, n) = plan.tile, (plan.problem.m, plan.problem.n)
+    if 0 in (m, n):
+        return
     units_m, units_n = alignments(plan.setting)
     extents_m = _extents(m, tile.m, grid[0], () if keep_tile else units_m)
     extents_n = _extents(n, tile.n, grid[1], () if keep_tile else units_n)
@@ -64,7 +66,7 @@ def divisions(plan: Plan, grid: Grid, *, keep_tile: bool = False) -> Iterator[Di
             yield Division(plan, grid)
             continue
         lines = ceil_div(m, tile_m) // grid[0], ceil_div(n, tile_n) // grid[1]
-        traversal = _within(plan.candidate.traversal, lines[plan.candidate.traversal.axis])
+        traversal = _within(plan.candidate.traversal, *lines)
         other = replace(tile, m=tile_m, n=tile_n)
         found = replace(plan, candidate=replace(plan.candidate, tile=other, traversal=traversal))
         if (tile_m <= tile.m and tile_n <= tile.n) or _fits(found, grid[2] > 1):
@@ -122,12 +124,15 @@ def _fits(plan: Plan, splits_k: bool) -> bool:
     return fits and (not splits_k or allows_k_split(plan))
 
 
-def _within(traversal: Traversal, lines: int) -> Traversal:
-    """Narrow the bands of a traversal, so that no part of `lines` tile rows or columns has half a band.
+def _within(traversal: Traversal, down: int, across: int) -> Traversal:
+    """Adapt a traversal to parts of `down` x `across` tiles, so that no part has half a band.
 
-    If each part then has only one band, all bands are visited in the same direction: parts end with a small
-    tile at the edge of C, of which less remains to be written at the end.
+    If each part has only one band, all bands are visited in the same direction: parts end with a small tile
+    at the edge of C, of which less remains to be written at the end.
     """
+    lines, crossing = (down, across) if traversal.axis == 0 else (across, down)
+    if crossing <= 1:
+        return replace(traversal, band=1, turns=False)
     band = gcd(traversal.band, max(1, lines))
     return replace(traversal, band=band, turns=traversal.turns and band < lines)
 

@@ -29,13 +29,15 @@ def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> fl
 
     A worker that has completed a part begins the next one of `parts`. While w workers read and multiply, each
     of their parts advances as if w equal workers shared the storage (`PartPrices.time`). While w workers
-    only write the last tiles of their parts, those share the storage among them. For fewer workers than
-    `workers`, only the first part is predicted. The others are sped up by the same factor.
+    only write the last tiles of their parts, those share the storage among them. If writing limits the run,
+    all busy workers share it. For fewer workers than `workers`, only the first part is predicted. The others
+    are sped up by the same factor.
     """
     waiting = [prices.size(part) for part in reversed(parts)]
     if not waiting:
         return 0.0
     longest = waiting[-1]
+    writes = prices.time(longest, workers).lane in ("write", "encode")
     # What workers do: the part, whether it is in its tail, the fraction of that stage which remains to be
     # done; and the number of workers that do the same.
     running: Counter[tuple[PartSize, bool, float]] = Counter()
@@ -45,6 +47,8 @@ def parts_seconds(parts: Sequence[Part], prices: PartPrices, workers: int) -> fl
             running[waiting.pop(), False, 1.0] += 1
             idle -= 1
         counts = [sum(n for (_, tail, _), n in running.items() if tail is stage) for stage in (False, True)]
+        if writes:
+            counts = [workers - idle] * 2
         factors = [_speed(prices, longest, count, workers)[tail] for tail, count in enumerate(counts)]
         lasts = {key: factors[key[1]] * _stages(prices, key[0], workers)[key[1]] for key in running}
         step = min(left * lasts[key] for key in running for left in key[2:])
