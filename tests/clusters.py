@@ -55,8 +55,11 @@ def all_ended(mark: Path) -> bool:
 
 
 @contextmanager
-def cluster(folder: Path, workers: int, *options: str) -> Iterator[Path]:
-    """Start a scheduler and workers as a user does; yield the path of the scheduler's file."""
+def cluster(folder: Path, workers: int, *options: str, **settings: str) -> Iterator[Path]:
+    """Start a scheduler and workers as a user does; yield the path of the scheduler's file.
+
+    `options` are those of the workers. `settings` are variables of the environment of all processes.
+    """
     file = folder / "scheduler.json"
     dask = [sys.executable, "-m", "distributed.cli.dask_scheduler"]
     common = ["--scheduler-file", str(file), "--host", "127.0.0.1", "--no-dashboard"]
@@ -65,7 +68,9 @@ def cluster(folder: Path, workers: int, *options: str) -> Iterator[Path]:
 
         def start(*words: str) -> None:
             started.append(
-                subprocess.Popen(words, cwd=folder, env=environment(folder), stdout=log, stderr=log)
+                subprocess.Popen(
+                    words, cwd=folder, env=environment(folder) | settings, stdout=log, stderr=log
+                )
             )
 
         try:

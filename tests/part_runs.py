@@ -32,13 +32,13 @@ def simulated_seconds(partition: Partition, storage: Storage) -> float:
 
 
 def _sum_seconds(partition: Partition, storage: Storage) -> float:
-    """Return the seconds in which all workers add equal shares of the partial products, chunk by chunk."""
+    """Return the seconds in which one process adds the partial products, chunk by chunk."""
     if partition.grid[2] == 1:
         return 0.0
     problem, sizes = partition.plan.problem, partition.plan.problem.itemsizes
-    chunk, machine, workers = 1 << 20, partition.plan.machine, partition.workers
-    read, write = min(machine.read, storage.read / workers), min(machine.write, storage.write / workers)
-    seconds, left = 0.0, problem.m * problem.n / workers
+    chunk, machine = 1 << 20, partition.plan.machine
+    read, write = min(machine.read, storage.read), min(machine.write, storage.write)
+    seconds, left = 0.0, problem.m * problem.n
     while left > 0:
         elements = min(chunk, left)
         left -= elements

@@ -1,5 +1,6 @@
 """Products on the workers of dask clusters that are started by hand, as users start them."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,53 @@ def test_a_worker_that_joins_takes_part_and_one_that_vanishes_is_replaced(tmp_pa
         assert first not in client.scheduler_info()["workers"]
     assert len(seen) == (extent // 80) ** 2
     assert not children(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_until_the_scheduler_drops_it_cannot_damage_c(tmp_path: Path) -> None:
+    """A worker and its child process are stopped. When another worker computes their part, both go on."""
+    extent = 960
+    options: dict[str, Any] = {"tile": "80x80x80", "chunks": (80, 80)}
+    store_operands(tmp_path, extent)
+    multiply(tmp_path, workers=1, **options)
+    expected = content(tmp_path / "C.zarr")
+    fresh(tmp_path, tmp_path / "C.zarr", old=False)
+    stopped: list[Any] = []
+    dropped = threading.Event()
+
+    def progress(plan: Any) -> Any:
+        def observe(span: Any) -> None:
+            if not stopped:
+                child = children(tmp_path)[0]
+                # The parent of a child process is a worker: without a nanny, there is no other process.
+                stopped.extend((child, child.parent()))
+                for process in stopped:
+                    process.suspend()
+                threading.Thread(target=resume_when_dropped).start()
+
+        return observe
+
+    def resume_when_dropped() -> None:
+        until = time.monotonic() + 60
+        while len(client.scheduler_info()["workers"]) == 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        if len(client.scheduler_info()["workers"]) == 1:
+            dropped.set()
+        for process in stopped:
+            process.resume()
+
+    ttl = {"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "2s"}
+    with (
+        cluster(tmp_path, 2, "--no-nanny", **ttl) as file,
+        distributed.Client(scheduler_file=str(file), set_as_default=False) as client,
+    ):
+        client.wait_for_workers(2, timeout=60)
+        result = multiply(tmp_path, client=client, progress=progress, **options)
+        assert content(tmp_path / "C.zarr") == expected
+        assert dropped.wait(60)
+        assert any(part["lost"] for one in result.timeline.header["workers"] for part in one["parts"])
+        assert all_ended(tmp_path)
+    assert content(tmp_path / "C.zarr") == expected
 
 
 def test_a_scheduler_without_workers_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from tests.clusters import (
 )
 from tests.small_runs import MEMORY, TILE, content_of, multiply, prepare
 
+# Tiles that a process works on at a time, at most: it multiplies one and writes those before.
+IN_FLIGHT = 4
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -84,6 +87,29 @@ def test_child_processes_end_soon_after_a_killed_coordinator_and_its_tiles_are_k
     out, err = done.communicate(timeout=120)
     assert done.returncode == 0, out + err
     assert content(here / "C.zarr") == content_of(here, workers=1, tile="8x8x8")
+
+
+def test_a_kill_costs_only_the_tiles_in_flight(here: Path) -> None:
+    """A child process dies when a third of C is done. Only tiles that were not done are computed again."""
+    seen: list[Any] = []
+
+    def progress(plan: Any) -> Any:
+        def observe(span: Any) -> None:
+            seen.append(span.tile)
+            if len(seen) == plan.tiles.count // 3:
+                (child,) = children(here)
+                child.kill()
+
+        return observe
+
+    result = multiply(here, workers=1, tile="8x8x8", progress=progress)
+    (worker,) = result.timeline.header["workers"]
+    lost, last = worker["parts"]
+    assert (lost["lost"], last["lost"]) == (True, False)
+    computed = {span.tile for span in result.timeline.spans if span.id >= last["first"]}
+    assert len(seen) == len(set(seen)) == result.plan.tiles.count
+    assert not computed & set(seen[: result.plan.tiles.count // 3])
+    assert len(lost["thrown_away"]) <= IN_FLIGHT
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["after a retry", "after another run"])

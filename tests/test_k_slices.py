@@ -17,6 +17,7 @@ import oocgemm
 from oocgemm.planning import Plan
 from oocgemm.planning.parts.part import divide
 from oocgemm.planning.parts.partition import Partition, partition
+from oocgemm.timeline import read_log
 from tests.clusters import all_ended, children, content, environment, fresh, store_operands
 from tests.suite import slow
 
@@ -106,6 +107,28 @@ def test_bits_do_not_depend_on_the_number_of_workers(here: Path, monkeypatch: py
         multiply(here, "C.zarr", workers=workers)
         found.append(content(here / "C.zarr"))
     assert found[0] == found[1] == found[2]
+
+
+def test_the_report_counts_slices_and_their_sum(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_operands(here, EXTENT)
+    monkeypatch.setattr(PARTITION, sliced(3))
+    result = multiply(here, "C.zarr", workers=2, timeline=here / "log.jsonl")
+    down, across = result.plan.grid.shape
+    tiles = {(i, j) for i in range(down) for j in range(across)}
+    size = EXTENT * EXTENT * 8
+    for timeline in (result.timeline, read_log(here / "log.jsonl")):
+        spans = timeline.spans
+        assert {span.tile for span in spans} == tiles
+        assert sum(span.flops for span in spans) == result.plan.flops
+        workers = timeline.header["workers"]
+        (adding,) = (w for w, worker in enumerate(workers) if worker["name"] == "coordinator")
+        assert [part["reduces"] for part in workers[adding]["parts"]] == [True]
+        added = [span for span in spans if span.worker == adding]
+        assert sum(span.bytes for span in added if span.kind == "read") == 3 * size
+        assert sum(span.bytes for span in added if span.kind == "write") == size
+        assert not any(part["thrown_away"] for worker in workers for part in worker["parts"])
+    assert timeline.header["unread"] == []
+    assert result.report.exposed["reduce"] > 0
 
 
 SCRIPT = """

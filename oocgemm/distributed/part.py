@@ -49,9 +49,12 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     folder = Path(spec.folder)
     watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
     request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
+    sliced: dict[str, Any] = {}
     if request.slicing is not None:
-        row = spec.rows[0] * spec.header["candidate"]["tile"]["m"]
-        request = replace(request, slicing=request.slicing.with_number(row))
+        tile, rows = spec.header["candidate"]["tile"]["m"], request.slicing.rows
+        number = spec.rows[0] * tile // rows
+        request = replace(request, slicing=replace(request.slicing, number=number))
+        sliced = {"k_slice": number, "first_tile_row": number * rows // tile}
     backends.load(request.backend, request.device)
     stores.load(request.a, request.b, request.c.source)
     origin, started = perf_counter_ns(), time()
@@ -63,7 +66,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     check_memory(job.plan, request)
     session = engine.open(job.plan, request.kernel) if job.plan.steps else None
     described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
-    known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
+    known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
     try:
         _, log = execute(job, session, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
     finally:

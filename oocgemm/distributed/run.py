@@ -2,9 +2,14 @@
 
 import logging
 import os
-from collections.abc import Collection
+import shutil
+import socket
+from collections.abc import Collection, Iterable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter_ns, time
 from typing import Any, cast
 
@@ -18,7 +23,7 @@ from oocgemm.distributed.partial_sums import add_slices
 from oocgemm.distributed.slices import partial_products, parts_again
 from oocgemm.distributed.spec import shared_request
 from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
-from oocgemm.distributed.timelines import add_logs, tile_span
+from oocgemm.distributed.timelines import tile_span
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.destination import Destination, Kind
@@ -35,6 +40,8 @@ from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
 from oocgemm.system.threads import Cancel
+from oocgemm.timeline.merge import merge
+from oocgemm.timeline.worker_log import WorkerLog
 
 # Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -152,9 +159,11 @@ def _run(
 ) -> Result:
     """Compute all tiles of a job that are not done, and complete C."""
     plan = job.plan
-    with disk_errors(), output.open_target(job) as target:
+    with TemporaryDirectory() as temporary, disk_errors(), output.open_target(job) as target:
+        folder = Path(temporary)
         log = recorder(job, target.matrix, known)
         results: list[dict[str, Any]] = []
+        logs: list[WorkerLog] = []
 
         def compute(job: Job, target: output.Journaled, parts: tuple[Part, ...]) -> None:
             """Compute all tiles of parts that are not done."""
@@ -172,35 +181,60 @@ def _run(
                 coordinator.run(cancel)
             finally:
                 results.extend(coordinator.results)
-                add_logs(log, coordinator.logs)
+                logs.extend(_moved(coordinator.logs, folder, len(logs)))
 
         try:
-            if plan.tiles.count:
-                logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
-                if job.output.noted["k_slices"] == 1:
-                    compute(job, cast(output.Journaled, target), parts)
-                else:
-                    products, slicing = partial_products(job, engine, parts, compute)
-                    add_slices(products, slicing, plan, target.matrix, target.finished, cancel)
-            target.seal()
-            log.finish(perf_counter_ns() - origin, _facts(known, results))
+            try:
+                if plan.tiles.count:
+                    logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
+                    if job.output.noted["k_slices"] == 1:
+                        compute(job, cast(output.Journaled, target), parts)
+                    else:
+                        products, slicing = partial_products(job, engine, parts, compute)
+                        path = str(folder / "sum")
+                        logs.append(_sum_log(path, len(parts)))
+                        adding = recorder(
+                            replace(job, request=replace(job.request, timeline=path)),
+                            target.matrix,
+                            known | {"started": time(), "task": "reduce"},
+                        )
+                        begun = perf_counter_ns()
+                        with closing(adding):
+                            add_slices(products, slicing, plan, target, adding, begun, cancel)
+                            adding.finish(perf_counter_ns() - begun, {})
+                target.seal()
+                wall = perf_counter_ns() - origin
+            finally:
+                merged = merge(log, logs)
+            log.finish(wall, merged | _held(results))
         finally:
             log.close()
     logger.info("C is done in %s", format_time(log.wall / 1e9))
     return Result(target.matrix, plan, log)
 
 
-def _facts(known: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the header of the log says about the whole run: most of any worker, messages of all."""
-    held = {tier: max((one["held"][tier] for one in results), default=0) for tier in ("device", "host")}
-    kernels = sorted({kernel for one in results for kernel in one["kernels"]})
-    return {
-        "held": held,
-        "retried": [message for one in results for message in one["retried"]],
-        "checks": None,
-        "backend": known["backend"] | {"multiplied by": kernels},
-        "cpu": None,
-    }
+def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLog]:
+    """Move logs of attempts out of the folder of C's journal, which is removed before they are merged.
+
+    Their names are numbers from `first` on. A process that died early has left no log.
+    """
+    moved = []
+    for number, log in enumerate(logs, first):
+        path = folder / str(number)
+        if os.path.exists(log.path):
+            shutil.move(log.path, path)
+        moved.append(replace(log, path=str(path)))
+    return moved
+
+
+def _sum_log(path: str, part: int) -> WorkerLog:
+    """Describe the log of the sum of partial products. The process that adds them is the coordinator."""
+    return WorkerLog("coordinator", socket.gethostname(), "host", 0, 0, path, part, 1, lost=False)
+
+
+def _held(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the field of the log's header with the most memory that any worker held, in bytes."""
+    return {"held": {x: max((one["held"][x] for one in results), default=0) for x in ("device", "host")}}
 
 
 def _observer(job: Job, progress: Progress | None, origin: int) -> Any:

@@ -75,6 +75,11 @@ class Request:
             )
         if self.devices is not None and self.device:
             raise InputError(f"device = {self.device} and devices both name devices: drop device")
+        if self.devices is not None and self.is_distributed:
+            raise InputError(
+                "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
+                "CUDA_VISIBLE_DEVICES set"
+            )
 
 
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)

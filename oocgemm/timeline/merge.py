@@ -9,8 +9,9 @@ has no last line, and may lack the last second. The tiles that it finished count
 have been written. If several attempts finished a tile, the tile of the first one counts. All other work on
 tiles is listed in `Attempt.thrown_away`.
 
-Two fields of the header of an attempt's log describe a k-split: ``k_slice`` is the number of the slice of k
-(default 0), and ``task`` is ``reduce`` if the process added partial products instead of multiplying.
+Three fields of the header of an attempt's log describe a k-split. ``k_slice`` is the number of the slice of k
+(default 0). Partial products are stacked, so the slice has other rows than C: ``first_tile_row`` is its first
+row of tiles (default 0). ``task`` is ``reduce`` if the process added partial products instead of multiplying.
 """
 
 import re
@@ -98,25 +99,32 @@ class _Read:
         ids = 1 + max((span.id for span in spans), default=-1)
         part = Attempt(log.part, log.attempt, *window, first, ids, log.lost, reduces, [])
         devices = max([1, len(header.get("devices") or ()), *(span.device + 1 for span in spans)])
-        worked = frozenset((k_slice, *span.tile) for span in spans)
-        finished = {(k_slice, *tile): shift + end for tile, end in _finished(timeline).items()}
+        top = _first_tile_row(timeline)
+        worked = frozenset((k_slice, span.tile[0] - top, span.tile[1]) for span in spans)
+        finished = {(k_slice, i - top, j): shift + end for (i, j), end in _finished(timeline).items()}
         return cls(log, header, part, devices, worked, finished)
 
 
 def _add(log: Recorder, timeline: Timeline, part: Attempt, shift: int, worker: int) -> None:
-    """Add the spans of an attempt to the log of the run, with the ids and on the clock of the run."""
+    """Add the spans of an attempt to the log of the run, with the ids, tiles and on the clock of the run."""
+    top = _first_tile_row(timeline)
     for span in timeline.spans:
         start = max(0, span.start + shift)
         log.add(
             replace(
                 span,
                 id=part.first + span.id,
+                tile=(span.tile[0] - top, span.tile[1]),
                 start=start,
                 end=max(start, span.end + shift),
                 waits=tuple(part.first + wait for wait in span.waits),
                 worker=worker,
             )
         )
+
+
+def _first_tile_row(timeline: Timeline) -> int:
+    return int(timeline.header.get("first_tile_row", 0))
 
 
 def _finished(timeline: Timeline) -> dict[tuple[int, int], int]:

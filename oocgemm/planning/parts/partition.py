@@ -18,6 +18,8 @@ from oocgemm.planning.units import format_time
 
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
+# Seconds that a k-split must save: it begins a second phase when all parts are done.
+MIN_GAIN = 1.0
 # A worker gets several parts if each of them takes at least this many seconds, since to start one takes 1 to
 # 2 s. Then a worker that is slower than predicted delays the others less, and less is lost if it dies.
 MIN_PART_SECONDS = 60.0
@@ -204,8 +206,12 @@ class _Choice:
     def _preferred(self, found: Sequence[tuple[float, Division]]) -> Division:
         """Choose the fastest division, but keep the tiles of the plan if they are as fast within `CLOSE`.
 
-        With the same tiles, the result has the same bits as that of one worker.
+        With the same tiles, the result has the same bits as that of one worker. So k is split only if that
+        saves `MIN_GAIN` seconds.
         """
+        whole = [item for item in found if item[1].grid[2] == 1]
+        if whole and min(whole, key=_seconds)[0] <= min(found, key=_seconds)[0] + MIN_GAIN:
+            found = whole
         least, best = min(found, key=_seconds)
         kept = [item for item in found if item[1].plan is self._plan and item[1].grid[2] == 1]
         if kept and min(kept, key=_seconds)[0] <= (1 + CLOSE) * least:
@@ -228,12 +234,12 @@ class _Choice:
 
     def _estimated(self, division: Division, workers: int) -> float:
         prices, parts = self._parts(division)
-        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        adding = sum_seconds(division.plan, prices, division.grid[2])
         return rounds_seconds(parts, prices, workers) + adding
 
     def _price(self, division: Division, workers: int) -> _Priced:
         prices, parts = self._parts(division)
-        adding = sum_seconds(division.plan, prices, division.grid[2], workers)
+        adding = sum_seconds(division.plan, prices, division.grid[2])
         return _Priced(division, prices, parts, parts_seconds(parts, prices, workers) + adding, adding)
 
     def _parts(self, division: Division) -> tuple[PartPrices, tuple[Part, ...]]:

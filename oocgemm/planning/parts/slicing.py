@@ -37,7 +37,3 @@ class Slicing:
         """Return a part of the product as a part of the stacked partial products. `grid` is that of C."""
         top = part.k_slice * grid.shape[0]
         return replace(part, rows=(part.rows[0] + top, part.rows[1] + top))
-
-    def with_number(self, row: int) -> "Slicing":
-        """Return the slicing for a part whose first row in the stacked products is `row`."""
-        return replace(self, number=row // self.rows)

@@ -78,15 +78,15 @@ def _speed(prices: PartPrices, size: PartSize, count: int, workers: int) -> tupl
     return few[0] / all_[0] if all_[0] else 1.0, few[1] / all_[1] if all_[1] else 1.0
 
 
-def sum_seconds(plan: Plan, prices: PartPrices, k_slices: int, workers: int) -> float:
+def sum_seconds(plan: Plan, prices: PartPrices, k_slices: int) -> float:
     """Predict the seconds to add the partial products of slices of k, and to write C.
 
-    All workers add equal shares of C, each of them chunk by chunk: it reads the chunk of every slice (and
-    the old C, if beta is not 0), then it writes the chunk of C.
+    One process adds them chunk by chunk: it reads the chunk of every slice (and the old C, if beta is not 0),
+    then it writes the chunk of C.
     """
     if k_slices == 1:
         return 0.0
-    problem, machine = plan.problem, prices.storage.shared(plan.machine, workers)
-    elements, sizes = problem.m * problem.n / workers, problem.itemsizes
+    problem, machine = plan.problem, prices.storage.shared(plan.machine, 1)
+    elements, sizes = problem.m * problem.n, problem.itemsizes
     read = elements * (k_slices * sizes["acc"] + (sizes["C"] if problem.reads_c else 0))
     return read / machine.read + elements * sizes["C"] / machine.write
