@@ -6,7 +6,6 @@ thread is blocked. The exception is Prepare, which splits panels for emulated pr
 result of the device.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
@@ -30,14 +28,14 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import int8
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import CudaToken, Work
+from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
+from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.warm import take
-from oocgemm.backends.integers import too_large
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Kind, Operation, Plan, Region, Slot, Tier
@@ -45,7 +43,6 @@ from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.units import format_size
-from oocgemm.system.threads import start
 
 # The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
 # stream first. So a Prepare does not have to wait until all blocks of the current Multiply have started.
@@ -59,9 +56,6 @@ RING = "ring"
 SUMS = "sums"
 # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
 _NATIVE = {"emulated": "native"}
-# The kinds of products for which cuBLAS has loaded its kernels in this process. A kind consists of device,
-# kernel name, dtype, op() of A, op() of B, and precision.
-_loaded: set[tuple[object, ...]] = set()
 
 
 class CudaSession:
@@ -85,7 +79,8 @@ class CudaSession:
         self._steps: Counter[int] = Counter()
         # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
-        self._loading: threading.Thread | None = None
+        self._loading = Loading()
+        self._finisher: Finisher | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
             try:
@@ -100,9 +95,6 @@ class CudaSession:
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
-                if self._problem.exact:  # one overflow flag per slot for strips in C's dtype
-                    self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
-                    np.frombuffer(self._flags, np.int32)[:] = 0
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
@@ -110,11 +102,14 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    self._load_finisher()
+                    self._finisher = Finisher(self._problem, self._multiplier.kernels, plan.slots.finish)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
-                self._begin_loading(plan, device, kernel)
+                p = self._problem
+                if p.depth and not p.planes:
+                    kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
+                    self._loading.begin(kind, partial(self._load_multiplier, plan))
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close(failed=True)
@@ -132,40 +127,16 @@ class CudaSession:
         with self._device, self._streams[stream.lane]:
             yield
 
-    def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
-        """Make cuBLAS load its kernels in a thread, while the first blocks of A and B are read.
-
-        Otherwise the first Multiply would load them, and keep the GIL for tens of milliseconds. Does nothing
-        if they were loaded for an earlier run of this process.
-        """
-        p = self._problem
-        kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
-        if p.depth and not p.planes and kind not in _loaded:
-            loading = threading.Thread(target=self._load_multiplier, args=(plan,), name="oocgemm-load")
-            start(loading)
-            self._loading = loading
-            _loaded.add(kind)
-
     def _load_multiplier(self, plan: Plan) -> None:
-        """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels.
-
-        Errors are ignored here. The first Multiply of the run fails in the same way, and raises them.
-        """
+        """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0, self._number)] for x in "ABC")
-        with suppress(Exception), self._device, stream:
+        with self._device, stream:
             self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
             stream.synchronize()
 
-    def _await_loading(self) -> None:
-        """Wait until `_load_multiplier` has ended. It writes to a slot for C, so operations must wait."""
-        loading = self._loading
-        if loading is not None:
-            loading.join()
-            self._loading = None
-
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
-        self._await_loading()
+        self._loading.wait()
         if isinstance(host, Pageable):
             return self._copy_pageable(operation, host, after)
         launches = self._launches(operation, host, self._streams[operation.stream])
@@ -270,14 +241,14 @@ class CudaSession:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
 
     def device_bytes(self) -> int:
-        self._await_loading()
+        self._loading.wait()
         if self._free_before is None:
             return self._warm.size
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
 
     def close(self, failed: bool = False) -> None:
-        self._await_loading()
+        self._loading.wait()
         with self._device:
             try:
                 runtime.deviceSynchronize()
@@ -403,30 +374,11 @@ class CudaSession:
         """Raise `ExecutionError` if the strip of a Finish or a Download has an element that does not fit C's
         integer dtype."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
-        finished = region is not None and region.slot.operand == "D"
-        if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
-            raise too_large(self._problem.c_dtype)
-
-    def _load_finisher(self) -> None:
-        """Load the kernel that casts sums to C's dtype, before the run: loading waits for an idle device."""
-        problem, kernels = self._problem, self._multiplier.kernels
-        dtypes = problem.acc_dtype, problem.c_dtype
-        if problem.exact:
-            int8.finisher(kernels, dtypes)
-        else:
-            kernels.finisher(dtypes)
+        if region is not None and region.slot.operand == "D" and self._finisher is not None:
+            self._finisher.check(region.slot.index)
 
     def _finish(self, op: Operation) -> None:
-        problem = self._problem
+        assert self._finisher is not None
         elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.applied_alpha, problem.beta)
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
-        kernels = self._multiplier.kernels
-        if problem.exact:
-            flag, real = (
-                self._flags.ptr + 4 * op.writes[0].slot.index,
-                (problem.applied_alpha.real, problem.beta.real),
-            )
-            int8.finish(kernels, dtypes, real, elements, source, result, flag)
-        else:
-            kernels.finish(dtypes, scalars, elements, source, result)
+        self._finisher.finish(elements, source, result, op.writes[0].slot.index)
