@@ -70,8 +70,10 @@ def test_more_memory_than_can_be_addressed_is_refused(size: int) -> None:
 def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     for name in "AB":
         np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
+    # All modules are imported first: an import without memory may end in an error of the interpreter itself.
     code = (
-        "import resource, sys, numpy, oocgemm.cli.main, oocgemm.stores, oocgemm.backends.host.backend;"
+        "import resource, sys, numpy, oocgemm.cli.main, oocgemm.cli.products, oocgemm.backends.host.backend;"
+        "import oocgemm.cli.display, rich.progress;"
         "import zarr; numpy.ones((64, 64)) @ numpy.ones((64, 64));"
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
         "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); "

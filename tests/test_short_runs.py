@@ -142,17 +142,23 @@ def test_a_failing_operation_of_a_short_run_is_named(kind: Kind, monkeypatch: py
 
 
 def test_an_interrupt_stops_a_short_run_before_its_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, submitted = HostSession.submit, 0
+    right, request, submitted = HostSession.submit, threads.Cancel.request, 0
+    requested = threading.Event()
 
     def interrupted(self: HostSession, operation: Any, host: Any, after: Any) -> Any:
         nonlocal submitted
         submitted += 1
         if submitted == 1:
             os.kill(os.getpid(), 2)
-            time.sleep(4 * threads.SIGNAL_INTERVAL)
+            assert requested.wait(60)
         return right(self, operation, host, after)
 
+    def noticed(self: threads.Cancel, error: BaseException) -> None:
+        request(self, error)
+        requested.set()
+
     monkeypatch.setattr(HostSession, "submit", interrupted)
+    monkeypatch.setattr(threads.Cancel, "request", noticed)
     with pytest.raises(KeyboardInterrupt):
         oocgemm.matmul(A, B, tile="20x50x30", backend="host")
     assert submitted == 1
