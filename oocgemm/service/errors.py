@@ -1,0 +1,27 @@
+"""Errors of the service."""
+
+from oocgemm.errors import OocGemmError
+
+
+class ServiceError(OocGemmError):
+    """A request to the service failed."""
+
+
+class UnknownJobError(ServiceError):
+    """There is no job with this id."""
+
+
+class ConflictError(ServiceError):
+    """The state of a job does not allow the request, or another live job writes the same C."""
+
+
+class StaleError(ConflictError):
+    """A job has changed since it was read."""
+
+
+class KeyReusedError(ServiceError):
+    """An Idempotency-Key was used before, with another request."""
+
+
+class StoreError(ServiceError):
+    """The database cannot be read or written."""

@@ -1,0 +1,165 @@
+"""Reads the jobs of a service from an SQLite database."""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from oocgemm.service.errors import StoreError, UnknownJobError
+from oocgemm.service.schedule import Need, Waiting
+from oocgemm.service.schema import SCHEMA, VERSION, Job
+from oocgemm.service.states import ACTIVE, Reason, State
+
+# Device seconds of an owner count half after so many seconds.
+HALF_LIFE = 86400.0
+# A retry is due at most so many seconds after it was scheduled, even if the clock is set back.
+MAX_DELAY = 3600.0
+
+
+class Reader:
+    """The database of a service. Its methods may be called by several threads, one at a time runs.
+
+    All methods raise `StoreError` if the database cannot be read or written.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open a database, and create it if it does not exist.
+
+        Args:
+            path: the file.
+            clock: returns the time in seconds since 1970.
+        """
+        self._path, self._clock = path, clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        with self._errors():
+            self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version != VERSION:
+                raise StoreError(
+                    f"{path} was written by a version of oocgemm with database format {version}, this one "
+                    f"has format {VERSION}: use that version, or another state folder"
+                )
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the database {self._path} fails: {error}: check the space on its disk, its permissions, "
+                "and that no other program has opened it"
+            ) from error
+
+    def _read(self, query: str, *values: object) -> list[sqlite3.Row]:
+        with self._errors(), self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def get(self, job: str) -> Job:
+        """Return a job. Raises `UnknownJobError` if there is none."""
+        found = self._read("SELECT * FROM jobs WHERE id = ?", job)
+        if not found:
+            raise UnknownJobError(f"there is no job {job}: list the jobs with oocgemm queue")
+        return Job.of(found[0])
+
+    def jobs(
+        self,
+        states: Collection[State] = (),
+        owner: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Return jobs from the newest to the oldest.
+
+        Args:
+            states: only jobs in one of these states; all if empty.
+            owner: only jobs of this owner.
+            after: only jobs that are older than the one with this id.
+            limit: the maximum number of jobs.
+        """
+        where, values = ["1"], list[object]()
+        if states:
+            where.append(f"state IN ({', '.join('?' * len(states))})")
+            values += states
+        if owner is not None:
+            where.append("owner = ?")
+            values.append(owner)
+        if after is not None:
+            where.append("id < ?")
+            values.append(after)
+        rest = "" if limit is None else f" LIMIT {int(limit)}"
+        query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY id DESC{rest}"
+        return [Job.of(row) for row in self._read(query, *values)]
+
+    def active(self) -> list[Job]:
+        """Return the jobs whose process may be alive."""
+        return self.jobs(ACTIVE)
+
+    def blocked(self) -> frozenset[str]:
+        """Return the ids of the jobs that need a job which has not succeeded."""
+        found = self._read(
+            "SELECT DISTINCT deps.job FROM deps JOIN jobs ON jobs.id = deps.needs WHERE jobs.state != ?",
+            State.SUCCEEDED,
+        )
+        return frozenset(row["job"] for row in found)
+
+    def waiting(self) -> list[tuple[Waiting, str | None]]:
+        """Return the queued jobs, each with the reason that is stored for it."""
+        now, blocked = self._clock(), self.blocked()
+        found = self._read(
+            "SELECT id, owner, priority, created, device_bytes, host_bytes, disk_bytes, predicted_s, not_before, "
+            "reason FROM jobs WHERE state = ?",
+            State.QUEUED,
+        )
+        waiting = []
+        for job, owner, priority, created, device, host, disk, seconds, not_before, reason in found:
+            why = Reason.DEPENDENCY if job in blocked else None
+            if why is None and not_before is not None and now < not_before < now + MAX_DELAY:
+                why = Reason.RETRY_AT
+            waiting.append(
+                (Waiting(job, owner, priority, created, Need(device, host, disk), seconds, why), reason)
+            )
+        return waiting
+
+    def needs(self, job: str) -> list[str]:
+        """Return the ids of the jobs that a job needs."""
+        return [row["needs"] for row in self._read("SELECT needs FROM deps WHERE job = ? ORDER BY 1", job)]
+
+    def events(self, after: int = 0, job: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+        """Return events with numbers above `after`, in order, each with seq, job, at, kind and data."""
+        where, values = ("", ()) if job is None else (" AND job = ?", (job,))
+        found = self._read(
+            f"SELECT * FROM events WHERE seq > ?{where} ORDER BY seq LIMIT ?", after, *values, limit
+        )
+        return [dict(row) | {"data": json.loads(row["data"])} for row in found]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until another thread has changed something. Return False if that took too long."""
+        with self._lock:
+            return self._changed.wait(seconds)
+
+    def usage(self) -> dict[str, float]:
+        """Return the device seconds of each owner; those of long ago count less (`HALF_LIFE`)."""
+        now = self._clock()
+        return {row["owner"]: decayed(row, now) for row in self._read("SELECT * FROM usage")}
+
+
+def decayed(row: sqlite3.Row, now: float) -> float:
+    seconds: float = row["seconds"]
+    weight: float = 0.5 ** (max(0.0, now - row["as_of"]) / HALF_LIFE)
+    return seconds * weight
