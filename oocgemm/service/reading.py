@@ -122,8 +122,8 @@ class Reader:
         """Return the queued jobs, each with the reason that is stored for it."""
         now, blocked = self._clock(), self.blocked()
         found = self._read(
-            "SELECT id, owner, priority, created, device_bytes, host_bytes, disk_bytes, predicted_s, not_before, "
-            "reason FROM jobs WHERE state = ?",
+            "SELECT id, owner, priority, created, device_bytes, host_bytes, disk_bytes, predicted_s, "
+            "not_before, reason FROM jobs WHERE state = ?",
             State.QUEUED,
         )
         waiting = []

@@ -1,0 +1,145 @@
+"""The process of one job: ``python -m oocgemm.service.job FOLDER ATTEMPT``.
+
+It takes the lock of the job before anything else, so that the server knows that it is alive, whatever becomes
+of the server. Then it computes the product with ``resume=True``. Files in the folder of the job:
+
+- ``order.json``: what to compute, and the number of the attempt. Written by the server.
+- ``lock``: locked while the process is alive.
+- ``owner.json``: the process that has the lock.
+- ``tiles``: a line with the row and the column of each tile that has been written.
+- ``result.json``: how the process ended. It is renamed into place when it is durable.
+- ``timeline``: the timeline of the run. ``log``: what the process printed.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import struct
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from oocgemm.errors import BudgetError, InputError, OocGemmError
+
+ORDER, LOCK, OWNER, TILES, RESULT, TIMELINE, LOG = (
+    "order.json", "lock", "owner.json", "tiles", "result.json", "timeline", "log",
+)  # fmt: skip
+# struct flock of Linux on 64-bit machines: type, whence, start, length, pid.
+FLOCK = "hhqqi0q"
+# Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
+BUSY, STOPPED = 75, 143
+
+
+def main(folder: Path, attempt: int) -> int:
+    """Run the job of a folder; return the exit status of the process."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # The lock belongs to the open file, and is free when the process ends. Others can ask for it.
+        fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except (BlockingIOError, PermissionError):
+        return BUSY
+    order = json.loads((folder / ORDER).read_bytes())
+    if order["attempt"] != attempt:
+        return BUSY  # the server has started another process since
+    signal.signal(signal.SIGTERM, _stop)
+    status: dict[str, Any] = {"exit_code": STOPPED, "error": "stopped by SIGTERM"}
+    try:
+        write_json(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": start_of(os.getpid())})
+        status = _run(folder, order)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        write_json(folder / RESULT, {"attempt": attempt} | status)
+    return int(status["exit_code"])
+
+
+def _stop(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the product; return how that ended."""
+    from oocgemm.jobs import api
+    from oocgemm.service.spec import arguments
+
+    spec = order["spec"]
+    options = arguments(spec)
+    try:
+        with open(folder / TILES, "a", buffering=1) as tiles:
+            result = api.gemm(
+                spec["a"],
+                spec["b"],
+                spec["c"],
+                **options,
+                device=order["device"] if options["backend"] == "cuda" else 0,
+                resume=not options.get("overwrite") or order["attempt"] > 1,
+                timeline=folder / TIMELINE,
+                progress=_noting(tiles.write),
+            )
+    except (OocGemmError, MemoryError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, InputError) else 1
+        return {"exit_code": code, "error": str(error) or type(error).__name__}
+    wall = result.log.wall / 1e9
+    return {
+        "exit_code": 0,
+        "error": None,
+        "seconds": wall,
+        "flops": result.plan.flops,
+        "kept_tiles": len(result.plan.done),
+    }
+
+
+def _noting(write: Callable[[str], object]) -> Any:
+    """Return a progress callback that writes a line per finished tile."""
+
+    def begin(plan: Any) -> Callable[[Any], None]:
+        left: Counter[tuple[int, int]] = Counter()
+
+        def observe(span: Any) -> None:
+            if span.kind == "write":
+                tile = span.tile
+                left[tile] = left.get(tile, plan.tile_bytes(tile)) - span.bytes
+                if left[tile] <= 0:
+                    del left[tile]
+                    write(f"{tile[0]} {tile[1]}\n")
+
+        return observe
+
+    return begin
+
+
+def start_of(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None if there is no such process.
+
+    Together with the pid, it identifies a process until the machine is booted again.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file so that it is either complete and durable, or not there."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(new, "w") as file:
+        json.dump(data, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(new, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,119 @@
+"""Start the processes of jobs, and find those that an earlier server has started."""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oocgemm.service.job import FLOCK, LOCK, LOG, ORDER, OWNER, RESULT, start_of, write_json
+
+
+@dataclass(eq=False)
+class Process:
+    """A live process of a job. `child` is None if an earlier server started it."""
+
+    pid: int
+    handle: int
+    child: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        if self.child is not None:
+            return self.child.poll() is not None
+        return bool(select.select([self.handle], [], [], 0)[0])
+
+    @property
+    def code(self) -> int | None:
+        """The exit status, or minus the number of the signal that killed it; None if that is unknown."""
+        return None if self.child is None else self.child.returncode
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signum)
+
+    def close(self) -> None:
+        """Forget the process."""
+        os.close(self.handle)
+
+
+def start(folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
+    """Start the process of a job's attempt. It is independent of this process, and outlives it.
+
+    Args:
+        folder: the folder of the job. It is created if it does not exist.
+        attempt: the number of the attempt.
+        spec: what to compute (`oocgemm.service.spec`).
+        device: the number of the device.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULT).unlink(missing_ok=True)
+    write_json(folder / ORDER, {"attempt": attempt, "spec": spec, "device": device})
+    command = [sys.executable, "-m", "oocgemm.service.job", str(folder), str(attempt)]
+    with open(folder / LOG, "ab") as log:
+        child = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return Process(child.pid, os.pidfd_open(child.pid), child)
+
+
+def is_alive(folder: Path) -> bool:
+    """Return whether a process has the lock of a job. The lock is not taken, so no process is disturbed."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+    finally:
+        os.close(descriptor)
+    return bool(struct.unpack(FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def attach(folder: Path) -> Process | None:
+    """Return the process that has the lock of a job; None if it has not yet said which one it is."""
+    owner = _read(folder / OWNER)
+    if owner is None:
+        return None
+    try:
+        handle = os.pidfd_open(owner["pid"])
+    except ProcessLookupError:
+        return None
+    if start_of(owner["pid"]) != owner["start"]:  # another process has this pid by now
+        os.close(handle)
+        return None
+    return Process(owner["pid"], handle)
+
+
+def has_begun(folder: Path, attempt: int) -> bool:
+    """Return whether the process of an attempt has taken the lock of its job."""
+    owner = _read(folder / OWNER)
+    return owner is not None and owner["attempt"] == attempt
+
+
+def result_of(folder: Path) -> dict[str, Any] | None:
+    """Return how the last process of a job ended: ``exit_code``, ``error`` and figures. None if it died."""
+    return _read(folder / RESULT)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
