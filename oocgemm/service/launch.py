@@ -106,9 +106,15 @@ def has_begun(folder: Path, attempt: int) -> bool:
     return owner is not None and owner["attempt"] == attempt
 
 
-def result_of(folder: Path) -> dict[str, Any] | None:
-    """Return how the last process of a job ended: ``exit_code``, ``error`` and figures. None if it died."""
-    return _read(folder / RESULT)
+def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
+    """Return how the process of an attempt ended: ``exit_code``, ``error`` and figures. None if it died.
+
+    If a process of an earlier attempt has completed the product, its result is returned.
+    """
+    found = _read(folder / RESULT)
+    if found is None or (found["attempt"] != attempt and found["exit_code"] != 0):
+        return None
+    return found
 
 
 def _read(path: Path) -> dict[str, Any] | None:

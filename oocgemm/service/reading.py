@@ -12,7 +12,7 @@ from typing import Any
 from oocgemm.service.errors import StoreError, UnknownJobError
 from oocgemm.service.schedule import Need, Waiting
 from oocgemm.service.schema import SCHEMA, VERSION, Job
-from oocgemm.service.states import ACTIVE, Reason, State
+from oocgemm.service.states import ACTIVE, FINAL, Reason, State
 
 # Device seconds of an owner count half after so many seconds.
 HALF_LIFE = 86400.0
@@ -109,6 +109,11 @@ class Reader:
     def active(self) -> list[Job]:
         """Return the jobs whose process may be alive."""
         return self.jobs(ACTIVE)
+
+    def overdue(self, now: float) -> list[Job]:
+        """Return the jobs whose deadline has passed, and which have not ended."""
+        found = self._read("SELECT * FROM jobs WHERE deadline < ? AND state NOT IN (?, ?, ?)", now, *FINAL)
+        return [Job.of(row) for row in found]
 
     def blocked(self) -> frozenset[str]:
         """Return the ids of the jobs that need a job which has not succeeded."""

@@ -118,7 +118,15 @@ class Job:
         return cls(**values | {"need": need, "state": State(values["state"])})
 
 
+_last = 0
+
+
 def new_id() -> str:
-    """Return a ULID: 26 characters that sort by time. See github.com/ulid/spec."""
+    """Return a ULID: 26 characters that sort by the order of the calls. See github.com/ulid/spec.
+
+    Only one thread at a time may call this.
+    """
+    global _last
     number = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10))
+    _last = number = max(number, _last + 1)
     return "".join(_ALPHABET[number >> 5 * place & 31] for place in reversed(range(26)))

@@ -97,7 +97,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         InputError: the product is impossible.
         BudgetError: the budgets, or the limits, are too small. The message names the smallest that would do.
     """
-    options = {"backend": backend} | arguments(spec)
+    options: dict[str, Any] = {"backend": backend} | arguments(spec)
     run = {name: options.pop(name) for name in _RUN & {*options}}
     host = limits.host // max(1, len(limits.devices))
     if backend == "host":  # both budgets are host memory

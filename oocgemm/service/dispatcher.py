@@ -1,0 +1,263 @@
+"""The loop of the service: it starts processes of jobs, notices how they end, and does what users request.
+
+The dispatcher may die at any point. What it does is ordered so that the next one can go on:
+
+1. It commits ``starting``, with the number of the attempt.
+2. It writes the order, and starts a process, which takes the lock of the job. If the dispatcher dies before
+   the process has the lock, the next dispatcher queues the job again. The late process finds another attempt
+   in the order, or another process with the lock, and ends.
+3. When the process has ended, so that its lock is free, the dispatcher commits the state that follows from
+   the result. Without a result, the job is queued again.
+"""
+
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from oocgemm.errors import InputError
+from oocgemm.service import launch
+from oocgemm.service.errors import ServiceError, StaleError
+from oocgemm.service.job import BUSY, STOPPED
+from oocgemm.service.schedule import Limits, Running, decide
+from oocgemm.service.schema import Job
+from oocgemm.service.states import State
+from oocgemm.service.store import Store
+
+# Seconds between two passes of the loop if nothing happens. Seconds until a process that was asked to end is
+# killed.
+INTERVAL, GRACE = 0.1, 30.0
+# Seconds from a failure to the next attempt: RETRY * RETRY_FACTOR ** (number of failures - 1).
+RETRY, RETRY_FACTOR = 5.0, 4.0
+# Exit statuses with which a job would end in every attempt: wrong input, and budgets that are too small.
+HOPELESS = frozenset({2, 3})
+
+logger = logging.getLogger("oocgemm")
+
+
+class Dispatcher:
+    """Runs the jobs of a store. `step` is one pass of the loop; `run` repeats it.
+
+    `draining` is set to start no more jobs. `starts` maps queued jobs to their predicted starts, in seconds
+    since 1970.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        limits: Callable[[], Limits],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take over a state folder.
+
+        Args:
+            store: the jobs.
+            folder: the state folder. Each job has a folder in it.
+            limits: returns what all running jobs together may occupy.
+            clock: returns the time in seconds since 1970.
+
+        Raises:
+            InputError: another server uses the state folder.
+        """
+        self.draining = False
+        self.starts: dict[str, float] = {}
+        self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
+        self._processes: dict[str, launch.Process] = {}
+        self._asked: dict[str, tuple[State, float]] = {}  # jobs whose process was asked to end, and when
+        self._decided: tuple[Any, ...] = ()
+        self._lock = _take(folder / "server.lock")
+
+    def close(self) -> None:
+        """Give the state folder to another server. Processes of jobs go on."""
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+        os.close(self._lock)
+
+    def run(self, stop: threading.Event) -> None:
+        """Repeat `step` until `stop` is set. Errors of the database are logged, and the loop goes on."""
+        while not stop.is_set():
+            try:
+                self.step()
+            except ServiceError as error:
+                logger.error("%s", error)
+                stop.wait(1.0)
+            self._store.wait(INTERVAL)
+
+    def folder_of(self, job: str) -> Path:
+        """Return the folder of a job."""
+        return self._folder / "jobs" / job
+
+    def step(self) -> None:
+        """Notice what has happened, and start the jobs that can start."""
+        for job in self._store.active():
+            with suppress(StaleError):  # a user has changed the state meanwhile: see the next pass
+                self._look_after(job)
+        self._check_deadlines()
+        self._start_jobs()
+
+    # Processes
+
+    def _look_after(self, job: Job) -> None:
+        """Notice that the process of a job has begun or ended, and ask it to end if a user wants that."""
+        folder = self.folder_of(job.id)
+        process = self._processes.get(job.id)
+        if process is not None and process.ended and launch.is_alive(folder):
+            # An earlier attempt's process has the lock, so this one has ended at once.
+            self._forget(job.id)
+            process = None
+        if process is None and launch.is_alive(folder):
+            process = launch.attach(folder)
+            if process is None:
+                return  # it has just taken the lock
+            self._processes[job.id] = process
+        if process is None or process.ended:
+            known = process is not None
+            code = process.code if process is not None else None
+            self._finish(job, launch.result_of(folder, job.attempt), code, known=known)
+            self._forget(job.id)
+        elif job.state is State.STARTING:
+            if launch.has_begun(folder, job.attempt) or process.child is None:
+                self._store.move(job, State.RUNNING, started=self._clock())
+        elif job.state in (State.CANCELLING, State.PAUSING):
+            self._end(job, process)
+
+    def _end(self, job: Job, process: launch.Process) -> None:
+        """Ask a process to end; kill it if it does not end within `GRACE` seconds."""
+        now = time.monotonic()
+        asked = self._asked.get(job.id)
+        if asked is None:
+            self._asked[job.id] = (job.state, now)
+            process.send(signal.SIGTERM)
+        elif now - asked[1] > GRACE:
+            process.send(signal.SIGKILL)
+
+    def _forget(self, job: str) -> None:
+        self._asked.pop(job, None)
+        process = self._processes.pop(job, None)
+        if process is not None:
+            process.close()
+
+    def _finish(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
+        """Commit the state that follows when the process of a job has ended.
+
+        Args:
+            job: the job.
+            result: what its process has left, None if it died.
+            code: its exit status, None if that is unknown.
+            known: whether it was alive when this dispatcher last looked.
+        """
+        status = result["exit_code"] if result is not None else code
+        if job.started is not None:
+            self._store.charge(job.owner, max(0.0, self._clock() - job.started))
+        if result is not None and status == 0:
+            self._store.move(job, State.SUCCEEDED, exit_code=0, result=result, error=None)
+            return
+        why = _why(result, code)
+        if job.state is State.CANCELLING:
+            self._store.move(job, State.CANCELLED, exit_code=status, error=job.error)
+        elif status in HOPELESS:
+            self._store.move(job, State.FAILED, exit_code=status, error=why)
+        elif job.state is State.PAUSING:
+            self._store.move(job, State.PAUSED)
+        elif status in (BUSY, STOPPED) or not known:
+            # It did not fail on its own: the machine was booted, or someone stopped it.
+            self._store.move(job, State.QUEUED, started=None)
+        elif job.failures + 1 >= job.max_attempts:
+            self._store.move(job, State.FAILED, failures=job.failures + 1, exit_code=status, error=why)
+        else:
+            at = self._clock() + RETRY * RETRY_FACTOR**job.failures
+            failed = {"failures": job.failures + 1, "exit_code": status, "error": why}
+            self._store.move(job, State.QUEUED, not_before=at, started=None, **failed)
+
+    def _check_deadlines(self) -> None:
+        now = self._clock()
+        for job in self._store.overdue(now):
+            error = "the deadline has passed"
+            with suppress(StaleError):
+                if job.state in (State.QUEUED, State.STARTING, State.RUNNING):
+                    to = State.FAILED if job.state is State.QUEUED else State.CANCELLING
+                    self._store.move(job, to, error=error)
+
+    # Starting
+
+    def _start_jobs(self) -> None:
+        """Start the jobs that fit, and store why the others wait."""
+        limits, now = self._limits(), self._clock()
+        running = [_running(job, now) for job in self._store.active()]
+        waiting = self._store.waiting()
+        # Nothing new can be decided until something changes.
+        state = (limits, running_ids(running), waiting, self.draining)
+        if state == self._decided or not waiting:
+            return
+        decisions = decide(
+            [job for job, _ in waiting], running, limits, self._store.usage(), now, draining=self.draining
+        )
+        stored = {job.id: reason for job, reason in waiting}
+        changed = {
+            one.id: one.reason for one in decisions if one.device is None and one.reason != stored[one.id]
+        }
+        self._store.explain(changed)
+        self.starts = {one.id: one.start for one in decisions if one.device is None and one.start is not None}
+        for one in decisions:
+            if one.device is not None:
+                with suppress(StaleError):
+                    self._start(self._store.get(one.id), one.device)
+        self._decided = state
+
+    def _start(self, job: Job, device: int) -> None:
+        """Start the process of a queued job."""
+        if job.state is not State.QUEUED:
+            return
+        job = self._store.move(job, State.STARTING, attempt=job.attempt + 1, device=device, reason=None)
+        try:
+            process = launch.start(self.folder_of(job.id), job.attempt, job.spec, device)
+        except OSError as error:
+            self._store.move(job, State.FAILED, error=f"its process cannot be started: {error}")
+            return
+        self._processes[job.id] = process
+        logger.info("job %s: attempt %d on device %d", job.id, job.attempt, device)
+
+
+def running_ids(running: list[Running]) -> tuple[tuple[str, int], ...]:
+    """Return what identifies running jobs to the schedule."""
+    return tuple((one.id, one.device) for one in running)
+
+
+def _running(job: Job, now: float) -> Running:
+    since = now if job.started is None else min(job.started, now)
+    return Running(job.id, job.owner, job.device or 0, job.need, since + job.predicted_s)
+
+
+def _why(result: dict[str, Any] | None, code: int | None) -> str:
+    """Say how a process ended."""
+    if result is not None:
+        return str(result["error"])
+    if code is not None and code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    return "its process died" if code is None else f"its process ended with exit status {code}"
+
+
+def _take(path: Path) -> int:
+    """Take the lock of a state folder; return its file descriptor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 32).decode().strip()
+        os.close(lock)
+        raise InputError(
+            f"another server, process {pid}, uses the state folder {path.parent}: end it, or give another "
+            "folder"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    return lock
