@@ -124,7 +124,7 @@ class Dispatcher:
             self._finish(job, launch.result_of(folder, job.attempt), code, known=known)
             self._forget(job.id)
         elif job.state is State.STARTING:
-            if launch.has_begun(folder, job.attempt) or process.child is None:
+            if launch.has_begun(folder, job.attempt) or not process.started:
                 self._store.move(job, State.RUNNING, started=self._clock())
         elif job.state in (State.CANCELLING, State.PAUSING):
             self._end(job, process)
@@ -193,8 +193,8 @@ class Dispatcher:
         limits, now = self._limits(), self._clock()
         running = [_running(job, now) for job in self._store.active()]
         waiting = self._store.waiting()
-        # Nothing new can be decided until something changes.
-        state = (limits, running_ids(running), waiting, self.draining)
+        # If nothing could start, nothing can until something changes.
+        state = (limits, [(one.id, one.device) for one in running], waiting, self.draining)
         if state == self._decided or not waiting:
             return
         decisions = decide(
@@ -206,11 +206,11 @@ class Dispatcher:
         }
         self._store.explain(changed)
         self.starts = {one.id: one.start for one in decisions if one.device is None and one.start is not None}
-        for one in decisions:
-            if one.device is not None:
-                with suppress(StaleError):
-                    self._start(self._store.get(one.id), one.device)
-        self._decided = state
+        starting = [(one.id, one.device) for one in decisions if one.device is not None]
+        for name, device in starting:
+            with suppress(StaleError):
+                self._start(self._store.get(name), device)
+        self._decided = () if starting else state
 
     def _start(self, job: Job, device: int) -> None:
         """Start the process of a queued job."""
@@ -224,11 +224,6 @@ class Dispatcher:
             return
         self._processes[job.id] = process
         logger.info("job %s: attempt %d on device %d", job.id, job.attempt, device)
-
-
-def running_ids(running: list[Running]) -> tuple[tuple[str, int], ...]:
-    """Return what identifies running jobs to the schedule."""
-    return tuple((one.id, one.device) for one in running)
 
 
 def _running(job: Job, now: float) -> Running:

@@ -6,6 +6,7 @@ of the server. Then it computes the product with ``resume=True``. Files in the f
 - ``order.json``: what to compute, and the number of the attempt. Written by the server.
 - ``lock``: locked while the process is alive.
 - ``owner.json``: the process that has the lock.
+- ``before.json``: what there was at the path of C before the first attempt.
 - ``tiles``: a line with the row and the column of each tile that has been written.
 - ``result.json``: how the process ended. It is renamed into place when it is durable.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
@@ -23,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.jobs import api
+from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.journal import JOURNAL
+from oocgemm.service.spec import arguments
 
-ORDER, LOCK, OWNER, TILES, RESULT, TIMELINE, LOG = (
-    "order.json", "lock", "owner.json", "tiles", "result.json", "timeline", "log",
-)  # fmt: skip
+ORDER, LOCK, OWNER, BEFORE = "order.json", "lock", "owner.json", "before.json"
+TILES, RESULT, TIMELINE, LOG = "tiles", "result.json", "timeline", "log"
 # struct flock of Linux on 64-bit machines: type, whence, start, length, pid.
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
@@ -64,9 +68,6 @@ def _stop(signum: int, frame: object) -> None:
 
 def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the product; return how that ended."""
-    from oocgemm.jobs import api
-    from oocgemm.service.spec import arguments
-
     spec = order["spec"]
     options = arguments(spec)
     try:
@@ -77,7 +78,7 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 spec["c"],
                 **options,
                 device=order["device"] if options["backend"] == "cuda" else 0,
-                resume=not options.get("overwrite") or order["attempt"] > 1,
+                resume=_resumes(folder, spec),
                 timeline=folder / TIMELINE,
                 progress=_noting(tiles.write),
             )
@@ -93,6 +94,37 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
         "flops": result.plan.flops,
         "kept_tiles": len(result.plan.done),
     }
+
+
+def _resumes(folder: Path, spec: Mapping[str, Any]) -> bool:
+    """Return whether to continue what there is at C.
+
+    A job continues what an earlier attempt of it has begun. If none has begun, C is as it was before the
+    first attempt. It then continues an unfinished run of the same product, unless it replaces or changes an
+    old C.
+    """
+    before, now = folder / BEFORE, _state_of(spec["c"])
+    if not before.exists():
+        write_json(before, now)
+    if json.loads(before.read_bytes()) != now:
+        return True
+    options = spec["options"]
+    return not options.get("overwrite") and not arguments(spec).get("beta")
+
+
+def _state_of(c: str) -> dict[str, list[int] | None]:
+    """Return what changes as soon as a run writes to C or to its journal."""
+    journal = Destination.parse(c).journal_folder
+    paths = {"c": Path(c), "journal": Path(c) if journal is None else journal / JOURNAL}
+    return {name: _stamp(path) for name, path in paths.items()}
+
+
+def _stamp(path: Path) -> list[int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def _noting(write: Callable[[str], object]) -> Any:

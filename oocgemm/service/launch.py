@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import struct
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,23 +17,27 @@ from oocgemm.service.job import FLOCK, LOCK, LOG, ORDER, OWNER, RESULT, start_of
 
 @dataclass(eq=False)
 class Process:
-    """A live process of a job. `child` is None if an earlier server started it."""
+    """A process of a job. `handle` is its pidfd. `started` is set if this process has started it.
+
+    `code` is its exit status, or minus the number of the signal that killed it. It is None while it is alive,
+    and if an earlier server has started it.
+    """
 
     pid: int
     handle: int
-    child: "subprocess.Popen[bytes] | None" = None
+    started: bool = False
+    code: int | None = None
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended."""
-        if self.child is not None:
-            return self.child.poll() is not None
-        return bool(select.select([self.handle], [], [], 0)[0])
-
-    @property
-    def code(self) -> int | None:
-        """The exit status, or minus the number of the signal that killed it; None if that is unknown."""
-        return None if self.child is None else self.child.returncode
+        if not select.select([self.handle], [], [], 0)[0]:
+            return False
+        if self.started and self.code is None:
+            found = os.waitid(os.P_PIDFD, self.handle, os.WEXITED)
+            assert found is not None
+            self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return True
 
     def send(self, signum: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
@@ -59,16 +62,16 @@ def start(folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Proc
     (folder / RESULT).unlink(missing_ok=True)
     write_json(folder / ORDER, {"attempt": attempt, "spec": spec, "device": device})
     command = [sys.executable, "-m", "oocgemm.service.job", str(folder), str(attempt)]
-    with open(folder / LOG, "ab") as log:
-        child = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        nothing = os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0
+        output = [(os.POSIX_SPAWN_DUP2, log, descriptor) for descriptor in (1, 2)]
+        pid = os.posix_spawn(
+            sys.executable, command, os.environ, file_actions=[nothing, *output], setsid=True
         )
-    return Process(child.pid, os.pidfd_open(child.pid), child)
+    finally:
+        os.close(log)
+    return Process(pid, os.pidfd_open(pid), started=True)
 
 
 def is_alive(folder: Path) -> bool:

@@ -118,7 +118,10 @@ class Job:
         return cls(**values | {"need": need, "state": State(values["state"])})
 
 
-_last = 0
+class _Last:
+    """The last id that was made."""
+
+    number = 0
 
 
 def new_id() -> str:
@@ -126,7 +129,6 @@ def new_id() -> str:
 
     Only one thread at a time may call this.
     """
-    global _last
     number = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10))
-    _last = number = max(number, _last + 1)
+    _Last.number = number = max(number, _Last.number + 1)
     return "".join(_ALPHABET[number >> 5 * place & 31] for place in reversed(range(26)))

@@ -1,0 +1,56 @@
+"""Small services for tests: jobs on the host backend, with state and arrays in one folder."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.schedule import Limits, Need
+from oocgemm.service.schema import Job, NewJob
+from oocgemm.service.spec import checked, planned
+from oocgemm.service.states import FINAL
+from oocgemm.service.store import Store
+
+# Two devices: two jobs run at a time. On the host backend, a job needs no device memory.
+LIMITS = Limits({0: 0, 1: 0}, 4 << 30, 1 << 40)
+EXTENT, TILE = 64, "16x16x16"
+
+
+def plain_job(c: str = "/c", **options: Any) -> NewJob:
+    """Return a job that is never run."""
+    defaults: dict[str, Any] = {"owner": "user", "spec": {}, "plan": {}, "need": Need(), "seconds": 1.0}
+    return NewJob(**defaults | {"c_path": c} | options)
+
+
+def store_operands(folder: Path, extent: int = EXTENT) -> None:
+    """Write A and B, of small integers."""
+    rng = np.random.default_rng(3)
+    for name in "AB":
+        np.save(folder / f"{name}.npy", rng.integers(-4, 5, (extent, extent)).astype(np.float64))
+
+
+def product_of(folder: Path) -> Any:
+    """Return A B."""
+    return np.load(folder / "A.npy") @ np.load(folder / "B.npy")
+
+
+def product_job(folder: Path, c: str, owner: str = "user", **options: Any) -> NewJob:
+    """Return a job that stores A B in an array of a folder."""
+    spec = {"a": str(folder / "A.npy"), "b": str(folder / "B.npy"), "c": str(folder / c)}
+    found = planned(checked(spec | {"options": {"tile": TILE} | options}), LIMITS, "host")
+    return NewJob(
+        owner=owner, spec=found.spec, plan=found.summary, need=found.need, seconds=found.seconds,
+        c_path=found.spec["c"],
+    )  # fmt: skip
+
+
+def run_all(dispatcher: Dispatcher, store: Store, passes: int = 6000) -> list[Job]:
+    """Repeat passes until all jobs have ended; return them."""
+    for _ in range(passes):
+        dispatcher.step()
+        jobs = store.jobs()
+        if all(job.state in FINAL for job in jobs):
+            return jobs
+        store.wait(0.02)
+    raise AssertionError([(job.state, job.reason, job.error) for job in store.jobs()])
