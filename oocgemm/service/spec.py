@@ -20,6 +20,9 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("device_memory", "host_memory"), (int, str)),
     **dict.fromkeys(("verify", "overwrite", "trust_operands"), (bool,)),
 }
+# Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
+# buffers than one that is created.
+MARGIN = 64 << 20
 # Options that only the run takes, not the plan.
 _RUN = frozenset({"overwrite", "trust_operands"})
 
@@ -106,7 +109,10 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         defaults = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
     options = defaults | options
     plan = api.plan(spec["a"], spec["b"], spec["c"], **options)
-    used = {"device_memory": plan.footprint.device_total, "host_memory": plan.footprint.host_total}
+    used = {
+        "device_memory": plan.footprint.device_total,
+        "host_memory": min(plan.footprint.host_total + MARGIN, parse_size(options["host_memory"])),
+    }
     try:
         plan = api.plan(spec["a"], spec["b"], spec["c"], **options | used)
         options |= used

@@ -1,0 +1,175 @@
+"""Servers and jobs are killed at random instants, and servers at each point of a job's life."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oocgemm.service import launch
+from oocgemm.service.job import OWNER, TILES
+from oocgemm.service.schema import Job
+from oocgemm.service.states import FINAL, State
+from oocgemm.service.store import Store
+from tests.service_server import POINTS
+from tests.services import product_job, product_of, store_operands
+from tests.suite import slow
+
+# Tiles that a job has written but not committed when it is killed, at most. They are computed again.
+IN_FLIGHT, TILE_COUNT = 4, 16
+
+
+class Victims:
+    """A server and its jobs, which are killed."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.rng = folder, random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self.server: subprocess.Popen[bytes] | None = None
+        store_operands(folder)
+        self.store = Store(folder / "db")
+
+    def submit(self, count: int) -> None:
+        first = product_job(self.folder, "C0.npy")
+        for number in range(count):
+            # Plans are the same, so they are made once.
+            path = str(self.folder / f"C{number}.npy")
+            values = vars(first) | {"c_path": path, "spec": first.spec | {"c": path}, "max_attempts": 1000}
+            self.store.submit([type(first)(**values)])
+
+    def start(self, *options: str) -> None:
+        with open(self.folder / "server.log", "ab") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "tests.service_server", str(self.folder), *options],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            )
+
+    def kill_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        self.kills["server"] += 1
+        self.start()
+
+    def kill_job(self) -> None:
+        """Kill the process of a random job, if there is one."""
+        active = self.store.active()
+        if not active:
+            return
+        process = launch.attach(self.folder / "jobs" / self.rng.choice(active).id)
+        if process is not None:
+            if not process.ended:
+                process.send(signal.SIGKILL)
+                self.kills["job"] += 1
+            process.close()
+
+    def finish(self, server_kills: int, job_kills: int, seconds: float) -> list[Job]:
+        """Kill at random until there were so many kills; return all jobs when they have ended."""
+        until = time.monotonic() + seconds
+        total = len(self.store.jobs())
+        while time.monotonic() < until:
+            assert self.server is not None
+            if self.server.poll() is not None:
+                self.start()
+            left = total - len(self.store.jobs(FINAL))
+            if not left:
+                return self.store.jobs()
+            wanted = server_kills - self.kills["server"], job_kills - self.kills["job"]
+            if sum(wanted) > 0:
+                kill = self.rng.choices([self.kill_server, self.kill_job], [max(0, each) for each in wanted])[
+                    0
+                ]
+                kill()
+                # The kills are spread over the time of all jobs.
+                pause = min(1.0, 0.35 * left / max(1, sum(wanted)))
+                time.sleep(self.rng.uniform(0, 2 * pause))
+            else:
+                time.sleep(0.1)
+        raise AssertionError(Counter(job.state for job in self.store.jobs()))
+
+    def check(self, jobs: list[Job]) -> None:
+        """Check that every product is right, and that no finished tile was computed again."""
+        right = product_of(self.folder)
+        for job in jobs:
+            assert job.state is State.SUCCEEDED, (job.state, job.error)
+            np.testing.assert_array_equal(np.load(job.c_path), right)
+            lines = (self.folder / "jobs" / job.id / TILES).read_text().split("\n")[:-1]
+            assert len({*lines}) == TILE_COUNT
+            assert len(lines) <= TILE_COUNT + IN_FLIGHT * (job.attempt - 1)
+            kinds = [one["kind"] for one in self.store.events(job=job.id)]
+            assert kinds.count("starting") == job.attempt
+            assert kinds.count("succeeded") == 1
+
+    def close(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        self.store.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("jobs", "kills"), [(8, 2), *slow((200, 40))])
+def test_no_job_is_lost_or_wrong_if_servers_and_jobs_are_killed(
+    tmp_path: Path, jobs: int, kills: int
+) -> None:
+    victims = Victims(tmp_path, seed=jobs)
+    victims.submit(jobs)
+    victims.start()
+    start = time.monotonic()
+    try:
+        victims.check(victims.finish(kills, kills, 800))
+    finally:
+        victims.close()
+    assert (victims.kills["server"], victims.kills["job"]) >= (kills, kills) or jobs < 100
+    print(jobs, dict(victims.kills), f"{time.monotonic() - start:.0f} s")
+
+
+@pytest.mark.parametrize("point", [POINTS[0], *slow(*((each,) for each in POINTS[1:]))])
+def test_a_server_may_die_at_any_point(tmp_path: Path, point: str) -> None:
+    """It dies at the first, second, ... time that it gets to the point, until it does no more."""
+    victims = Victims(tmp_path, seed=1)
+    victims.submit(20 if point != POINTS[0] else 3)
+    deaths = 0
+    try:
+        for number in range(1, 21):
+            victims.start(*point.split(), str(1 + number % 4))
+            assert victims.server is not None
+            until = time.monotonic() + 60
+            while victims.server.poll() is None and victims.store.jobs(set(State) - FINAL):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            died = victims.server.poll() == -signal.SIGKILL
+            deaths += died
+            if not died:
+                break
+        if victims.server is None or victims.server.poll() is not None:
+            victims.start()
+        victims.check(victims.finish(0, 0, 120))
+    finally:
+        victims.close()
+    assert deaths or "attach" in point
+    print(point, deaths)
+
+
+def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> None:
+    victims = Victims(tmp_path, seed=2)
+    victims.submit(1)
+    victims.start()
+    try:
+        (job,) = victims.store.jobs()
+        folder = tmp_path / "jobs" / job.id
+        while not (folder / OWNER).exists():
+            time.sleep(0.001)
+        victims.kill_server()
+        victims.check(victims.finish(1, 0, 60))
+        assert not launch.is_alive(folder)
+    finally:
+        victims.close()
