@@ -91,7 +91,7 @@ def test_jobs_run_and_leave_their_results(service: Service) -> None:
         np.testing.assert_array_equal(np.load(job.c_path), product_of(service.folder))
         folder = service.dispatcher.folder_of(job.id)
         assert sorted((folder / TILES).read_text().split("\n")[:-1]) == [
-            f"{i} {j}" for i in range(4) for j in range(4)
+            f"1 {i} {j}" for i in range(4) for j in range(4)
         ]
         assert oocgemm.report(folder / "timeline").flops == 2 * 64**3
         assert service.store.usage()["user"] > 0

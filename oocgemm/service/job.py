@@ -7,7 +7,7 @@ of the server. Then it computes the product with ``resume=True``. Files in the f
 - ``lock``: locked while the process is alive.
 - ``owner.json``: the process that has the lock.
 - ``before.json``: what there was at the path of C before the first attempt.
-- ``tiles``: a line with the row and the column of each tile that has been written.
+- ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
 - ``result.json``: how the process ended. It is renamed into place when it is durable.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
 """
@@ -80,7 +80,7 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 device=order["device"] if options["backend"] == "cuda" else 0,
                 resume=_resumes(folder, spec),
                 timeline=folder / TIMELINE,
-                progress=_noting(tiles.write),
+                progress=_noting(order["attempt"], tiles.write),
             )
     except (OocGemmError, MemoryError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _stamp(path: Path) -> list[int] | None:
     return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
-def _noting(write: Callable[[str], object]) -> Any:
+def _noting(attempt: int, write: Callable[[str], object]) -> Any:
     """Return a progress callback that writes a line per finished tile."""
 
     def begin(plan: Any) -> Callable[[Any], None]:
@@ -139,7 +139,7 @@ def _noting(write: Callable[[str], object]) -> Any:
                 left[tile] = left.get(tile, plan.tile_bytes(tile)) - span.bytes
                 if left[tile] <= 0:
                     del left[tile]
-                    write(f"{tile[0]} {tile[1]}\n")
+                    write(f"{attempt} {tile[0]} {tile[1]}\n")
 
         return observe
 
