@@ -123,6 +123,14 @@ def test_repeated_steps_and_tiles_are_skipped(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < steps < 20_000  # of 10 million
 
 
+def test_panels_that_stay_in_more_host_slots_than_device_slots_are_read_once() -> None:
+    machine = replace(default_model("cuda", 16), read=1e9)
+    setting = Setting(problem(8192, 8192, 2048), machine, FILES, Budgets(4 * GIB, 4 * GIB))
+    slots = Slots(a=256, b=12, c=1, host_a=1152, host_b=12, host_c=2, finish=0, strip=512, drain=1)
+    run = setting, Candidate(TileShape(512, 2752, 16), slots, Traversal(1))
+    assert predict(*run).total == pytest.approx(simulate(schedule_of(*run), setting), rel=0.02)
+
+
 def test_rows_of_pinned_arrays_that_are_too_short_pass_through_the_ring() -> None:
     layout = Layout(in_memory=True, pinned=True, zero_copy_width=4096)
     setting = Setting(

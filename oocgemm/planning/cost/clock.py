@@ -119,12 +119,13 @@ class _Clock:
     def _band(self, number: int, band: int, down: int, across: int) -> None:
         top = number * band
         height, backwards = min(band, down - top), self.traversal.turns and number % 2 == 1
-        passing = (self.slots.b, self.slots.a)[self.traversal.axis] // self.grid.steps
+        slots, axis, steps = self.slots, self.traversal.axis, self.grid.steps
+        passing = [x // steps for x in ((slots.b, slots.a)[axis], (slots.host_b, slots.host_a)[axis])]
 
         def column(c: int) -> None:
             self._column(c, across - 1 - c if backwards else c, top, height, again=number > 0)
 
-        for start, stop in _pieces(across, (1, across - 1, passing, passing + 1)):
+        for start, stop in _pieces(across, (1, across - 1, *(x + more for x in passing for more in (0, 1)))):
             self._repeat(start, stop, column)
 
     def _column(self, c: int, col: int, top: int, height: int, *, again: bool) -> None:
@@ -151,8 +152,8 @@ class _Clock:
             ]
             self._tile((row, col) if axis == 0 else (col, row), found)
 
-        kept = on_device[axis] // steps
-        for start, stop in _pieces(height, (1, height - 1, kept, kept + 1)):
+        kept = [x[axis] // steps for x in (on_device, on_host)]
+        for start, stop in _pieces(height, (1, height - 1, *(x + more for x in kept for more in (0, 1)))):
             self._repeat(start, stop, tile)
 
     def _repeat(self, start: int, stop: int, body: Callable[[int], None]) -> None:
