@@ -4,12 +4,12 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service.errors import StoreError, UnknownJobError
+from oocgemm.service.errors import KeyReusedError, StoreError, UnknownJobError
 from oocgemm.service.schedule import Need, Waiting
 from oocgemm.service.schema import SCHEMA, VERSION, Job
 from oocgemm.service.states import ACTIVE, FINAL, Reason, State
@@ -36,6 +36,7 @@ class Reader:
         self._path, self._clock = path, clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._changes = 0
         with self._errors():
             self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
@@ -143,7 +144,15 @@ class Reader:
 
     def needs(self, job: str) -> list[str]:
         """Return the ids of the jobs that a job needs."""
-        return [row["needs"] for row in self._read("SELECT needs FROM deps WHERE job = ? ORDER BY 1", job)]
+        return self.needs_of([job])[job]
+
+    def needs_of(self, jobs: Sequence[str]) -> dict[str, list[str]]:
+        """Return the ids of the jobs that each job needs."""
+        found: dict[str, list[str]] = {job: [] for job in jobs}
+        marks = ", ".join("?" * len(jobs))
+        for row in self._read(f"SELECT job, needs FROM deps WHERE job IN ({marks}) ORDER BY needs", *jobs):
+            found[row["job"]].append(row["needs"])
+        return found
 
     def events(self, after: int = 0, job: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
         """Return events with numbers above `after`, in order, each with seq, job, at, kind and data."""
@@ -153,10 +162,53 @@ class Reader:
         )
         return [dict(row) | {"data": json.loads(row["data"])} for row in found]
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until another thread has changed something. Return False if that took too long."""
+    def newest(self) -> int:
+        """Return the number of the newest event; 0 if there is none."""
+        return int(self._read("SELECT coalesce(max(seq), 0) FROM events")[0][0])
+
+    @property
+    def changes(self) -> int:
+        """How many transactions threads of this process have committed through this object."""
+        return self._changes
+
+    def wait(self, seconds: float, seen: int | None = None) -> bool:
+        """Wait until another thread has changed something. Return False if that took too long.
+
+        Args:
+            seconds: how long to wait.
+            seen: a value of `changes`; return at once if there are more by now. By default, the present one.
+        """
         with self._lock:
-            return self._changed.wait(seconds)
+            start = self._changes if seen is None else seen
+            return self._changed.wait_for(lambda: self._changes != start, seconds)
+
+    def earlier(self, owner: str, key: str, body_sha256: str) -> list[Job] | None:
+        """Return the jobs that were submitted with an Idempotency-Key; None if it has not been used.
+
+        Raises:
+            KeyReusedError: the key was used with another body.
+            UnknownJobError: one of these jobs has been deleted.
+        """
+        found = self._read(
+            "SELECT body_sha256, jobs FROM idempotency WHERE owner = ? AND key = ?", owner, key
+        )
+        if not found:
+            return None
+        if found[0]["body_sha256"] != body_sha256:
+            raise KeyReusedError(
+                f"the Idempotency-Key {key} was used with another request: send a new key"
+            )
+        return [self.get(each) for each in json.loads(found[0]["jobs"])]
+
+    def unfinished(self, owner: str) -> int:
+        """Return how many jobs of an owner have not ended."""
+        query = "SELECT count(*) FROM jobs WHERE owner = ? AND state NOT IN (?, ?, ?)"
+        return int(self._read(query, owner, *FINAL)[0][0])
+
+    def counts(self) -> dict[State, int]:
+        """Return how many jobs are in each state."""
+        found = self._read("SELECT state, count(*) AS number FROM jobs GROUP BY state")
+        return dict.fromkeys(State, 0) | {State(row["state"]): row["number"] for row in found}
 
     def usage(self) -> dict[str, float]:
         """Return the device seconds of each owner; those of long ago count less (`HALF_LIFE`)."""

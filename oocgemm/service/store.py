@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from oocgemm.service.errors import ConflictError, KeyReusedError, StaleError
+from oocgemm.service.errors import ConflictError, StaleError
 from oocgemm.service.reading import Reader, decayed
 from oocgemm.service.schema import Job, NewJob, new_id
 from oocgemm.service.states import FINAL, FOLLOWING, Action, Reason, State, requested
@@ -47,7 +47,14 @@ class Store(Reader):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+            self._changes += 1
             self._changed.notify_all()
+
+    def check_writable(self) -> None:
+        """Raise `StoreError` if the database cannot be written."""
+        with self._errors(), self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("ROLLBACK")
 
     def _event(self, job: str, kind: str, **data: object) -> None:
         self._db.execute(
@@ -75,16 +82,8 @@ class Store(Reader):
             UnknownJobError: a job needs one that does not exist.
         """
         with self._writing() as db:
-            if key is not None:
-                found = db.execute(
-                    "SELECT body_sha256, jobs FROM idempotency WHERE owner = ? AND key = ?", (owner, key)
-                ).fetchone()
-                if found is not None:
-                    if found["body_sha256"] != body_sha256:
-                        raise KeyReusedError(
-                            f"the Idempotency-Key {key} was used with another request: send a new key"
-                        )
-                    return [self.get(each) for each in json.loads(found["jobs"])]
+            if key is not None and (found := self.earlier(owner, key, body_sha256)) is not None:
+                return found
             ids: list[str] = []
             for job in jobs:
                 ids.append(self._insert(db, job, ids))

@@ -26,8 +26,9 @@ class Config:
         certificate, key: PEM files for TLS; None for plain HTTP.
         hosts: further host names that a request may have in its Host header.
         confine: whether jobs are restricted to the roots by Landlock.
-        backend: ``cuda`` or ``host``.
-        device_memory, host_memory, disk_quota: limits for all running jobs, in bytes; None to ask the machine.
+        backend: ``auto``, ``cuda`` or ``host``.
+        device_memory, host_memory, disk_quota: limits for all running jobs, in bytes or as "8GiB"; None for
+            the defaults of `oocgemm.service.limits.limits`.
         share_device: whether several jobs run on a device at a time.
         max_jobs: jobs of one owner that have not ended. More are refused.
     """
@@ -42,10 +43,10 @@ class Config:
     key: Path | None = None
     hosts: frozenset[str] = field(default=frozenset())
     confine: bool = True
-    backend: str = "host"
-    device_memory: int | None = None
-    host_memory: int | None = None
-    disk_quota: int | None = None
+    backend: str = "auto"
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    disk_quota: str | int | None = None
     share_device: bool = False
     max_jobs: int = 100_000
 

@@ -1,0 +1,234 @@
+"""The JSON of requests and answers."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from typing_extensions import TypedDict
+
+from oocgemm.service.states import Action, State
+
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+# A size as `oocgemm run` takes it, such as 1073741824 or "1GiB".
+Size = Annotated[int, Field(gt=0, lt=2**63, strict=True)] | Annotated[str, StringConstraints(max_length=64)]
+Number = (
+    Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+    | FiniteFloat
+    | Annotated[str, StringConstraints(max_length=64)]
+)
+Word = Annotated[str, StringConstraints(max_length=128)]
+Operand = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Extent = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
+Attempts = Annotated[int, Field(ge=1, le=100, strict=True)]
+Deadline = Annotated[FiniteFloat, Field(ge=0)] | None
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class OptionsBody(TypedDict, total=False):
+    """Options of a product, as `oocgemm.gemm` takes them. Those that are left out have its defaults."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    alpha: Number
+    beta: Number
+    trans_a: Word
+    trans_b: Word
+    kernel: Word
+    compute: Word
+    out_dtype: Word
+    tile: Word
+    compressor: Word
+    chunks: Annotated[list[Extent], Field(min_length=2, max_length=2)]
+    device_memory: Size
+    host_memory: Size
+    verify: Flag
+    overwrite: Flag
+    trust_operands: Flag
+
+
+class JobBody(_Request):
+    """A job to submit. Paths are ROOT:PATH. Times are in seconds since 1970."""
+
+    a: Operand
+    b: Operand
+    c: Operand
+    options: OptionsBody = {}
+    name: Annotated[str, StringConstraints(max_length=256)] = ""
+    priority: Priority = 0
+    max_attempts: Attempts = 3
+    deadline: Deadline = None
+    needs: Annotated[list[Annotated[str, StringConstraints(max_length=26)]], Field(max_length=1000)] = []
+    held: Flag = False
+
+
+class BatchBody(_Request):
+    """Jobs to submit, all or none. A job may need an earlier one of the batch by ``#0``, ``#1`` and so on."""
+
+    jobs: Annotated[list[JobBody], Field(min_length=1, max_length=1000)]
+
+
+class ChangeBody(TypedDict, total=False):
+    """What to change in a job. What is left out stays."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    priority: Priority
+    max_attempts: Attempts
+    deadline: Deadline
+
+
+class DrainBody(_Request):
+    """Whether to start no more jobs."""
+
+    draining: Flag
+
+
+class ProgressView(BaseModel):
+    """How many tiles of C have been written, and how many there are."""
+
+    done: int
+    total: int
+
+
+class JobView(BaseModel):
+    """A job. Paths are ROOT:PATH, sizes are in bytes, times are in seconds since 1970."""
+
+    id: str
+    owner: str
+    name: str
+    state: State
+    reason: str | None
+    priority: int
+    a: str
+    b: str
+    c: str
+    options: dict[str, Any]
+    plan: dict[str, Any]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    predicted_s: float
+    predicted_start: float | None
+    device: int | None
+    attempt: int
+    failures: int
+    max_attempts: int
+    not_before: float | None
+    deadline: float | None
+    created: float
+    started: float | None
+    ended: float | None
+    exit_code: int | None
+    error: str | None
+    result: dict[str, Any] | None
+    needs: list[str]
+    version: int
+    actions: list[Action]
+    progress: ProgressView | None
+
+
+class JobsView(BaseModel):
+    """Some jobs, and the cursor of the next page; null at the end."""
+
+    jobs: list[JobView]
+    next: str | None
+
+
+class BatchView(BaseModel):
+    """The jobs of a batch, in its order."""
+
+    jobs: list[JobView]
+
+
+class PlanView(BaseModel):
+    """What a job would occupy, and when it is predicted to start; null if that is unknown."""
+
+    plan: dict[str, Any]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    predicted_s: float
+    predicted_start: float | None
+
+
+class TilesView(BaseModel):
+    """The grid of C's tiles, and the row and column of those that have been written."""
+
+    rows: int
+    columns: int
+    done: list[tuple[int, int]]
+
+
+class DeviceView(BaseModel):
+    """A device: its memory, and what the running jobs reserve of it, in bytes."""
+
+    index: int
+    name: str
+    memory: int
+    reserved: int
+    jobs: list[str]
+
+
+class HostView(BaseModel):
+    """Host memory for jobs, and what the running jobs reserve of it, in bytes."""
+
+    memory: int
+    reserved: int
+
+
+class DiskView(BaseModel):
+    """Disk space for results, and what the running jobs reserve of it, in bytes."""
+
+    quota: int
+    reserved: int
+
+
+class DevicesView(BaseModel):
+    """What the service has, and what the running jobs reserve of it."""
+
+    devices: list[DeviceView]
+    host: HostView
+    disk: DiskView
+    draining: bool
+
+
+class RootView(BaseModel):
+    """A folder of the service."""
+
+    name: str
+    folder: str
+    writable: bool
+
+
+class RootsView(BaseModel):
+    """The folders of the service."""
+
+    roots: list[RootView]
+
+
+class DrainView(BaseModel):
+    """Whether the service starts no more jobs."""
+
+    draining: bool
+
+
+class HealthView(BaseModel):
+    """Whether the service works, and what does not."""
+
+    status: Literal["ok", "unavailable"]
+    problems: list[str] = []
+
+
+class ProblemView(BaseModel):
+    """An error, as RFC 9457 describes it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
