@@ -54,6 +54,7 @@ class Dispatcher:
         folder: Path,
         limits: Callable[[], Limits],
         clock: Callable[[], float] = time.time,
+        confine: launch.Confinement | None = None,
     ) -> None:
         """Take over a state folder.
 
@@ -62,6 +63,7 @@ class Dispatcher:
             folder: the state folder. Each job has a folder in it.
             limits: returns what all running jobs together may occupy.
             clock: returns the time in seconds since 1970.
+            confine: the folders that jobs may use; None if jobs are not confined.
 
         Raises:
             InputError: another server uses the state folder.
@@ -69,6 +71,7 @@ class Dispatcher:
         self.draining = False
         self.starts: dict[str, float] = {}
         self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
+        self._confine = confine
         self._processes: dict[str, launch.Process] = {}
         self._asked: dict[str, tuple[State, float]] = {}  # jobs whose process was asked to end, and when
         self._decided: tuple[Any, ...] = ()
@@ -218,7 +221,7 @@ class Dispatcher:
             return
         job = self._store.move(job, State.STARTING, attempt=job.attempt + 1, device=device, reason=None)
         try:
-            process = launch.start(self.folder_of(job.id), job.attempt, job.spec, device)
+            process = launch.start(self.folder_of(job.id), job.attempt, job.spec, device, self._confine)
         except OSError as error:
             self._store.move(job, State.FAILED, error=f"its process cannot be started: {error}")
             return

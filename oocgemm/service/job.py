@@ -1,36 +1,39 @@
 """The process of one job: ``python -m oocgemm.service.job FOLDER ATTEMPT``.
 
 It takes the lock of the job before anything else, so that the server knows that it is alive, whatever becomes
-of the server. Then it computes the product with ``resume=True``. Files in the folder of the job:
+of the server. It then confines itself to the folders that the order allows, and computes the product with
+``resume=True``. NumPy starts threads when it is imported, and Landlock would not restrict them. So NumPy, and
+every module that uses it, is imported after that. Files in the folder of the job:
 
-- ``order.json``: what to compute, and the number of the attempt. Written by the server.
+- ``order.json``: what to compute, and the number of the attempt; as ``confine``, the folders that the process
+  may ``read`` and ``write``, or null for all. Written by the server.
 - ``lock``: locked while the process is alive.
 - ``owner.json``: the process that has the lock.
 - ``before.json``: what there was at the path of C before the first attempt.
 - ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
 - ``result.json``: how the process ended. It is renamed into place when it is durable.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
+- ``tmp``: temporary files of the run.
 """
 
 import fcntl
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
-from oocgemm.jobs import api
-from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.journal import JOURNAL
-from oocgemm.service.spec import arguments
+from oocgemm.service.confine.landlock import restrict
 
 ORDER, LOCK, OWNER, BEFORE = "order.json", "lock", "owner.json", "before.json"
-TILES, RESULT, TIMELINE, LOG = "tiles", "result.json", "timeline", "log"
+TILES, RESULT, TIMELINE, LOG, TEMPORARY = "tiles", "result.json", "timeline", "log", "tmp"
 # struct flock of Linux on 64-bit machines: type, whence, start, length, pid.
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
@@ -55,8 +58,12 @@ def main(folder: Path, attempt: int) -> int:
         status = _run(folder, order)
     except KeyboardInterrupt:
         pass
+    except Exception as error:
+        traceback.print_exc()
+        status = {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        shutil.rmtree(folder / TEMPORARY, ignore_errors=True)
         write_json(folder / RESULT, {"attempt": attempt} | status)
     return int(status["exit_code"])
 
@@ -66,11 +73,29 @@ def _stop(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _confine(folder: Path, allowed: Mapping[str, Any] | None) -> None:
+    """Restrict this process to its folder, and to the folders that its order allows; None for no restriction.
+
+    Temporary files go to a folder of the job: others could replace those in a shared one by links.
+    """
+    temporary = folder / TEMPORARY
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    os.environ["TMPDIR"] = str(temporary)
+    if allowed is not None:
+        read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
+        restrict(read, [*write, folder])
+
+
 def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the product; return how that ended."""
+    """Confine this process, and compute the product; return how that ended."""
     spec = order["spec"]
-    options = arguments(spec)
     try:
+        _confine(folder, order["confine"])
+        from oocgemm.jobs import api
+        from oocgemm.service.spec import arguments
+
+        options = arguments(spec)
         with open(folder / TILES, "a", buffering=1) as tiles:
             result = api.gemm(
                 spec["a"],
@@ -78,7 +103,7 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 spec["c"],
                 **options,
                 device=order["device"] if options["backend"] == "cuda" else 0,
-                resume=_resumes(folder, spec),
+                resume=_resumes(folder, spec["c"], options),
                 timeline=folder / TIMELINE,
                 progress=_noting(order["attempt"], tiles.write),
             )
@@ -96,24 +121,26 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _resumes(folder: Path, spec: Mapping[str, Any]) -> bool:
+def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
     """Return whether to continue what there is at C.
 
     A job continues what an earlier attempt of it has begun. If none has begun, C is as it was before the
     first attempt. It then continues an unfinished run of the same product, unless it replaces or changes an
     old C.
     """
-    before, now = folder / BEFORE, _state_of(spec["c"])
+    before, now = folder / BEFORE, _state_of(c)
     if not before.exists():
         write_json(before, now)
     if json.loads(before.read_bytes()) != now:
         return True
-    options = spec["options"]
-    return not options.get("overwrite") and not arguments(spec).get("beta")
+    return not options.get("overwrite") and not options.get("beta")
 
 
 def _state_of(c: str) -> dict[str, list[int] | None]:
     """Return what changes as soon as a run writes to C or to its journal."""
+    from oocgemm.jobs.destination import Destination
+    from oocgemm.jobs.journal import JOURNAL
+
     journal = Destination.parse(c).journal_folder
     paths = {"c": Path(c), "journal": Path(c) if journal is None else journal / JOURNAL}
     return {name: _stamp(path) for name, path in paths.items()}

@@ -7,6 +7,7 @@ import select
 import signal
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,13 @@ class Process:
         os.close(self.handle)
 
 
-def start(folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
+# The folders that jobs may "read", and those that they may "write" too: see `confine.paths.confinement`.
+Confinement = Mapping[str, Sequence[str]]
+
+
+def start(
+    folder: Path, attempt: int, spec: dict[str, Any], device: int, confine: Confinement | None = None
+) -> Process:
     """Start the process of a job's attempt. It is independent of this process, and outlives it.
 
     Args:
@@ -57,10 +64,12 @@ def start(folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Proc
         attempt: the number of the attempt.
         spec: what to compute (`oocgemm.service.spec`).
         device: the number of the device.
+        confine: the folders that the process may use; None if it is not confined.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT).unlink(missing_ok=True)
-    write_json(folder / ORDER, {"attempt": attempt, "spec": spec, "device": device})
+    order = {"attempt": attempt, "spec": spec, "device": device, "confine": confine}
+    write_json(folder / ORDER, order)
     command = [sys.executable, "-m", "oocgemm.service.job", str(folder), str(attempt)]
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

@@ -1,0 +1,192 @@
+"""Restrict a process to the folders that it needs, with Landlock (landlock(7), Linux 5.13 and later).
+
+A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. The kernel
+checks a right when a file is opened, on the file to which all symbolic links lead. A link is therefore no way
+out, whenever it was made. These remain possible: to use files that are open already, to call stat(2) on any
+path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a file that
+they cannot write themselves (``fs.protected_hardlinks``).
+"""
+
+import ctypes
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+
+import oocgemm
+from oocgemm.errors import InputError
+from oocgemm.system import cache
+
+# The numbers of the system calls are the same on all architectures. glibc has no wrappers.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION, _PATH_BENEATH = 1, 1
+_PR_SET_NO_NEW_PRIVS = 38
+
+# Rights, as bits (LANDLOCK_ACCESS_FS_*).
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(6))
+MAKE_CHAR, MAKE_DIR, MAKE_REG, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK, MAKE_SYM = (1 << bit for bit in range(6, 13))
+REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+# The number of rights that an ABI version knows. Later versions add rights of other kinds, on network,
+# signals and threads. They are not used: the data of a job chooses files only.
+_KNOWN = {0: 0, 1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+
+READ = READ_FILE | READ_DIR
+# A run makes files and folders, and moves them between folders (REFER). It needs no links and no devices.
+WRITE = READ | WRITE_FILE | TRUNCATE | MAKE_REG | MAKE_DIR | REMOVE_FILE | REMOVE_DIR | REFER
+# The rights that a rule on a file, not a folder, may have.
+ON_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+DEVICE = ON_FILE & ~EXECUTE | READ_DIR
+
+# What Python and CUDA read.
+SYSTEM = (
+    # Programs and shared libraries. The second row is part of /usr on most systems.
+    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin"),
+    # The dynamic loader finds libraries by these; on some systems they lie behind links in /etc/alternatives.
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload", "/etc/alternatives"),
+    # Python: the time zone, the names of users and hosts, the name of the system. The rest of /etc has keys
+    # and passwords.
+    *("/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/hosts", "/etc/os-release"),
+    # This package: memory, cores, mounts, BLAS among the maps of this process. CUDA: device numbers, kernel
+    # modules, the driver's version and parameters. The folders of other processes stay closed: they have
+    # environments, with tokens say.
+    *("/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/version", "/proc/filesystems"),
+    *("/proc/devices", "/proc/modules", "/proc/driver", "/proc/sys/kernel", "/proc/sys/vm"),
+    # This package: limits of cgroups, caches, NUMA nodes, disks. CUDA: PCI devices, huge pages.
+    *("/sys/devices", "/sys/bus", "/sys/class", "/sys/block", "/sys/dev", "/sys/module", "/sys/fs/cgroup"),
+    "/sys/kernel/mm",
+)
+# Variables with folders that the dynamic loader, or cupy, searches for libraries.
+LIBRARIES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
+# Device files. CUDA opens those of its driver for reading and writing, and all its work is ioctls on them:
+# without IOCTL_DEV it finds no device. They must exist already, since nvidia-modprobe, which makes them, is
+# setuid: `limits` opens the GPUs first. Other devices, disks above all, stay closed.
+DEVICES = (
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+    *("/dev/nvidia*", "/dev/dxg"),
+)
+
+
+class _Ruleset(ctypes.Structure):
+    """``struct landlock_ruleset_attr``, as far as the first ABI has it."""
+
+    _fields_ = (("handled_access_fs", ctypes.c_uint64),)
+
+
+class _PathBeneath(ctypes.Structure):
+    """``struct landlock_path_beneath_attr``, which is packed."""
+
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def abi() -> int:
+    """Return the version of Landlock's interface that the kernel has; 0 if Landlock cannot be used."""
+    try:
+        return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    except OSError:
+        return 0
+
+
+def known(version: int) -> int:
+    """Return the rights on files that an ABI version knows. A kernel refuses others.
+
+    ABI 1 (Linux 5.13 to 5.18) never allows moving a file to another folder. There, jobs with beta != 0
+    fail. Before ABI 3 (Linux 6.2), truncate(2) is not restricted, and before ABI 5 (Linux 6.10) ioctl(2).
+    """
+    return (1 << _KNOWN[min(version, max(_KNOWN))]) - 1
+
+
+def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
+    """Restrict this process for good to what Python and CUDA need, and to some folders or files.
+
+    Args:
+        read: what it may read.
+        write: what it may read, change, create and delete.
+
+    Raises:
+        InputError: the kernel has no Landlock, or a path cannot be opened.
+        RuntimeError: the process has several threads. Landlock would not restrict the others.
+    """
+    version = abi()
+    if not version:
+        raise InputError(
+            "jobs cannot be confined: this kernel has no Landlock (Linux 5.13 or later, with landlock in "
+            "lsm=): boot with it, or pass --no-confine"
+        )
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise RuntimeError(f"restrict must be called before a thread starts: there are {threads} threads")
+    handled = known(version)
+    ruleset = _call(
+        _CREATE_RULESET,
+        ctypes.byref(_Ruleset(handled)),
+        ctypes.c_size_t(ctypes.sizeof(_Ruleset)),
+        ctypes.c_uint32(0),
+    )
+    try:
+        for path, rights in _needed():
+            with suppress(OSError):  # few systems have all of them
+                _allow(ruleset, path, rights & handled)
+        for rights, paths in ((READ, read), (WRITE, write)):
+            for path in paths:
+                try:
+                    _allow(ruleset, path, rights & handled)
+                except OSError as error:
+                    raise InputError(f"a job cannot be given {path}: {error.strerror}") from error
+        # Without this, only a process with CAP_SYS_ADMIN may restrict itself: it rules out setuid programs.
+        _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
+        _call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+    finally:
+        os.close(ruleset)
+
+
+def _needed() -> Iterator[tuple[Path, int]]:
+    """Yield what Python, CUDA and this package use, with the rights that they need."""
+    package = Path(oocgemm.__file__).parent
+    here = os.getcwd()
+    # `python -m` puts the working folder into sys.path. It may hold anything, so it is not allowed.
+    imported = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    # A virtual environment has only links to the interpreter and the standard library of `base_prefix`.
+    python = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
+    libraries = [entry for name in LIBRARIES for entry in os.environ.get(name, "").split(":") if entry]
+    for path in (*SYSTEM, *python, *imported, *libraries):
+        yield Path(path), READ | EXECUTE
+    # This package, and its kernels, which lie beside it in a checkout.
+    yield package, READ
+    yield package.parent / "kernels", READ
+    # Calibrations, and compiled kernels. Jobs cannot write them: a chunk of C that is a link to a compiled
+    # kernel would replace the code that the jobs of other users run.
+    with suppress(InputError):
+        yield cache.folder(), READ
+    for pattern in DEVICES:
+        yield from ((Path(path), DEVICE) for path in glob(pattern))
+
+
+def _allow(ruleset: int, path: Path, rights: int) -> None:
+    """Add a rule: allow rights on a file, or on a folder and everything in it. Raise `OSError`."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= ON_FILE
+        rule = ctypes.byref(_PathBeneath(rights, descriptor))
+        _call(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
+    finally:
+        os.close(descriptor)
+
+
+def _call(number: int, *arguments: object) -> int:
+    """Make a system call. Raise `OSError` if it fails."""
+    return _check(_libc().syscall(ctypes.c_long(number), *arguments))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(result)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
