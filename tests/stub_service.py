@@ -34,7 +34,9 @@ class Stub:
         self.events: list[tuple[str, dict[str, Any]]] = []
         # Called with the number of events that a stream has sent; returns whether the stream is cut.
         self.cut: Callable[[int], bool] = lambda sent: False
+        # Called when a client waits for a job, and after an action on one.
         self.on_wait: Callable[[], object] = lambda: None
+        self.on_action: Callable[[dict[str, Any]], object] = lambda job: None
         self.log = b""
         self.page = 2  # jobs per page
 
@@ -101,53 +103,60 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if data:
+            self.wfile.write(data)
 
     def carry_out(self, method: str, body: Any) -> tuple[int, Any]:
+        """Return the status and the body of the answer; status 0 if it has been sent."""
         stub, url = self.stub, urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        answer: tuple[int, Any] = 404, {}
         match method, *url.path.strip("/").split("/")[1:]:
             case "GET", "roots":
-                return 200, {"roots": stub.roots}
+                answer = 200, {"roots": stub.roots}
             case "GET", "devices":
-                return 200, {"devices": [], "draining": False}
+                answer = 200, {"devices": [], "draining": False}
             case "GET", "jobs":
-                return 200, self.listed(parse_qs(url.query).get("state"), query)
+                answer = 200, self.listed(parse_qs(url.query).get("state"), query)
             case "POST", "jobs" if "dry_run" in query:
                 stub.bodies.append(body)
-                return 200, {"plan": {}, "device_bytes": 1, "predicted_s": 2.0, "predicted_start": None}
+                answer = 200, {"plan": {}, "device_bytes": 1, "predicted_s": 2.0, "predicted_start": None}
             case "POST", "jobs" | "batches":
-                stub.bodies.append(body)
-                key = self.headers["Idempotency-Key"]
-                if key not in stub.keys:
-                    new = [stub.add() for _ in body.get("jobs", [body])]
-                    stub.keys[key] = [job["id"] for job in new]
-                jobs = [stub.jobs[number] for number in stub.keys[key]]
-                return 202, {"jobs": jobs} if "jobs" in body else jobs[0]
+                answer = 202, self.submitted(body)
             case _, "jobs", number, *_ if number not in stub.jobs:
-                return 404, {"type": "/problems/not-found", "detail": f"there is no job {number}"}
+                answer = 404, {"type": "/problems/not-found", "detail": f"there is no job {number}"}
             case "GET", "jobs", number:
-                return self.one(stub.jobs[number], "wait" in query)
+                answer = self.one(stub.jobs[number], "wait" in query)
             case "GET", "jobs", number, "log":
                 start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-                if start and start >= len(stub.log):
-                    return 416, {}
-                return 206 if start else 200, stub.log[start:]
+                part = stub.log[start:]
+                answer = (416, {}) if start and not part else (206 if start else 200, part)
             case "GET", "jobs", number, "report":
-                return 200, b"<html>"
+                answer = 200, b"<html>"
             case "GET", "jobs", number, "events":
                 self.stream()
-                return 0, None
+                answer = 0, None
             case "POST", "jobs", number, action:
-                job = stub.jobs[number]
-                to = requested(Action(action), State(job["state"]))
-                if to is None:
-                    detail = f"job {number} is {job['state']}: {action} is impossible"
-                    return 409, {"type": "/problems/conflict", "detail": detail}
-                if to != job["state"]:
-                    stub.set(job, state=str(to))
-                return 200, job
-        return 404, {}
+                answer = self.acted(stub.jobs[number], Action(action))
+        return answer
+
+    def submitted(self, body: Any) -> dict[str, Any]:
+        stub, key = self.stub, self.headers["Idempotency-Key"]
+        stub.bodies.append(body)
+        if key not in stub.keys:
+            stub.keys[key] = [stub.add(name=each.get("name", ""))["id"] for each in body.get("jobs", [body])]
+        jobs = [stub.jobs[number] for number in stub.keys[key]]
+        return {"jobs": jobs} if "jobs" in body else jobs[0]
+
+    def acted(self, job: dict[str, Any], action: Action) -> tuple[int, Any]:
+        to = requested(action, State(job["state"]))
+        if to is None:
+            detail = f"job {job['id']} is {job['state']}: {action} is impossible"
+            return 409, {"type": "/problems/conflict", "detail": detail}
+        if to != job["state"]:
+            self.stub.set(job, state=str(to))
+        self.stub.on_action(job)
+        return 200, job
 
     def one(self, job: dict[str, Any], waits: bool) -> tuple[int, Any]:
         known = self.headers.get("If-None-Match")

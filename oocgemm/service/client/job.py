@@ -224,7 +224,7 @@ class Job:
         if answer.status != HTTPStatus.NOT_MODIFIED:
             self.info = answer.json()
         elif time.monotonic() - begun < seconds / 2:  # the server is shutting down, for example
-            time.sleep(min(PAUSE_SECONDS, seconds / 2))
+            time.sleep(min(PAUSE_SECONDS, seconds))
 
     def _act(self, action: Action) -> "Job":
         answer = self._transport.request("POST", self._path(action))

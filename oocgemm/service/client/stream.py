@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oocgemm.service.client.problems import error_of
-from oocgemm.service.client.transport import LOST, BUSY, LONG_PATIENCE, Backoff, Transport, retry_after
+from oocgemm.service.client.transport import BUSY, LONG_PATIENCE, LOST, Backoff, Transport, retry_after
 
 
 @dataclass(frozen=True)
