@@ -34,8 +34,9 @@ class Stub:
         self.events: list[tuple[str, dict[str, Any]]] = []
         # Called with the number of events that a stream has sent; returns whether the stream is cut.
         self.cut: Callable[[int], bool] = lambda sent: False
-        # Called when a client waits for a job, and after an action on one.
+        # Called when a client waits for a job or reads it, and after an action on one.
         self.on_wait: Callable[[], object] = lambda: None
+        self.on_read: Callable[[], object] = lambda: None
         self.on_action: Callable[[dict[str, Any]], object] = lambda job: None
         self.log = b""
         self.page = 2  # jobs per page
@@ -160,8 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def one(self, job: dict[str, Any], waits: bool) -> tuple[int, Any]:
         known = self.headers.get("If-None-Match")
-        if waits:
-            self.stub.on_wait()
+        (self.stub.on_wait if waits else self.stub.on_read)()
         return (304, None) if known == f'"{job["version"]}"' else (200, job)
 
     def listed(self, states: list[str] | None, query: dict[str, str]) -> dict[str, Any]:

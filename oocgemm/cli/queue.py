@@ -22,14 +22,14 @@ _LIVE = [state for state in State if state not in FINAL]
     "--state",
     "states",
     multiple=True,
-    type=click.Choice(list(State)),
+    type=click.Choice([state.value for state in State]),
     help="Only jobs in this state; may be repeated.  [default: all jobs that have not ended]",
 )
 @click.option("--all", "everything", is_flag=True, help="Also list jobs that have ended.")
 @click.option("--owner", metavar="NAME", help="Only jobs of this user.  [default: jobs of all users]")
 @taking(SERVICE, JSON)
 def queue(
-    states: tuple[State, ...], everything: bool, owner: str | None, service: str | None, as_json: bool
+    states: tuple[str, ...], everything: bool, owner: str | None, service: str | None, as_json: bool
 ) -> None:
     """List the jobs of a service.
 

@@ -97,4 +97,8 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that differ from their defaults, under their names in `oocgemm.gemm`."""
     defaults = {option.name: option.default for option in click.get_current_context().command.params}
     defaults |= {"trans_a": "N", "trans_b": "N"}
-    return {name: value for name, value in transposes(options).items() if value != defaults.get(name)}
+    return {
+        name: value
+        for name, value in transposes(options).items()
+        if value is not False and value != defaults.get(name)
+    }
