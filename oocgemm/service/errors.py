@@ -25,3 +25,19 @@ class KeyReusedError(ServiceError):
 
 class StoreError(ServiceError):
     """The database cannot be read or written."""
+
+
+class UnavailableError(ServiceError):
+    """No server answers, or the server cannot answer now."""
+
+
+class AccessError(ServiceError):
+    """The server does not allow this user, this token or this host name to do that."""
+
+
+class TooManyJobsError(ServiceError):
+    """The user has as many jobs as the service allows."""
+
+
+class WaitTimeoutError(ServiceError, TimeoutError):
+    """A job has not ended in the given time."""
