@@ -29,7 +29,7 @@ EXTENT, CHUNK = 64, 16
 
 @pytest.fixture
 def arrays(tmp_path: Path) -> Path:
-    """A folder with the root `data`, which has A and B, the root `out`, and no root, `secret`, with another A."""
+    """Root `data` with A and B, root `out`, and `secret`, which is no root, with another A."""
     (tmp_path / "out").mkdir()
     rng = np.random.default_rng(5)
     for folder, name in (("data", "A"), ("data", "B"), ("secret", "A")):
