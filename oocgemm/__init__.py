@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
     from oocgemm.planning.parts.partition import Partition
+    from oocgemm.service.client import Client, Job
     from oocgemm.timeline import Report, Timeline, read_log, report
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
@@ -40,8 +41,10 @@ logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 __all__ = [
     "BackendError",
     "BudgetError",
+    "Client",
     "ExecutionError",
     "InputError",
+    "Job",
     "NotFoundError",
     "OocGemmError",
     "Operand",
@@ -80,6 +83,7 @@ _HOMES = {
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),
     "planning.parts.partition": ("Partition",),
+    "service.client": ("Client", "Job"),
     "timeline": ("Report", "Timeline", "read_log", "report"),
 }
 _MODULES = {name: f"oocgemm.{module}" for module, names in _HOMES.items() for name in names}

@@ -298,6 +298,21 @@ def test_a_plan_for_several_devices_needs_no_device(tmp_path: Path) -> None:
         gpus.check()
 
 
+def test_sessions_on_one_gpu_share_its_link_and_its_kernels(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"backend": "cuda", "device_memory": "8GiB", "host_memory": "8GiB"}
+    np.lib.format.open_memmap(tmp_path / "a.npy", "w+", "float64", (40000, 40000))
+    alone, two, one = (
+        oocgemm.plan(tmp_path / "a.npy", tmp_path / "a.npy", devices=devices, **given)
+        for devices in ([0], [0, 1], [0, 0])
+    )
+    for rate in ("h2d", "d2h"):
+        rates = [getattr(plan.machine, rate) for plan in (alone, two, one)]
+        assert rates == [rates[0], rates[0], rates[0] / 2]
+    assert one.machine.kernels["float64"].peak == alone.machine.kernels["float64"].peak / 2
+    busy = [plan.prediction.lanes["compute"] for plan in (alone, two, one)]
+    assert busy[1] < 0.6 * busy[0] < 0.6 * 1.1 * busy[2]
+
+
 def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:
     a = tmp_path / "a.npy"
     np.save(a, np.ones((400, 400)))

@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, report, calibrate, bench, tune, info.
+"""The command line: runs and plans of products, measurements, and the queue of a service.
 
 The module of a command is imported when the command is used, since NumPy alone takes longer to import than
 `oocgemm --help` may take.
@@ -28,12 +28,23 @@ from oocgemm.system.version import __version__
 COMMANDS = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
+    "cancel": ("queue:cancel", "Cancel jobs of a service."),
+    "hold": ("queue:hold", "Keep queued jobs from starting."),
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
+    "logs": ("queue:logs", "Show what a job has printed."),
+    "pause": ("queue:pause", "Stop running jobs so that they can be resumed."),
     "plan": ("products:plan", "Show how a product would be computed."),
+    "queue": ("queue:queue", "List the jobs of a service."),
+    "release": ("queue:release", "Let held jobs start."),
     "report": ("reporting:report", "Show what limited the speed of a run, and what to change."),
+    "resume": ("queue:resume", "Continue paused jobs."),
+    "retry": ("queue:retry", "Queue jobs again that failed or were cancelled."),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
+    "status": ("queue:status", "Show a job of a service."),
+    "submit": ("submit:submit", "Submit a product to a service."),
     "tune": ("measuring:tune", "Find the fastest kernels on this GPU, for --kernel auto."),
     "verify": ("products:verify", "Check that C is the product of A and B within rounding error."),
+    "wait": ("queue:wait", "Wait until jobs have ended."),
 }
 
 

@@ -1,17 +1,14 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from oocgemm import backends, stores
+from oocgemm.cli.basics import JSON
 from oocgemm.cli.parameters import Chunks, Scalar
 from oocgemm.planning import COMPUTES
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 DEVICE = click.option(
     "--device",
     metavar="N",
@@ -53,15 +50,7 @@ PRODUCT = (
         "products, as accurate as native.",
     ),
 )
-PROBLEM = (
-    *PRODUCT,
-    click.option(
-        "--backend",
-        type=click.Choice(backends.NAMES),
-        default="auto",
-        show_default=True,
-        help="auto uses cuda if a device is available, else host.",
-    ),
+_ARITHMETIC = (
     click.option(
         "--kernel",
         type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
@@ -76,6 +65,8 @@ PROBLEM = (
         help="dtype of C, such as float32. float16 and bfloat16 operands also allow float32; int8 operands "
         "allow int32, int64, float32 and float64.  [default: dtype of the operands; int32 for int8]",
     ),
+)
+_BUDGETS = (
     click.option(
         "--memory",
         metavar="SIZE",
@@ -95,6 +86,8 @@ PROBLEM = (
         "backend: upper bound on RAM for reading and writing.  [default: 50% of available RAM; host backend: "
         "12.5%]",
     ),
+)
+_STORAGE = (
     click.option(
         "--tile",
         metavar="MxNxK",
@@ -113,7 +106,56 @@ PROBLEM = (
         type=click.Choice(stores.COMPRESSORS),
         help="Compressor of a new zarr array, such as zstd.  [default: none]",
     ),
+)
+PROBLEM = (
+    *PRODUCT,
+    click.option(
+        "--backend",
+        type=click.Choice(backends.NAMES),
+        default="auto",
+        show_default=True,
+        help="auto uses cuda if a device is available, else host.",
+    ),
+    *_ARITHMETIC,
+    *_BUDGETS,
+    *_STORAGE,
     JSON,
+)
+VERIFY = click.option(
+    "--verify",
+    is_flag=True,
+    help="Before a tile of C is written, compare it with checksums of the operands; compute it again if "
+    "they differ.",
+)
+OVERWRITE = click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the contents of an existing C, which must have the same shape and dtype.",
+)
+# Options of a job. The service chooses the backend, and it always resumes.
+JOB = (
+    *PRODUCT,
+    *_ARITHMETIC,
+    click.option(
+        "--device-memory",
+        metavar="SIZE",
+        help="Upper bound on device memory, such as 2GiB. If the service computes on the CPU: upper bound on "
+        "RAM for blocks of A, B and C.  [default: chosen by the service]",
+    ),
+    click.option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Upper bound on host memory for buffers between storage and device, such as 8GiB.  [default: "
+        "chosen by the service]",
+    ),
+    *_STORAGE,
+    VERIFY,
+    OVERWRITE,
+    click.option(
+        "--trust-operands",
+        is_flag=True,
+        help="Continue an unfinished C even if files of A or B have changed, for example after a repair.",
+    ),
 )
 
 WORKERS = (
@@ -135,17 +177,6 @@ WORKERS = (
         help="Compute with the workers of the dask scheduler that wrote this file.",
     ),
 )
-
-
-def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds options to a command. The help text lists them in the given order."""
-
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
 
 
 def transposes(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,16 @@ from typing import Any
 import click
 
 from oocgemm import stores
+from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.interrupts import stopping
 from oocgemm.cli.options import (
     DEVICE,
     DEVICES,
-    JSON,
+    OVERWRITE,
     PROBLEM,
     PRODUCT,
+    VERIFY,
     WORKERS,
-    taking,
     transposes,
 )
 from oocgemm.cli.output import (
@@ -57,17 +58,8 @@ MIN_REPORT_ROOM = 256 << 20
     type=click.Path(dir_okay=False),
     help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
 )
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="Before a tile of C is written, compare it with checksums of the operands; compute it again if "
-    "they differ.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the contents of an existing C, which must have the same shape and dtype.",
-)
+@VERIFY
+@OVERWRITE
 @click.option(
     "--resume",
     is_flag=True,

@@ -2,8 +2,8 @@
 
 import click
 
+from oocgemm.cli.basics import JSON
 from oocgemm.cli.display import print_comparison, print_info, print_report
-from oocgemm.cli.options import JSON
 from oocgemm.cli.output import print_json
 from oocgemm.machine import info as system
 from oocgemm.reports import exports

@@ -1,5 +1,6 @@
 """Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from oocgemm.planning import (
     MachineModel,
     Plan,
     TileShape,
+    divided,
     guarded_plan,
     integers,
     resumed_plan,
@@ -243,7 +245,9 @@ def _plan(
     reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
     rates = models(backend, device, Places(reads, writes, codecs))
-    machine = rates.best
+    sessions = _sessions(request, engine)
+    machines = tuple(divided(machine, sessions) for machine in rates.machines)
+    machine = machines[-1]
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
     layouts = Layouts(
@@ -259,7 +263,7 @@ def _plan(
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:
             return _continued(output.resumed, problem, budgets, machine, layouts, devices)
-        given = problem, budgets, rates.machines, rates.assumed, layouts, tile
+        given = problem, budgets, machines, rates.assumed, layouts, tile
         return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
 
     if request.planned is None:
@@ -294,6 +298,12 @@ def _count(request: Request, engine: Backend | None) -> int:
             "such as devices=[0, 1] (--devices 0,1)"
         )
     return len(request.devices or (0,))
+
+
+def _sessions(request: Request, engine: Backend | None) -> int:
+    """Return how many sessions of a run share one GPU: more than 1 if a number is given several times."""
+    numbers = engine.numbers if isinstance(engine, backends.Devices) else request.devices
+    return max(Counter(numbers).values()) if isinstance(numbers, tuple) else 1
 
 
 def _unknown() -> int:

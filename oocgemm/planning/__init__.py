@@ -10,6 +10,7 @@ from oocgemm.planning.cost.machine import (
     MachineModel,
     default_model,
 )
+from oocgemm.planning.cost.shares import divided
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operation import Kind, Lane, Operation
@@ -58,6 +59,7 @@ __all__ = [
     "check_fit",
     "check_link",
     "default_model",
+    "divided",
     "fit_line",
     "fit_link",
     "guarded_plan",

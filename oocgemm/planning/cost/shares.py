@@ -86,6 +86,16 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
     return replace(scaled(machine, factors), io_threads=threads)
 
 
+def divided(machine: MachineModel, sessions: int) -> MachineModel:
+    """Return the rates at which one of several sessions works that share one GPU: its kernels and its link.
+
+    If device and host memory are the same, return the rates of `machine`: `slowed` divides what is common.
+    """
+    if sessions == 1 or machine.unified:
+        return machine
+    return scaled(machine, dict.fromkeys(("h2d", "d2h", "prepare", *machine.kernels), 1 / sessions))
+
+
 def estimate_shared_loads(setting: Setting, candidate: Candidate, rounds: int) -> Loads:
     """Estimate the bytes of panels of all devices in a number of rounds, in which each computes one tile."""
     share = Share.of(setting, candidate)

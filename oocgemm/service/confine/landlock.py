@@ -1,10 +1,10 @@
 """Restrict a process to the folders that it needs, with Landlock (landlock(7), Linux 5.13 and later).
 
-A restricted process cannot undo this, and its child processes inherit it. The kernel checks a right when a
-file is opened, on the file to which all symbolic links lead. A link is therefore no way out, whenever it was
-made. These remain possible: to use files that are open already, to call stat(2) on any path, and to read a
-file through a hard link in an allowed folder. Nobody can make such a link to a file that they cannot write
-themselves (``fs.protected_hardlinks``).
+A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. The kernel
+checks a right when a file is opened, on the file to which all symbolic links lead. A link is therefore no way
+out, whenever it was made. These remain possible: to use files that are open already, to call stat(2) on any
+path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a file that
+they cannot write themselves (``fs.protected_hardlinks``).
 """
 
 import ctypes
@@ -49,11 +49,14 @@ SYSTEM = (
     # Python: the time zone, the names of users and hosts, the name of the system. The rest of /etc has keys
     # and passwords.
     *("/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/hosts", "/etc/os-release"),
-    # This package: memory and its limits, cores, mounts. CUDA: the driver's version and parameters, the maps
-    # of this process. Landlock hides the memory, environment and root of processes that are not restricted.
-    "/proc",
-    # This package: limits of cgroups, caches, NUMA nodes, rotating disks. CUDA: PCI devices.
-    "/sys",
+    # This package: memory, cores, mounts, BLAS among the maps of this process. CUDA: device numbers, kernel
+    # modules, the driver's version and parameters. The folders of other processes stay closed: they have
+    # environments, with tokens say.
+    *("/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/version", "/proc/filesystems"),
+    *("/proc/devices", "/proc/modules", "/proc/driver", "/proc/sys/kernel", "/proc/sys/vm"),
+    # This package: limits of cgroups, caches, NUMA nodes, disks. CUDA: PCI devices, huge pages.
+    *("/sys/devices", "/sys/bus", "/sys/class", "/sys/block", "/sys/dev", "/sys/module", "/sys/fs/cgroup"),
+    "/sys/kernel/mm",
 )
 # Variables with folders that the dynamic loader, or cupy, searches for libraries.
 LIBRARIES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")

@@ -1,0 +1,111 @@
+"""Print jobs of a service with rich."""
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.markup import escape
+
+from oocgemm.cli.display import console, table_of
+from oocgemm.cli.jobs import ID_LENGTH, SHORT
+from oocgemm.planning.units import format_size, format_time
+
+Info = Mapping[str, Any]
+
+
+def print_jobs(jobs: Sequence[Info]) -> None:
+    """Print a table of jobs, with the last characters of each id that tell it from the others."""
+    out = console()
+    if not jobs:
+        out.print("no jobs")
+        return
+    length = short_length([job["id"] for job in jobs])
+    named = any(job["name"] for job in jobs)
+    columns = ("id", *(["name"] if named else []), "owner", "state", "reason")
+    table = table_of(*columns, "priority", "progress", "start")
+    for column in table.columns[: len(columns)]:
+        column.justify = "left"
+    now = time.time()
+    for job in jobs:
+        cells = [job["id"][-length:], *([job["name"]] if named else []), job["owner"], job["state"]]
+        cells += [job["reason"] or "", str(job["priority"]), progress_of(job), start_of(job, now)]
+        table.add_row(*map(escape, cells))
+    out.print(table)
+
+
+def short_length(ids: Sequence[str]) -> int:
+    """Return how many of the last characters of ids tell them apart, at least `SHORT`.
+
+    >>> short_length(["X0000001", "Y0000001", "X0000002"])
+    8
+    """
+    return next(
+        (size for size in range(SHORT, ID_LENGTH) if len({each[-size:] for each in ids}) == len({*ids})),
+        ID_LENGTH,
+    )
+
+
+def progress_of(job: Info) -> str:
+    """Return how many percent of the tiles of a job are done; "" if that is unknown."""
+    found = job["progress"]
+    return f"{100 * found['done'] // found['total']}%" if found and found["total"] else ""
+
+
+def start_of(job: Info, now: float) -> str:
+    """Return when a job that waits will start, relative to now; "" if that is unknown."""
+    start = job["predicted_start"]
+    if start is None:
+        return ""
+    return f"in {format_time(start - now)}" if start > now + 1 else "now"
+
+
+def print_job(job: Info) -> None:
+    """Print one job: its product, state, plan, memory and times."""
+    out, now = console(), time.time()
+    state = job["state"] + (f" ({job['reason']})" if job["reason"] else "")
+    plan, progress = job["plan"], job["progress"]
+    options = ", ".join(f"{name} {value}" for name, value in job["options"].items())
+    rows = [
+        *(("job", job["id"]), ("name", job["name"]), ("owner", job["owner"]), ("state", state)),
+        ("error", job["error"]),
+        ("product", f"{job['a']} @ {job['b']} -> {job['c']}"),
+        ("extents", f"{plan['m']} x {plan['n']} x {plan['k']} {plan['a_dtype']}" if "m" in plan else ""),
+        ("options", options),
+        ("progress", f"{progress['done']} of {progress['total']} tiles" if progress else ""),
+        ("priority", str(job["priority"])),
+        ("memory", _needs(job)),
+        ("predicted", format_time(job["predicted_s"])),
+        ("starts", start_of(job, now)),
+        ("device", "" if job["device"] is None else str(job["device"])),
+        ("attempts", f"{job['attempt']}, of which {job['failures']} failed (at most {job['max_attempts']})"),
+        ("needs", ", ".join(job["needs"])),
+        *((name, _local(job[name])) for name in ("created", "started", "ended", "deadline")),
+        ("exit code", "" if job["exit_code"] is None else str(job["exit_code"])),
+        ("possible", ", ".join(job["actions"])),
+    ]
+    for name, value in rows:
+        if value:
+            out.print(f"[bold]{name:<10}[/] {escape(value)}", soft_wrap=True)
+
+
+def print_planned(planned: Info) -> None:
+    """Print what would happen if a job were submitted."""
+    plan = planned["plan"]
+    out = console()
+    if "tile" in plan:
+        tiles = " x ".join(map(str, plan["tiles"]))
+        out.print(f"[bold]{'tile':<10}[/] {'x'.join(map(str, plan['tile']))}, {tiles} tiles")
+    out.print(f"[bold]{'memory':<10}[/] {_needs(planned)}")
+    out.print(f"[bold]{'predicted':<10}[/] {format_time(planned['predicted_s'])}")
+    if start := start_of(planned, time.time()):
+        out.print(f"[bold]{'starts':<10}[/] {start}")
+
+
+def _needs(job: Info) -> str:
+    parts = (("device", "device_bytes"), ("host", "host_bytes"), ("disk", "disk_bytes"))
+    return ", ".join(f"{name} {format_size(job[key])}" for name, key in parts if job.get(key))
+
+
+def _local(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at).isoformat(" ", "seconds")

@@ -1,0 +1,169 @@
+"""The commands on jobs of a service: lists, waiting, actions and logs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from oocgemm.cli.basics import JSON, taking
+from oocgemm.cli.jobs import SERVICE, JobId, continuing, exit_code_of, find, wait_for
+from oocgemm.cli.output import exit_code, print_error, print_json
+from oocgemm.errors import OocGemmError
+from oocgemm.service.client import Client, Job
+from oocgemm.service.states import ACTIVE, FINAL, State
+
+_IDS = click.argument("ids", nargs=-1, required=True, type=JobId(), metavar="ID...")
+_ID = click.argument("id_", type=JobId(), metavar="ID")
+_LIVE = [state for state in State if state not in FINAL]
+
+
+@click.command()
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice([state.value for state in State]),
+    help="Only jobs in this state; may be repeated.  [default: all jobs that have not ended]",
+)
+@click.option("--all", "everything", is_flag=True, help="Also list jobs that have ended.")
+@click.option("--owner", metavar="NAME", help="Only jobs of this user.  [default: jobs of all users]")
+@taking(SERVICE, JSON)
+def queue(
+    states: tuple[str, ...], everything: bool, owner: str | None, service: str | None, as_json: bool
+) -> None:
+    """List the jobs of a service.
+
+    Jobs that run come first, then those that wait, in the order of their predicted starts. The reason says
+    why a job waits. The last characters of an id are enough for the other commands.
+
+    Example: oocgemm queue --state failed
+    """
+    chosen = states or ([] if everything else _LIVE)
+    jobs = sorted(Client(service).jobs(states=chosen, owner=owner), key=_order)
+    if as_json:
+        print_json({"jobs": [job.info for job in jobs]})
+        return
+    from oocgemm.cli.display_jobs import print_jobs
+
+    print_jobs([job.info for job in jobs])
+
+
+def _order(job: Job) -> tuple[int, float, float]:
+    start = job.info["predicted_start"]
+    rank = 0 if job.state in ACTIVE else 2 if job.ended else 1
+    created = job.info["created"]
+    return rank, float("inf") if start is None else start, -created if job.ended else created
+
+
+@click.command()
+@_ID
+@taking(SERVICE, JSON)
+def status(id_: str, service: str | None, as_json: bool) -> None:
+    """Show a job of a service.
+
+    ID is the id of a job, its last characters, or "last" for the newest job.
+
+    Example: oocgemm status last
+    """
+    (job,) = find(Client(service), [id_])
+    if as_json:
+        print_json(job.info)
+        return
+    from oocgemm.cli.display_jobs import print_job
+
+    print_job(job.info)
+
+
+@click.command()
+@_IDS
+@taking(SERVICE, JSON)
+def wait(ids: tuple[str, ...], service: str | None, as_json: bool) -> None:
+    """Wait until jobs have ended.
+
+    The exit code is that of the job, as of `oocgemm run`; for several jobs, the largest one. A job that was
+    cancelled before it started has 1. The service may be restarted meanwhile.
+
+    Example: oocgemm wait last && echo done
+    """
+    jobs = find(Client(service), ids)
+    wait_for(jobs, show=not as_json)
+    finish(jobs, {"jobs": [job.info for job in jobs]} if as_json else None)
+
+
+def finish(jobs: list[Job], as_json: object = None) -> None:
+    """Print jobs that have ended, and end the command with the largest of their exit codes.
+
+    Args:
+        jobs: the jobs.
+        as_json: what to print as JSON instead of text.
+    """
+    if as_json is not None:
+        print_json(as_json)
+    for job in jobs:
+        if as_json is None and job.state == State.SUCCEEDED:
+            click.echo(f"job {job.id} succeeded")
+        elif job.state != State.SUCCEEDED:
+            why = f": {job.error}" if job.error else ""
+            print_error(f"job {job.id} {'failed' if job.state == State.FAILED else 'was cancelled'}{why}")
+    click.get_current_context().exit(max(map(exit_code_of, jobs)))
+
+
+def _action(act: Callable[[Job], Job], example: str, text: str) -> click.Command:
+    """Return a command that does something to jobs."""
+
+    @click.command(name=act.__name__, help=f"{text}\n\nExample: oocgemm {example}")
+    @_IDS
+    @taking(SERVICE, JSON)
+    def command(ids: tuple[str, ...], service: str | None, as_json: bool) -> None:
+        code, done = 0, list[dict[str, Any]]()
+        for job in find(Client(service), ids):
+            try:
+                done.append(act(job).info)
+            except OocGemmError as error:  # the other jobs are independent of this one
+                print_error(str(error))
+                code = max(code, exit_code(error))
+            else:
+                if not as_json:
+                    click.echo(f"job {job.id} is {job.state}")
+        if as_json:
+            print_json({"jobs": done})
+        click.get_current_context().exit(code)
+
+    return command
+
+
+cancel = _action(
+    Job.cancel,
+    "cancel last",
+    "Cancel jobs of a service. Jobs that run stop soon. Their finished tiles are kept, for `oocgemm retry`.",
+)
+hold = _action(Job.hold, "hold 5QXK2M", "Keep queued jobs from starting, until `oocgemm release`.")
+release = _action(Job.release, "release 5QXK2M", "Let held jobs start.")
+pause = _action(
+    Job.pause, "pause last", "Stop running jobs so that other jobs can run. `oocgemm resume` continues them."
+)
+resume = _action(Job.resume, "resume last", "Continue paused jobs. Finished tiles are not computed again.")
+retry = _action(
+    Job.retry,
+    "retry last",
+    "Queue jobs again that failed or were cancelled. Finished tiles are not computed again.",
+)
+
+
+@click.command()
+@_ID
+@click.option("-f", "--follow", is_flag=True, help="Print what the job prints, until it has ended.")
+@taking(SERVICE, JSON)
+def logs(id_: str, follow: bool, service: str | None, as_json: bool) -> None:
+    """Show what a job has printed.
+
+    Example: oocgemm logs -f last
+    """
+    (job,) = find(Client(service), [id_])
+    with continuing([job]):
+        if as_json:
+            text = "".join(job.follow()) if follow else job.log()
+            print_json({"id": job.id, "state": job.state, "log": text})
+            return
+        for text in job.follow() if follow else (job.log(),):
+            click.echo(text, nl=False)
