@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_limits_default_to_shares_of_the_machine(tmp_path: Path) -> None:
 
 def test_limits_can_be_chosen(tmp_path: Path) -> None:
     roots = [Root.parse(f"out={tmp_path}:rw")]
-    chosen = {"device_memory": "40GiB", "host_memory": 64 << 30, "disk_quota": "2TiB"}
+    chosen: dict[str, Any] = {"device_memory": "40GiB", "host_memory": 64 << 30, "disk_quota": "2TiB"}
     assert limits(GPUS, roots, **chosen) == Limits({0: 40 << 30, 1: 40 << 30}, 64 << 30, 2 << 40)
     assert limits(HOST, roots, **chosen).devices == {0: 0}  # it has no memory of its own
 

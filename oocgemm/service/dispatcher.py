@@ -25,7 +25,7 @@ from oocgemm.errors import InputError
 from oocgemm.service import launch
 from oocgemm.service.errors import ServiceError, StaleError
 from oocgemm.service.job import BUSY, STOPPED
-from oocgemm.service.schedule import Limits, Running, decide
+from oocgemm.service.schedule import Limits, Running, Waiting, decide
 from oocgemm.service.schema import Job
 from oocgemm.service.states import State
 from oocgemm.service.store import Store
@@ -105,6 +105,15 @@ class Dispatcher:
                 self._look_after(job)
         self._check_deadlines()
         self._start_jobs()
+
+    def predict(self, job: Waiting) -> float | None:
+        """Return when a job would start if it was submitted now, in seconds since 1970; None if unknown."""
+        now = self._clock()
+        running = [_running(one, now) for one in self._store.active()]
+        waiting = [one for one, _ in self._store.waiting()] + [job]
+        decisions = decide(waiting, running, self._limits(), self._store.usage(), now, draining=self.draining)
+        (found,) = (one for one in decisions if one.id == job.id)
+        return now if found.device is not None else found.start
 
     # Processes
 

@@ -195,9 +195,7 @@ class Reader:
         if not found:
             return None
         if found[0]["body_sha256"] != body_sha256:
-            raise KeyReusedError(
-                f"the Idempotency-Key {key} was used with another request: send a new key"
-            )
+            raise KeyReusedError(f"the Idempotency-Key {key} was used with another request: send a new key")
         return [self.get(each) for each in json.loads(found[0]["jobs"])]
 
     def unfinished(self, owner: str) -> int:

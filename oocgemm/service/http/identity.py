@@ -33,8 +33,8 @@ class Identity:
         """Raise `AccessError` if the user may not change a job."""
         if not self.may_change(job):
             raise AccessError(
-                f"job {job.id} belongs to {job.owner}, and you are {self.name}: ask its owner, or use a token "
-                "with the scope admin"
+                f"job {job.id} belongs to {job.owner}, and you are {self.name}: ask its owner, or use a "
+                "token with the scope admin"
             )
 
 

@@ -1,0 +1,188 @@
+"""The commands of whoever runs a service: serve and token."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from oocgemm.cli.basics import JSON, taking
+from oocgemm.cli.output import print_json
+from oocgemm.errors import InputError
+
+_STATE = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Folder of the queue, the logs and the timelines.  [default: ~/.local/state/oocgemm]",
+)
+_SCOPES = ("read", "submit", "admin")
+
+
+@click.command()
+@taking(_STATE)
+@click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    metavar="NAME=FOLDER:MODE",
+    help="A folder that jobs may use, with mode ro or rw, such as data=/srv/data:ro; may be repeated.",
+)
+@click.option(
+    "--socket",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Path of the unix socket, for your user only.  [default: serve.sock in the state folder]",
+)
+@click.option("--listen", metavar="HOST:PORT", help="Also listen here, such as 127.0.0.1:8642, for tokens.")
+@click.option("--allow-remote", is_flag=True, help="Let --listen be reachable from other machines.")
+@click.option("--behind-proxy", is_flag=True, help="A proxy in front of --listen ends TLS.")
+@click.option("--tls-cert", type=click.Path(exists=True, path_type=Path), help="PEM file for TLS.")
+@click.option("--tls-key", type=click.Path(exists=True, path_type=Path), help="PEM file for TLS.")
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name that requests may use beside --listen.",
+)
+@click.option("--device-memory", metavar="SIZE", help="Memory per GPU for jobs.  [default: 90% of it]")
+@click.option("--host-memory", metavar="SIZE", help="Host memory for jobs.  [default: half of it]")
+@click.option("--disk-quota", metavar="SIZE", help="Disk space for running jobs.  [default: what is free]")
+@click.option("--share-device", is_flag=True, help="Run several jobs on a GPU at a time if they fit.")
+@click.option(
+    "--max-jobs",
+    type=click.IntRange(1),
+    default=100_000,
+    show_default=True,
+    metavar="N",
+    help="Unfinished jobs per user.",
+)
+@click.option(
+    "--backend", type=click.Choice(["auto", "cuda", "host"]), default="auto", show_default=True,
+    help="What computes the jobs.",
+)  # fmt: skip
+@click.option("--no-confine", is_flag=True, help="Do not restrict jobs to the roots by Landlock.")
+def serve(
+    state: Path | None,
+    roots: tuple[str, ...],
+    socket: Path | None,
+    listen: str | None,
+    hosts: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    no_confine: bool,
+    **options: Any,
+) -> None:
+    """Run a queue of products in front of the GPUs of this machine.
+
+    The server runs until SIGTERM or Ctrl-C. Jobs that are running go on; the next server finds them.
+
+    Example: oocgemm serve --root data=/srv/data:ro --root out=/srv/out:rw
+    """
+    try:
+        from oocgemm.service.http import server
+        from oocgemm.service.http.config import Config, default_state, parse_address
+    except ImportError as error:
+        raise InputError(f"{error.name} is missing: pip install 'oocgemm[service]'") from error
+    from oocgemm.service.confine.paths import Root
+
+    parsed = [Root.parse(text) for text in roots]
+    if len({root.name for root in parsed}) < len(parsed):
+        raise InputError("two roots have the same name: give each its own")
+    folder = (state or default_state()).expanduser().absolute()
+    config = Config(
+        state=folder,
+        roots={root.name: root for root in parsed},
+        socket=socket.absolute() if socket is not None else folder / "serve.sock",
+        listen=None if listen is None else parse_address(listen),
+        hosts=frozenset(hosts),
+        certificate=tls_cert,
+        key=tls_key,
+        confine=not no_confine,
+        **options,
+    )
+    server.serve(config, _ready)
+
+
+def _ready(service: Any, addresses: list[str]) -> None:
+    devices = ", ".join(f"{each.number}: {each.name}" for each in service.devices)
+    click.echo(f"devices: {devices} ({service.backend})")
+    for root in service.roots.values():
+        click.echo(f"root {root.name}: {root.folder} ({'rw' if root.writable else 'ro'})")
+    if not service.config.confine:
+        click.echo("jobs are not confined to the roots")
+    click.echo(f"listening on {addresses[0]}")
+    for url in addresses[1:]:
+        click.echo(f"listening on {url}; sign in once: {url}/login?code={service.sessions.code}")
+
+
+@click.group()
+def token() -> None:
+    """Make, list and revoke the tokens with which users reach `oocgemm serve --listen`."""
+
+
+@token.command()
+@click.argument("name")
+@click.option(
+    "--scope", type=click.Choice(_SCOPES), default="submit", show_default=True, help="What its holder may do."
+)
+@click.option("--days", type=click.FloatRange(0, min_open=True), help="Days until it ends.  [default: never]")
+@taking(_STATE, JSON)
+def create(name: str, scope: str, days: float | None, state: Path | None, as_json: bool) -> None:
+    """Make a token for the user NAME, and print it. It cannot be shown again."""
+    from oocgemm.service.http.identity import Scope
+
+    with _tokens(state) as tokens:
+        expires = None if days is None else time.time() + days * 86400
+        made, secret = tokens.create(name, Scope[scope.upper()], expires)
+    if as_json:
+        print_json(_shown(made) | {"token": secret})
+    else:
+        click.echo(secret)
+
+
+@token.command("list")
+@taking(_STATE, JSON)
+def list_(state: Path | None, as_json: bool) -> None:
+    """List the tokens."""
+    with _tokens(state) as tokens:
+        found = [_shown(each) for each in tokens.list()]
+    if as_json:
+        print_json({"tokens": found})
+        return
+    for each in found:
+        end = "never ends" if each["expires"] is None else f"ends {time.ctime(each['expires'])}"
+        used = "not used" if each["last_used"] is None else f"used {time.ctime(each['last_used'])}"
+        click.echo(f"{each['id']}  {each['scope']:6}  {each['name']}  {end}  {used}")
+
+
+@token.command()
+@click.argument("id_", metavar="ID")
+@taking(_STATE)
+def revoke(id_: str, state: Path | None) -> None:
+    """Make a token invalid."""
+    with _tokens(state) as tokens:
+        tokens.revoke(id_)
+    click.echo(f"revoked {id_}")
+
+
+def _tokens(state: Path | None) -> Any:
+    from contextlib import closing
+
+    from oocgemm.service.http.config import default_state
+    from oocgemm.service.http.service import DATABASE
+    from oocgemm.service.http.tokens import Tokens
+
+    folder = (state or default_state()).expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return closing(Tokens(folder / DATABASE))
+
+
+def _shown(made: Any) -> dict[str, Any]:
+    return {
+        "id": made.id,
+        "name": made.name,
+        "scope": made.scope.name.lower(),
+        "expires": made.expires,
+        "last_used": made.last_used,
+    }

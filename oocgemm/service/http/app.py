@@ -1,0 +1,192 @@
+"""The application: the routes of jobs. Other modules add theirs."""
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from oocgemm.service.http import events, files, machine, page, problems
+from oocgemm.service.http.requests import Shared, User
+from oocgemm.service.http.service import Service
+from oocgemm.service.http.submission import dry_run, submit
+from oocgemm.service.http.views import (
+    BatchBody,
+    BatchView,
+    ChangeBody,
+    JobBody,
+    JobsView,
+    JobView,
+    PlanView,
+    ProblemView,
+)
+from oocgemm.service.schema import Job
+from oocgemm.service.states import Action, State
+
+Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=256)]
+Match = Annotated[str | None, Header(max_length=64)]
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ProblemView, "description": "The request is wrong."},
+    "5XX": {"model": ProblemView, "description": "The service cannot answer now."},
+}
+
+
+def create(service: Service) -> FastAPI:
+    """Return the application of a service."""
+    app = FastAPI(
+        title="oocgemm",
+        version=version("oocgemm"),
+        description="A queue of matrix products in front of the GPUs of one machine.",
+        responses=_ERRORS,
+        docs_url=None,  # these pages load scripts from another origin
+        redoc_url=None,
+        openapi_url="/v1/openapi.json",
+        separate_input_output_schemas=False,
+    )
+    app.state.service = service
+    problems.install(app)
+    for router in (jobs_routes(), events.routes(), files.routes(), machine.routes(), page.routes()):
+        app.include_router(router)
+    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
+    return app
+
+
+def jobs_routes() -> APIRouter:
+    """Return the routes of jobs."""
+    routes = APIRouter(prefix="/v1", tags=["jobs"])
+
+    @routes.post("/jobs", status_code=202, responses={200: {"model": PlanView}})
+    async def submit_job(
+        body: JobBody,
+        request: Request,
+        response: Response,
+        service: Shared,
+        user: User,
+        key: Key = None,
+        dry: Annotated[bool, Query(alias="dry_run")] = False,
+    ) -> JobView | PlanView:
+        """Submit a job. With `dry_run`, only plan it.
+
+        With an Idempotency-Key, a repeated request returns the job of the first one.
+        """
+        if dry:
+            response.status_code = 200
+            return await run_in_threadpool(dry_run, service, body, user)
+        digest = sha256(await request.body()).hexdigest()
+        jobs = await run_in_threadpool(submit, service, [body], user, key, digest)
+        response.headers["Location"] = f"/v1/jobs/{jobs[0].id}"
+        return _sent(response, (await run_in_threadpool(service.views, jobs))[0])
+
+    @routes.post("/batches", status_code=202)
+    async def submit_batch(
+        body: BatchBody, request: Request, service: Shared, user: User, key: Key = None
+    ) -> BatchView:
+        """Submit jobs, all or none."""
+        digest = sha256(await request.body()).hexdigest()
+        jobs = await run_in_threadpool(submit, service, body.jobs, user, key, digest)
+        return BatchView(jobs=await run_in_threadpool(service.views, jobs))
+
+    @routes.get("/jobs")
+    def list_jobs(
+        service: Shared,
+        state: Annotated[Sequence[State], Query()] = (),
+        owner: str | None = None,
+        cursor: Annotated[str | None, Query(max_length=26)] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> JobsView:
+        """List jobs, from the newest to the oldest."""
+        found = service.store.jobs(tuple(state), owner, cursor, limit + 1)
+        more = len(found) > limit
+        return JobsView(jobs=service.views(found[:limit]), next=found[limit - 1].id if more else None)
+
+    @routes.get("/jobs/{job}", responses={304: {"description": "The job has not changed."}})
+    async def get_job(
+        job: str,
+        response: Response,
+        service: Shared,
+        wait: Annotated[float, Query(ge=0, le=60)] = 0,
+        if_none_match: Match = None,
+    ) -> Any:
+        """Return a job. With `wait` and If-None-Match, wait so many seconds for a change."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + wait
+        while True:
+            woken = service.feed.woken
+            found = await run_in_threadpool(service.store.get, job)
+            if if_none_match != _tag(found.version):
+                (view,) = await run_in_threadpool(service.views, [found])
+                return _sent(response, view)
+            left = end - clock()
+            if left <= 0 or service.feed.closed:
+                return Response(status_code=304, headers={"ETag": _tag(found.version)})
+            await service.feed.wait(woken, left)
+
+    @routes.patch("/jobs/{job}")
+    def change_job(
+        job: str,
+        body: ChangeBody,
+        response: Response,
+        service: Shared,
+        user: User,
+        if_match: Match = None,
+    ) -> JobView:
+        """Change priority, deadline or attempts of a job. With If-Match, only if it has not changed."""
+        user.check_change(service.store.get(job))
+        changed = service.store.update(job, _version(if_match), **body)
+        return _sent(response, service.views([changed])[0])
+
+    @routes.delete("/jobs/{job}", status_code=204)
+    def delete_job(job: str, service: Shared, user: User) -> None:
+        """Delete the records of a job that has ended. C is kept."""
+        user.check_change(service.store.get(job))
+        service.store.delete(job)
+        files.remove(service.dispatcher.folder_of(job))
+
+    @routes.post("/jobs/{job}/{action}")
+    def act_on_job(job: str, action: Action, response: Response, service: Shared, user: User) -> JobView:
+        """Do something to a job. A repeated request changes nothing."""
+        user.check_change(service.store.get(job))
+        found: Job = service.store.request(job, action)
+        return _sent(response, service.views([found])[0])
+
+    return routes
+
+
+def _sent(response: Response, view: JobView) -> JobView:
+    response.headers["ETag"] = _tag(view.version)
+    return view
+
+
+def _tag(version: int) -> str:
+    return f'"{version}"'
+
+
+def _version(tag: str | None) -> int | None:
+    """Return the version that an If-Match header names; one that no job has if it is malformed."""
+    if tag is None or tag == "*":
+        return None
+    number = tag.strip('"')
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < 18 else -1
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI description: errors are problem documents, and all requests need a token."""
+    if app.openapi_schema is None:
+        described = FastAPI.openapi(app)
+        for path in described["paths"].values():
+            for operation in path.values():
+                responses = operation["responses"]
+                responses.pop("422", None)  # as any 4XX
+                for status in ("4XX", "5XX"):
+                    shape = {"schema": {"$ref": "#/components/schemas/ProblemView"}}
+                    responses[status]["content"] = {problems.MEDIA_TYPE: shape}
+        schemas = described["components"]["schemas"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"token": []}]
+        app.openapi_schema = described
+    return app.openapi_schema

@@ -1,0 +1,129 @@
+"""The files of a job: its log, its timeline, the report on it, and its tiles."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, HTTPException
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+
+from oocgemm.service.http.requests import Shared
+from oocgemm.service.http.views import TilesView
+from oocgemm.service.job import LOG, TIMELINE
+
+# A report is a page with scripts of its own. In this sandbox, they can neither read the service nor send
+# anything.
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; font-src data:; frame-ancestors 'self'"
+)
+_PIECE = 1 << 16
+
+Range = Annotated[str | None, Header(max_length=64)]
+
+
+def _answers(media: str) -> dict[int | str, dict[str, Any]]:
+    content = {"content": {media: {"schema": {"type": "string"}}}}
+    return {
+        200: content | {"description": "The whole file."},
+        206: content | {"description": "The range of bytes that was asked for."},
+    }
+
+
+def routes() -> APIRouter:
+    """Return the routes of files."""
+    router = APIRouter(prefix="/v1/jobs/{job}", tags=["files"])
+
+    @router.get("/tiles")
+    def get_tiles(job: str, service: Shared) -> TilesView:
+        """Return the tiles of C that have been written."""
+        found = service.store.get(job)
+        rows, columns = found.plan["tiles"]
+        return TilesView(rows=rows, columns=columns, done=sorted(service.tiles(found)))
+
+    @router.get("/log", response_class=PlainTextResponse, responses=_answers("text/plain"))
+    def get_log(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
+        """Return what the processes of a job have printed."""
+        service.store.get(job)
+        return _file(service.dispatcher.folder_of(job) / LOG, range, "text/plain; charset=utf-8")
+
+    @router.get("/timeline", response_class=PlainTextResponse, responses=_answers("application/x-ndjson"))
+    def get_timeline(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
+        """Return the timeline of the last attempt, for `oocgemm report`."""
+        service.store.get(job)
+        path = service.dispatcher.folder_of(job) / TIMELINE
+        if not path.exists():
+            raise HTTPException(404, f"job {job} has no timeline yet: wait until it has ended")
+        return _file(path, range, "application/x-ndjson")
+
+    @router.get("/report", response_class=HTMLResponse)
+    def get_report(job: str, service: Shared) -> Response:
+        """Return the report on the last attempt, as a page."""
+        from oocgemm.reports.page import page
+        from oocgemm.timeline import read_log
+
+        found = service.store.get(job)
+        path = service.dispatcher.folder_of(job) / TIMELINE
+        if not path.exists():
+            raise HTTPException(404, f"job {job} has no report yet: wait until it has ended")
+        return HTMLResponse(
+            page([(found.name or job, read_log(str(path)))]),
+            headers={"Content-Security-Policy": REPORT_POLICY},
+        )
+
+    return router
+
+
+def remove(folder: Path) -> None:
+    """Delete the folder of a job."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _file(path: Path, asked: str | None, media: str) -> Response:
+    """Return a file, or a range of its bytes, as it is now: the file may be growing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Response("", media_type=media)
+    size = os.fstat(descriptor).st_size
+    headers = {"Accept-Ranges": "bytes"}
+    found = None if asked is None else _range(asked, size)
+    begin, end = found or (0, size)
+    if begin >= end and found is not None:
+        os.close(descriptor)
+        headers["Content-Range"] = f"bytes */{size}"
+        raise HTTPException(416, f"the file has {size} bytes: ask for less", headers)
+    headers["Content-Length"] = str(end - begin)
+    if found is not None:
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+    return StreamingResponse(
+        _pieces(descriptor, begin, end), 206 if found is not None else 200, headers, media_type=media
+    )
+
+
+def _pieces(descriptor: int, begin: int, end: int) -> Iterator[bytes]:
+    try:
+        while begin < end:
+            piece = os.pread(descriptor, min(_PIECE, end - begin), begin)
+            if not piece:
+                return
+            begin += len(piece)
+            yield piece
+    finally:
+        os.close(descriptor)
+
+
+def _range(asked: str, size: int) -> tuple[int, int] | None:
+    """Return begin and end of a Range header; None if it is malformed or has several ranges: ignore it."""
+    unit, _, span = asked.partition("=")
+    first, dash, last = span.strip().partition("-")
+    numbers = (first, last)
+    if unit != "bytes" or not dash or not all(not n or (n.isascii() and n.isdecimal()) for n in numbers):
+        return None
+    if not first:
+        return (max(0, size - int(last)), size) if last else None
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(size, int(last) + 1) if last else size

@@ -1,0 +1,23 @@
+"""What routes take from a request beside its content."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from oocgemm.service.http.identity import Identity
+from oocgemm.service.http.service import Service
+
+
+def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+def _user(request: Request) -> Identity:
+    found: Identity = request.scope["identity"]
+    return found
+
+
+# The service, and who sends the request (`security.Guard` finds that out).
+Shared = Annotated[Service, Depends(_service)]
+User = Annotated[Identity, Depends(_user)]

@@ -1,0 +1,191 @@
+"""What a request passes before its route, in this order.
+
+1. The Host header must be allowed, so that no page of another site reaches the service by DNS rebinding.
+2. The body is limited, in size and in time.
+3. A token, the cookie of a browser, or the unix socket says who sends it.
+4. Their scope must allow the method. Routes check the owner of a job, and the scope admin.
+5. Requests that change something must not come from another site.
+
+There is no CORS, so pages of other sites cannot read answers. Every answer forbids browsers to load anything
+from another origin.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from oocgemm.service.errors import StoreError
+from oocgemm.service.http.identity import Identity, Scope, own_name
+from oocgemm.service.http.page import COOKIE
+from oocgemm.service.http.problems import problem, problem_of
+from oocgemm.service.http.service import Service
+
+# The largest body, in bytes, and the seconds between two parts of it.
+MAX_BODY, BODY_SECONDS = 1 << 20, 10.0
+SAFE = frozenset({"GET", "HEAD"})
+# What anyone may read: the page has no data of its own.
+OPEN = frozenset({"/", "/livez", "/readyz", "/login"})
+_UNAUTHORIZED = (
+    "this needs a token: make one with oocgemm token create, or open the URL that oocgemm serve has printed"
+)
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'self'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class _TooLargeError(Exception):
+    """The body is too large, or comes too slowly."""
+
+
+class Guard:
+    """Checks all requests of an application. `local` requests come by the unix socket, from its user."""
+
+    def __init__(self, app: App, service: Service, *, local: bool) -> None:
+        """Guard an application."""
+        self._app, self._service, self._local = app, service, local
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return
+        sending = _Sending(send)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        refused = await self._refused(scope, headers)
+        if refused is not None:
+            await refused(scope, receive, sending)
+            return
+        try:
+            await self._app(scope, _Receiving(receive), sending)
+        except _TooLargeError as error:
+            if not sending.started:
+                await problem("too-large", str(error))(scope, receive, sending)
+
+    async def _refused(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> Response | None:
+        """Return the answer to a request that is refused. Else store who sends it in the scope."""
+        refused = self._wrong_host(headers) or _wrong_length(headers)
+        if refused is not None:
+            return refused
+        try:
+            user = await self._identify(headers)
+        except StoreError as error:
+            return problem_of(error)
+        scope["identity"] = user
+        if user is None:
+            return None if _is_open(scope) else problem("unauthorized", _UNAUTHORIZED)
+        return _wrong_scope(scope, user) or _wrong_site(scope, headers)
+
+    def _wrong_host(self, headers: dict[str, str]) -> Response | None:
+        host, allowed = headers.get("host", ""), self._service.config.allowed_hosts
+        if _name(host) in allowed:
+            return None
+        return problem(
+            "host-refused",
+            f"the Host header {host!r} is not one of {', '.join(sorted(allowed))}: use one of these, or start "
+            "the server with --allow-host",
+        )
+
+    async def _identify(self, headers: dict[str, str]) -> Identity | None:
+        if self._local:
+            return Identity(own_name(), Scope.ADMIN, local=True)
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return await run_in_threadpool(self._service.store.identify, secret.strip())
+        try:
+            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return None
+        return None if cookie is None else self._service.sessions.identify(cookie.value)
+
+
+class _Receiving:
+    """Receives a body, limited in size and in time."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._size, self._complete = receive, 0, False
+
+    async def __call__(self) -> Message:
+        if self._complete:  # the only thing to come is that the client goes
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
+        except TimeoutError:
+            raise _TooLargeError(f"no part of the body came for {BODY_SECONDS:g} s: send it faster") from None
+        self._size += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._size > MAX_BODY:
+            raise _TooLargeError(f"the body has more than the {MAX_BODY} bytes that are allowed: send less")
+        return message
+
+
+class _Sending:
+    """Sends an answer with the headers that all answers have, unless it has others of the same name."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.started = send, False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = list(message.get("headers", ()))
+            present = {name.lower() for name, _ in headers}
+            headers += [
+                (name.encode(), value.encode())
+                for name, value in HEADERS.items()
+                if name.encode() not in present
+            ]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def _wrong_length(headers: dict[str, str]) -> Response | None:
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and len(length) < 19 and int(length) <= MAX_BODY:
+        return None
+    return problem("too-large", f"the body has {length} bytes, and {MAX_BODY} are allowed: send less")
+
+
+def _is_open(scope: MutableMapping[str, Any]) -> bool:
+    path = scope["path"]
+    return scope["method"] in SAFE and (path in OPEN or path.startswith("/static/"))
+
+
+def _wrong_scope(scope: MutableMapping[str, Any], user: Identity) -> Response | None:
+    needed = Scope.READ if scope["method"] in SAFE else Scope.SUBMIT
+    if user.scope >= needed:
+        return None
+    return problem(
+        "forbidden",
+        f"the token of {user.name} has the scope {user.scope.name.lower()}, and this needs "
+        f"{needed.name.lower()}: use another token",
+    )
+
+
+def _wrong_site(scope: MutableMapping[str, Any], headers: dict[str, str]) -> Response | None:
+    site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin")
+    same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    if scope["method"] in SAFE or (same and site in ("same-origin", "none")):
+        return None
+    return problem("cross-site", f"the request comes from {origin or site}: use the page of this service")
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without its port, in lower case."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

@@ -1,0 +1,189 @@
+"""The server: its sockets, and its life from the start to a signal."""
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from oocgemm.errors import InputError
+from oocgemm.service.http.app import create
+from oocgemm.service.http.config import Config
+from oocgemm.service.http.security import Guard
+from oocgemm.service.http.service import Service, open_service
+
+# Seconds in which a client must send the head of a request. Seconds for which requests go on at the end.
+HEAD_SECONDS, END_SECONDS = 10.0, 3
+# Bytes of the head of a request. Connections at a time.
+MAX_HEAD, MAX_CONNECTIONS = 1 << 16, 1000
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1. It closes connections whose request does not come, and those of other users."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin a connection."""
+        super().connection_made(transport)
+        if _is_foreign(transport.get_extra_info("socket")):
+            transport.close()
+        self._late = self.loop.call_later(HEAD_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._in_time()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection."""
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _Server(uvicorn.Server):
+    """A server of one socket, without handlers of signals: there may be two in a process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`."""
+        yield
+
+
+def serve(config: Config, ready: Callable[[Service, list[str]], None]) -> None:
+    """Run a server until SIGTERM or SIGINT. Jobs go on, and the next server finds them.
+
+    Args:
+        config: what `oocgemm serve` was told.
+        ready: called with the service and its addresses when it can be reached: the path of the unix
+            socket, and the URL of the TCP socket with a code to sign in once.
+
+    Raises:
+        OocGemmError: as `open_service` raises it, or an address cannot be used.
+    """
+    service = open_service(config)
+    try:
+        asyncio.run(_serve(service, ready))
+    finally:
+        service.close()
+
+
+async def _serve(service: Service, ready: Callable[[Service, list[str]], None]) -> None:
+    loop, config = asyncio.get_running_loop(), service.config
+    app = create(service)
+    sockets = [(_unix_socket(config.socket), True)]
+    addresses = [str(config.socket)]
+    if config.listen is not None:
+        bound = _tcp_socket(*config.listen)
+        sockets.append((bound, False))
+        host, port = config.listen[0], bound.getsockname()[1]
+        scheme = "https" if config.certificate is not None else "http"
+        shown = f"[{host}]" if ":" in host else host
+        addresses.append(f"{scheme}://{shown}:{port}")
+    servers = [
+        _Server(
+            uvicorn.Config(
+                Guard(app, service, local=local),
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEAD,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=END_SECONDS,
+                ssl_certfile=None if local else config.certificate,
+                ssl_keyfile=None if local else config.key,
+            )
+        )
+        for _, local in sockets
+    ]
+
+    def stop() -> None:
+        service.end_streams()
+        for server in servers:
+            server.should_exit = True
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[bound]))
+        for server, (bound, _) in zip(servers, sockets, strict=True)
+    ]
+    while not all(server.started for server in servers):
+        if any(task.done() for task in tasks):
+            break
+        await asyncio.sleep(0.01)
+    else:
+        service.start(loop)
+        ready(service, addresses)
+    await asyncio.gather(*tasks)
+    with suppress(FileNotFoundError):
+        config.socket.unlink()
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Return a listening socket that only this user can reach. The state folder's lock is held already."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_dead(path)
+        made.bind(str(path))
+    except OSError as error:
+        made.close()
+        raise InputError(f"the socket {path} cannot be made: {error}: pass another --socket") from error
+    finally:
+        os.umask(before)
+    made.listen(128)
+    return made
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that a server has left."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise OSError("another server listens on it")
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(128)
+    except OSError as error:
+        raise InputError(f"{host}:{port} cannot be used: {error}: pass another --listen") from error
+    return made
+
+
+def _is_foreign(connection: socket.socket) -> bool:
+    """Return whether a unix socket is connected to a process of another user than this one and root."""
+    if connection.family != socket.AF_UNIX:
+        return False
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[1] not in (0, os.getuid())

@@ -1,0 +1,213 @@
+"""What all requests share, and the thread that runs the dispatcher."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from oocgemm.errors import InputError
+from oocgemm.service.confine.landlock import abi
+from oocgemm.service.confine.paths import Root, confinement, display
+from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.http.config import Config
+from oocgemm.service.http.tokens import Sessions, Tokens
+from oocgemm.service.http.views import JobView, ProgressView
+from oocgemm.service.job import TILES
+from oocgemm.service.limits import Device, find_devices, free_space, limits
+from oocgemm.service.schedule import Limits
+from oocgemm.service.schema import Job
+from oocgemm.service.states import State, possible
+
+# The database in the state folder.
+DATABASE = "service.db"
+
+
+class Feed:
+    """Wakes coroutines when the database has changed. `woken` is set then, and replaced."""
+
+    def __init__(self) -> None:
+        self.woken = asyncio.Event()
+        self.closed = False
+
+    def wake(self) -> None:
+        """Wake all that wait. Only the thread of the event loop may call this."""
+        self.woken.set()
+        self.woken = asyncio.Event()
+
+    async def wait(self, woken: asyncio.Event, seconds: float) -> bool:
+        """Wait for a change since `woken` was read from this object. Return False if that took too long."""
+        try:
+            await asyncio.wait_for(woken.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+@dataclass(eq=False)
+class Service:
+    """The service of a state folder.
+
+    Attributes:
+        config: what `oocgemm serve` was told.
+        store: the jobs and tokens.
+        dispatcher: starts the jobs.
+        backend: the backend of all jobs.
+        devices: the devices of the machine.
+        fixed: what jobs may occupy, as found at the start.
+        sessions: of browsers.
+        feed: wakes requests that wait for changes.
+    """
+
+    config: Config
+    store: Tokens
+    dispatcher: Dispatcher
+    backend: str
+    devices: Sequence[Device]
+    fixed: Limits
+    sessions: Sessions = field(default_factory=Sessions)
+    feed: Feed = field(default_factory=Feed)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def roots(self) -> dict[str, Root]:
+        """The folders of operands and results, by name."""
+        return dict(self.config.roots)
+
+    def limits(self) -> Limits:
+        """Return what jobs may occupy now. Without a quota, this is what is free on the disk."""
+        return _current(self.config, self.fixed)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the dispatcher, and the thread that wakes requests."""
+        threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
+        self._stop.set()
+        self.dispatcher.close()
+        self.store.close()
+
+    def end_streams(self) -> None:
+        """Let all requests end that wait for changes."""
+        self.feed.closed = True
+        self.feed.wake()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stop.is_set():
+            seen = self.store.changes
+            loop.call_soon_threadsafe(self.feed.wake)
+            self.store.wait(1.0, seen)
+
+    def view(self, job: Job, needs: Sequence[str] = ()) -> JobView:
+        """Return the JSON of a job."""
+        spec = job.spec
+        starts = self.dispatcher.starts if job.state is State.QUEUED else {}
+        stored: dict[str, Any] = {
+            name: getattr(job, name) for name in JobView.model_fields if hasattr(job, name)
+        }
+        paths: dict[str, Any] = {name: display(self.roots, spec[name]) for name in "abc"}
+        return JobView(
+            **stored,
+            **paths,
+            options={name: value for name, value in spec["options"].items() if name != "backend"},
+            device_bytes=job.need.device,
+            host_bytes=job.need.host,
+            disk_bytes=job.need.disk,
+            predicted_start=starts.get(job.id),
+            needs=list(needs),
+            actions=list(possible(job.state)),
+            progress=self.progress(job),
+        )
+
+    def views(self, jobs: Sequence[Job]) -> list[JobView]:
+        """Return the JSON of several jobs."""
+        needs = self.store.needs_of([job.id for job in jobs])
+        return [self.view(job, needs[job.id]) for job in jobs]
+
+    def progress(self, job: Job) -> ProgressView | None:
+        """Return how many tiles of C have been written; None before the first attempt."""
+        if not job.attempt:
+            return None
+        rows, columns = job.plan["tiles"]
+        done = rows * columns if job.state is State.SUCCEEDED else len(self.tiles(job))
+        return ProgressView(done=done, total=rows * columns)
+
+    def tiles(self, job: Job) -> frozenset[tuple[int, int]]:
+        """Return row and column of the tiles of C that have been written."""
+        rows, columns = job.plan["tiles"]
+        if job.state is State.SUCCEEDED:
+            return frozenset((row, column) for row in range(rows) for column in range(columns))
+        path = self.dispatcher.folder_of(job.id) / TILES
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            return frozenset()
+        return _noted(path, size)
+
+    def problems(self) -> list[str]:
+        """Return why the service is not ready; nothing if it is."""
+        found = []
+        try:
+            self.store.check_writable()
+        except Exception as error:
+            found.append(str(error))
+        if self.config.disk_quota is None and free_space(self.roots.values()) < 64 << 20:
+            found.append("less than 64 MiB are free on the disk of a writable root")
+        return found
+
+
+@lru_cache(maxsize=256)
+def _noted(path: Path, size: int) -> frozenset[tuple[int, int]]:
+    """Return the tiles in the first `size` bytes of a file of finished tiles."""
+    lines = path.read_bytes()[:size].split(b"\n")[:-1]
+    return frozenset((int(row), int(column)) for _, row, column in map(bytes.split, lines))
+
+
+def _current(config: Config, fixed: Limits) -> Limits:
+    if config.disk_quota is not None:
+        return fixed
+    # Rounded down, so that the schedule is not computed again for every byte that is written.
+    disk = free_space(config.roots.values()) >> 28 << 28
+    return Limits(fixed.devices, fixed.host, disk, fixed.shared)
+
+
+def open_service(config: Config) -> Service:
+    """Take over a state folder. On a GPU, this takes seconds.
+
+    Raises:
+        BackendError: a device cannot be opened.
+        InputError: a limit exceeds what the machine has, jobs cannot be confined, or another server uses
+            the state folder.
+        StoreError: the database cannot be opened.
+    """
+    if config.confine and not abi():
+        raise InputError(
+            "jobs cannot be confined: this kernel has no Landlock (Linux 5.13 or later, with landlock in "
+            "lsm=). Boot with it, or pass --no-confine if you trust all who may submit jobs"
+        )
+    backend, devices = find_devices(config.backend)
+    fixed = limits(
+        devices,
+        config.roots.values(),
+        device_memory=config.device_memory,
+        host_memory=config.host_memory,
+        disk_quota=config.disk_quota,
+        shared=config.share_device,
+    )
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = Tokens(config.state / DATABASE)
+    try:
+        dispatcher = Dispatcher(
+            store,
+            config.state,
+            lambda: _current(config, fixed),
+            confine=confinement(config.roots.values()) if config.confine else None,
+        )
+    except InputError:
+        store.close()
+        raise
+    return Service(config, store, dispatcher, backend, devices, fixed)

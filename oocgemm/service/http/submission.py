@@ -1,0 +1,103 @@
+"""From the body of a request to a job of the store."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from oocgemm.service.confine.paths import display, resolve
+from oocgemm.service.errors import TooManyJobsError
+from oocgemm.service.http.identity import Identity
+from oocgemm.service.http.service import Service
+from oocgemm.service.http.views import JobBody, PlanView
+from oocgemm.service.schedule import Waiting
+from oocgemm.service.schema import Job, NewJob
+from oocgemm.service.spec import Planned, checked, planned
+
+
+def plan_job(service: Service, body: JobBody) -> Planned:
+    """Plan a job.
+
+    Raises:
+        PathError: a path is not allowed.
+        InputError: the product is impossible.
+        BudgetError: the budgets, or the limits of the service, are too small.
+    """
+    paths = {
+        name: str(resolve(service.roots, getattr(body, name), write=name == "c")) for name in ("a", "b", "c")
+    }
+    spec: Mapping[str, Any] = {**paths, "options": dict(body.options)}
+    try:
+        return planned(checked(spec), service.limits(), service.backend)
+    except Exception as error:
+        # Messages name absolute paths. Users see the names that they have written.
+        error.args = tuple(_shown(service, paths, each) for each in error.args)
+        raise
+
+
+def submit(
+    service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str
+) -> list[Job]:
+    """Plan and store jobs, all or none.
+
+    Args:
+        service: the service.
+        bodies: the jobs.
+        user: their owner.
+        key: the Idempotency-Key of the request, if it has one.
+        digest: the SHA-256 of the request.
+
+    Raises:
+        TooManyJobsError: the owner has too many jobs.
+        OocGemmError: as `plan_job` and `Store.submit` raise them.
+    """
+    store = service.store
+    if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
+        return found
+    limit, present = service.config.max_jobs, store.unfinished(user.name)
+    if present + len(bodies) > limit:
+        raise TooManyJobsError(
+            f"{user.name} has {present} jobs that have not ended, and {limit} are allowed: wait for some, or "
+            "cancel some"
+        )
+    jobs = [_new_job(service, body, user) for body in bodies]
+    return store.submit(jobs, key, digest, user.name)
+
+
+def dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
+    """Return the plan of a job that is not submitted. Raises what `plan_job` raises."""
+    job = _new_job(service, body, user)
+    waiting = Waiting("~", job.owner, job.priority, time.time(), job.need, job.seconds)
+    return PlanView(
+        plan=job.plan,
+        device_bytes=job.need.device,
+        host_bytes=job.need.host,
+        disk_bytes=job.need.disk,
+        predicted_s=job.seconds,
+        predicted_start=None if body.held or body.needs else service.dispatcher.predict(waiting),
+    )
+
+
+def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
+    found = plan_job(service, body)
+    return NewJob(
+        owner=user.name,
+        spec=found.spec,
+        plan=found.summary,
+        need=found.need,
+        seconds=found.seconds,
+        c_path=found.spec["c"],
+        name=body.name,
+        priority=body.priority,
+        max_attempts=body.max_attempts,
+        deadline=body.deadline,
+        needs=tuple(body.needs),
+        held=body.held,
+    )
+
+
+def _shown(service: Service, paths: Mapping[str, str], message: object) -> object:
+    if not isinstance(message, str):
+        return message
+    for path in sorted(paths.values(), key=len, reverse=True):
+        message = message.replace(path, display(service.roots, path))
+    return message
