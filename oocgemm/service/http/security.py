@@ -96,8 +96,8 @@ class Guard:
             return None
         return problem(
             "host-refused",
-            f"the Host header {host!r} is not one of {', '.join(sorted(allowed))}: use one of these, or start "
-            "the server with --allow-host",
+            f"the Host header {host!r} is not one of {', '.join(sorted(allowed))}: "
+            "use one of these, or start the server with --allow-host",
         )
 
     async def _identify(self, headers: dict[str, str]) -> Identity | None:
