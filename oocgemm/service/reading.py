@@ -107,6 +107,14 @@ class Reader:
         query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY id DESC{rest}"
         return [Job.of(row) for row in self._read(query, *values)]
 
+    def some(self, jobs: Sequence[str]) -> list[Job]:
+        """Return the jobs with these ids, in this order. Those that do not exist are left out."""
+        marks = ", ".join("?" * len(jobs))
+        found = {
+            row["id"]: Job.of(row) for row in self._read(f"SELECT * FROM jobs WHERE id IN ({marks})", *jobs)
+        }
+        return [found[job] for job in jobs if job in found]
+
     def active(self) -> list[Job]:
         """Return the jobs whose process may be alive."""
         return self.jobs(ACTIVE)

@@ -22,6 +22,7 @@ from oocgemm.service.http.views import (
     JobView,
     PlanView,
     ProblemView,
+    QueueView,
 )
 from oocgemm.service.schema import Job
 from oocgemm.service.states import Action, State
@@ -101,6 +102,11 @@ def jobs_routes() -> APIRouter:
         found = service.store.jobs(tuple(state), owner, cursor, limit + 1)
         more = len(found) > limit
         return JobsView(jobs=service.views(found[:limit]), next=found[limit - 1].id if more else None)
+
+    @routes.get("/queue")
+    def get_queue(service: Shared, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> QueueView:
+        """Return the jobs that have not ended, with at most `limit` of those that wait."""
+        return service.queue(limit)
 
     @routes.get("/jobs/{job}", responses={304: {"description": "The job has not changed."}})
     async def get_job(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 
 from oocgemm.service.http.requests import Shared
 from oocgemm.service.http.service import Service
@@ -61,7 +62,7 @@ async def _stream(
 
 async def _events(service: Service, job: str | None, after: int) -> AsyncIterator[str]:
     """Yield the text of events until the server ends, or the job."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[tuple[str, str], BaseModel] = {}
     clock = asyncio.get_running_loop().time
     alive = clock()
     yield ": connected\n\n"
@@ -85,16 +86,15 @@ async def _events(service: Service, job: str | None, after: int) -> AsyncIterato
         await service.feed.wait(woken, PROGRESS_SECONDS)
 
 
-def _progress(service: Service, job: str | None, known: dict[str, tuple[int, int]]) -> list[str]:
-    """Return the events of progress since `known`, which is brought up to date."""
+def _progress(service: Service, job: str | None, known: dict[tuple[str, str], BaseModel]) -> list[str]:
+    """Return the events of progress and activity since `known`, which is brought up to date."""
     texts = []
     for one in service.store.jobs((State.RUNNING,)):
-        found = service.progress(one)
-        if (job is not None and one.id != job) or found is None:
+        if job is not None and one.id != job:
             continue
-        progress = found.done, found.total
-        if known.get(one.id) != progress:
-            known[one.id] = progress
-            event = {"job": one.id, "kind": "progress", "data": found.model_dump()}
-            texts.append(f"event: progress\ndata: {json.dumps(event)}\n\n")
+        for kind, found in (("progress", service.progress(one)), ("activity", service.activity(one))):
+            if found is not None and known.get((one.id, kind)) != found:
+                known[one.id, kind] = found
+                event = {"job": one.id, "kind": kind, "data": found.model_dump()}
+                texts.append(f"event: {kind}\ndata: {json.dumps(event)}\n\n")
     return texts

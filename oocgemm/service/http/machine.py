@@ -22,6 +22,7 @@ from oocgemm.service.http.views import (
     HostView,
     RootsView,
     RootView,
+    UserView,
 )
 
 
@@ -42,6 +43,11 @@ def routes() -> APIRouter:
             for root in service.roots.values()
         ]
         return RootsView(roots=found)
+
+    @router.get("/v1/user")
+    def get_user(user: User) -> UserView:
+        """Return who sends the request."""
+        return UserView.model_validate({"name": user.name, "scope": user.scope.name.lower()})
 
     @router.post("/v1/drain")
     def drain(body: DrainBody, service: Shared, user: User) -> DrainView:

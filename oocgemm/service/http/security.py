@@ -87,7 +87,7 @@ class Guard:
             return problem_of(error)
         scope["identity"] = user
         if user is None:
-            return None if _is_open(scope) else problem("unauthorized", _UNAUTHORIZED)
+            return _wrong_site(scope, headers) if _is_open(scope) else problem("unauthorized", _UNAUTHORIZED)
         return _wrong_scope(scope, user) or _wrong_site(scope, headers)
 
     def _wrong_host(self, headers: dict[str, str]) -> Response | None:
@@ -110,7 +110,7 @@ class Guard:
             cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         except CookieError:
             return None
-        return None if cookie is None else self._service.sessions.identify(cookie.value)
+        return None if cookie is None else await run_in_threadpool(self._service.store.identify, cookie.value)
 
 
 class _Receiving:
@@ -162,6 +162,8 @@ def _wrong_length(headers: dict[str, str]) -> Response | None:
 
 def _is_open(scope: MutableMapping[str, Any]) -> bool:
     path = scope["path"]
+    if (scope["method"], path) == ("POST", "/login"):
+        return True
     return scope["method"] in SAFE and (path in OPEN or path.startswith("/static/"))
 
 

@@ -1,6 +1,7 @@
 """What all requests share, and the thread that runs the dispatcher."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import InputError
+from oocgemm.service import live
 from oocgemm.service.confine.landlock import abi
 from oocgemm.service.confine.paths import Root, confinement, display
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.http.config import Config
-from oocgemm.service.http.tokens import Sessions, Tokens
-from oocgemm.service.http.views import JobView, ProgressView
+from oocgemm.service.http.tokens import LoginCode, Tokens
+from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job import TILES
 from oocgemm.service.limits import Device, find_devices, free_space, limits
 from oocgemm.service.schedule import Limits
@@ -57,7 +59,7 @@ class Service:
         backend: the backend of all jobs.
         devices: the devices of the machine.
         fixed: what jobs may occupy, as found at the start.
-        sessions: of browsers.
+        login: the code with which the user of the server signs in.
         feed: wakes requests that wait for changes.
     """
 
@@ -67,7 +69,7 @@ class Service:
     backend: str
     devices: Sequence[Device]
     fixed: Limits
-    sessions: Sessions = field(default_factory=Sessions)
+    login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -121,12 +123,27 @@ class Service:
             needs=list(needs),
             actions=list(possible(job.state)),
             progress=self.progress(job),
+            activity=self.activity(job),
         )
 
     def views(self, jobs: Sequence[Job]) -> list[JobView]:
         """Return the JSON of several jobs."""
         needs = self.store.needs_of([job.id for job in jobs])
         return [self.view(job, needs[job.id]) for job in jobs]
+
+    def queue(self, limit: int) -> QueueView:
+        """Return the jobs that have not ended, with at most `limit` of those that wait."""
+        starts = self.dispatcher.starts
+        queued = sorted(
+            (job for job, _ in self.store.waiting()),
+            key=lambda job: (starts.get(job.id, math.inf), -job.priority, job.id),
+        )[:limit]
+        waiting = self.store.some([job.id for job in queued])
+        if len(waiting) < limit:
+            waiting += self.store.jobs((State.HELD, State.PAUSED), limit=limit - len(waiting))
+        return QueueView(
+            active=self.views(self.store.active()), waiting=self.views(waiting), counts=self.store.counts()
+        )
 
     def progress(self, job: Job) -> ProgressView | None:
         """Return how many tiles of C have been written; None before the first attempt."""
@@ -135,6 +152,13 @@ class Service:
         rows, columns = job.plan["tiles"]
         done = rows * columns if job.state is State.SUCCEEDED else len(self.tiles(job))
         return ProgressView(done=done, total=rows * columns)
+
+    def activity(self, job: Job) -> ActivityView | None:
+        """Return what a running job has done in the last seconds; None if that is unknown."""
+        if job.state is not State.RUNNING:
+            return None
+        found = live.read(self.dispatcher.folder_of(job.id) / live.LIVE)
+        return None if found is None else ActivityView.model_validate(found)
 
     def tiles(self, job: Job) -> frozenset[tuple[int, int]]:
         """Return row and column of the tiles of C that have been written."""
