@@ -123,7 +123,7 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
     if unit != "bytes" or not dash or not all(not n or (n.isascii() and n.isdecimal()) for n in numbers):
         return None
     if not first:
-        return (max(0, size - int(last)), size) if last else None
+        return (max(0, size - int(last)), size) if last and size else None
     if last and int(last) < int(first):
         return None
     return int(first), min(size, int(last) + 1) if last else size
