@@ -197,10 +197,10 @@ class DevicesView(BaseModel):
 
 
 class RootView(BaseModel):
-    """A folder of the service."""
+    """A folder of the service. Where it lies is null for users of other machines."""
 
     name: str
-    folder: str
+    folder: str | None
     writable: bool
 
 
