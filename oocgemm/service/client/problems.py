@@ -24,7 +24,7 @@ ERRORS: dict[str, type[OocGemmError]] = {
     "stale": StaleError,
     "key-reused": KeyReusedError,
     "too-many-jobs": TooManyJobsError,
-    "unavailable": UnavailableError,
+    **dict.fromkeys(("unavailable", "too-slow"), UnavailableError),
 }
 # What to do, for problems whose detail cannot know it.
 REMEDIES = {"unauthorized": "pass a token of the service: token=, or $OOCGEMM_TOKEN"}

@@ -36,10 +36,10 @@ def routes() -> APIRouter:
         return devices(service)
 
     @router.get("/v1/roots")
-    def get_roots(service: Shared) -> RootsView:
-        """Return the folders of operands and results."""
+    def get_roots(service: Shared, user: User) -> RootsView:
+        """Return the folders of operands and results. Users of the unix socket see where they lie."""
         found = [
-            RootView(name=root.name, folder=str(root.folder), writable=root.writable)
+            RootView(name=root.name, folder=str(root.folder) if user.local else None, writable=root.writable)
             for root in service.roots.values()
         ]
         return RootsView(roots=found)

@@ -4,9 +4,11 @@ import asyncio
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from oocgemm.errors import InputError
@@ -14,6 +16,7 @@ from oocgemm.service import live
 from oocgemm.service.confine.landlock import abi
 from oocgemm.service.confine.paths import Root, confinement, display
 from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.errors import StoreError
 from oocgemm.service.http.config import Config
 from oocgemm.service.http.tokens import LoginCode, Tokens
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
@@ -25,6 +28,8 @@ from oocgemm.service.states import State, possible
 
 # The database in the state folder.
 DATABASE = "service.db"
+# Bytes that must be free on the disks of the writable roots and of the state folder.
+MIN_FREE = 64 << 20
 
 
 class Feed:
@@ -72,6 +77,7 @@ class Service:
     login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def roots(self) -> dict[str, Root]:
@@ -84,12 +90,18 @@ class Service:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the dispatcher, and the thread that wakes requests."""
-        threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True).start()
-        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True),
+            threading.Thread(target=self._watch, args=(loop,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
         self._stop.set()
+        for thread in self._threads:
+            thread.join()
         self.dispatcher.close()
         self.store.close()
 
@@ -101,8 +113,9 @@ class Service:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
             seen = self.store.changes
-            loop.call_soon_threadsafe(self.feed.wake)
-            self.store.wait(1.0, seen)
+            with suppress(RuntimeError):  # the loop is closed when the server ends
+                loop.call_soon_threadsafe(self.feed.wake)
+            self.store.wait(0.5, seen)
 
     def view(self, job: Job, needs: Sequence[str] = ()) -> JobView:
         """Return the JSON of a job."""
@@ -177,10 +190,17 @@ class Service:
         found = []
         try:
             self.store.check_writable()
-        except Exception as error:
-            found.append(str(error))
-        if self.config.disk_quota is None and free_space(self.roots.values()) < 64 << 20:
-            found.append("less than 64 MiB are free on the disk of a writable root")
+        except StoreError:
+            found.append("the database cannot be written: see the log of the server")
+        try:
+            if min(free_space(self.roots.values()), disk_usage(self.config.state).free) < MIN_FREE:
+                found.append(
+                    "less than 64 MiB are free on the disk of a writable root or of the state folder"
+                )
+        except OSError:
+            found.append("a root cannot be read: see that its disk is mounted")
+        if not all(thread.is_alive() for thread in self._threads):
+            found.append("no jobs are started, because of a defect: see the log of the server")
         return found
 
 

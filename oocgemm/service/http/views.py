@@ -234,10 +234,10 @@ class UserView(BaseModel):
 
 
 class RootView(BaseModel):
-    """A folder of the service."""
+    """A folder of the service. Where it lies is null for users of other machines."""
 
     name: str
-    folder: str
+    folder: str | None
     writable: bool
 
 
