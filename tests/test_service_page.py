@@ -209,7 +209,7 @@ def test_every_view_fits_and_can_be_read(page: Page, server: RealServer, width: 
     server.until(number, "succeeded")
     for view, ready in {
         "#/": f"document.querySelector('a[href=\"#/jobs/{held['id']}\"]')",
-        "#/new": "document.querySelector('.note').textContent",
+        "#/new": "document.querySelector('fieldset > .note')?.textContent",
         f"#/jobs/{number}": STATE.format("succeeded"),
         f"#/jobs/{held['id']}": STATE.format("held"),
         "#/jobs/none": "document.querySelector('.nothing')",
@@ -315,7 +315,7 @@ def test_a_failed_job_shows_why(page: Page, server: RealServer) -> None:
 
 def test_a_refused_field_says_why(page: Page, server: RealServer) -> None:
     page.open(f"{server.url}/#/new")
-    fill(page, a="data:A.npy", b="data:none.npy", c="out:refused.npy")
+    fill(page, a="data:A.npy", b="data:none.npy", c="out:refused.zarr")
     for name, wrong, right, words in (
         ("b", None, "data:B.npy", "there is nothing at this path"),
         ("device_memory", "1KiB", "1GiB", "cannot hold the smallest plan"),
