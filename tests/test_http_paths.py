@@ -1,5 +1,6 @@
 """Attacks by paths through the HTTP server: nothing outside the roots is read or written."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -58,28 +59,20 @@ def test_paths_that_lead_out_of_a_root_are_refused(server: RealServer, which: st
     before = {path: path.stat().st_mtime_ns for path in secret.rglob("*")}
     root = "out" if which == "c" else "data"
     job = {"a": "data:A.npy", "b": "data:B.npy", "c": "out:C.npy", "held": True}
-    new = {
-        "~/x",
-        "$HOME/x",
-        "A.npy:stream",
-        "%2e%2e/secret/A.npy",
-        "..%2fsecret%2fA.npy",
-        "%252e%252e%252fsecret",
-    }
     for text in PATHS:
         path = text.format(base=server.folder)
         for prefix in (f"{root}:", "", "nowhere:", f"{root}:sub/../", "state:", f"{root.upper()}:"):
             body = job | {which: prefix + path}
             reply = server.ask("POST", "/v1/jobs?dry_run=1", body)
             if reply.status == 200:  # a name like any other, for a C that does not exist
-                assert which == "c" and prefix == f"{root}:" and ".." not in path.split("/"), (prefix, path)
+                assert (which, prefix) == ("c", f"{root}:"), path
+                assert ".." not in path.split("/")
                 continue
             assert reply.problem(422) in ("path-refused", "invalid-request"), (prefix, path)
             # Neither what is there nor where the roots lie is told.
             if str(server.folder) not in path:
                 assert str(server.folder) not in reply.body.decode(), (path, reply.body)
             assert str(SECRET) not in reply.body.decode()
-    assert new
     assert {path: path.stat().st_mtime_ns for path in secret.rglob("*")} == before
 
 
@@ -148,7 +141,8 @@ def test_a_chunk_that_links_out_of_the_root_is_neither_read_nor_written(server: 
         assert (ended["state"], ended["exit_code"]) == ("failed", 1)
         assert "PermissionError" in ended["error"]
     assert (server.folder / "secret/A.zarr/c/1/1").read_bytes() == before
-    assert SECRET not in np.load(server.out / "read.npy")
+    read = server.out / "read.npy"
+    assert not read.exists() or SECRET not in np.load(read)
 
 
 @needs_landlock
@@ -167,8 +161,6 @@ def test_a_path_that_is_exchanged_all_the_time_never_leads_out(server: RealServe
     body = {"a": f"data:swapped{tries}/A.npy", "b": "data:B.npy", "c": "out:S.npy"}
     counts = {"refused": 0, "inside": 0, "escaped": 0}
     connection = server.connect()
-    import json
-
     sent = json.dumps(body)
     with swapping(inside, link):
         begun = time.monotonic()
