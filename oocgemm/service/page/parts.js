@@ -31,7 +31,8 @@ export const lanes = () => {
   const limit = h("p", { class: "limit" });
   const known = new Map();
   return [h("div", {}, list, limit), (activity) => {
-    for (const [name, share] of Object.entries(activity?.busy ?? {})) {
+    const idle = Object.fromEntries([...known.keys()].map((name) => [name, 0]));
+    for (const [name, share] of Object.entries({ ...idle, ...activity?.busy })) {
       if (!known.has(name)) {
         const [shown, set] = bar(name, "meter"), value = h("span", { class: "n" });
         const line = h("li", { class: `lane-${name}`, "data-lane": name }, h("span", {}, name), shown, value);

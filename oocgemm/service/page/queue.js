@@ -151,7 +151,7 @@ const activeRow = (columns) => {
   }];
 };
 
-const LATER = { held: "when it is released", paused: "when it is resumed" };
+const LATER = { held: "when released", paused: "when resumed" };
 
 const waitingRow = (columns) => {
   const [name, setName] = named(), [state, setState] = chip(), starts = h("span"), why = h("span");
