@@ -200,6 +200,7 @@ def test_a_link_works_once(opened: Page, server: RealServer) -> None:
     assert complaints(opened, server, refused=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1440, 390])
 def test_every_view_fits_and_can_be_read(page: Page, server: RealServer, width: int) -> None:
     long_name = "a-name-without-spaces-" * 8
@@ -278,6 +279,7 @@ def test_tiles_and_lanes_of_a_running_job_are_shown(page: Page, server: RealServ
     assert complaints(page, server) == []
 
 
+@pytest.mark.slow
 def test_actions_change_the_state_and_are_announced(page: Page, server: RealServer) -> None:
     number = server.submit("acts.npy", held=True)["id"]
     page.open(f"{server.url}/#/jobs/{number}")
@@ -351,6 +353,7 @@ def test_the_smallest_budget_is_offered(page: Page, server: RealServer) -> None:
     assert page.js("document.getElementById('field-device_memory').value").endswith("MiB")
 
 
+@pytest.mark.slow
 def test_a_request_whose_answer_is_lost_submits_one_job(page: Page, server: RealServer) -> None:
     page.open(f"{server.url}/#/new")
     fill(page, a="data:A.npy", b="data:B.npy", c="out:lost.npy", name="lost")
@@ -364,6 +367,7 @@ def test_a_request_whose_answer_is_lost_submits_one_job(page: Page, server: Real
     assert [job["name"] for job in jobs].count("lost") == 1
 
 
+@pytest.mark.slow
 def test_it_connects_again_after_a_restart(page: Page, server: RealServer) -> None:
     page.open(f"{server.url}/#/")
     page.until("document.getElementById('connection').dataset.state === 'live'")

@@ -3,7 +3,7 @@
 const TRANSPOSE = [["", "as stored"], ["T", "transposed"], ["C", "conjugate transposed"]];
 const COMPUTE = [["", "native"], ["tf32", "tf32"], ["bf16", "bf16"], ["emulated", "emulated"]];
 const CHOSEN = "chosen by the service";
-const COMPRESSOR = ["", "none", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "no choice"]);
+const COMPRESSOR = ["", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "none"]);
 
 // Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder,
 // and for a path, which roots it may be in. Paths are required.

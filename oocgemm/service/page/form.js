@@ -6,7 +6,7 @@ import { facts } from "./parts.js";
 import { tiles } from "./tiles.js";
 import { dtypes, duration, rate, shape, size, soon } from "./words.js";
 
-const PAUSE_MS = 400, REFRESH_MS = 10_000;
+const PAUSE_MS = 400, REFRESH_MS = 60_000;
 
 export const formView = (main, { from }) => {
   document.title = "New job - oocgemm";
@@ -41,29 +41,30 @@ export const formView = (main, { from }) => {
   const changed = (pause = PAUSE_MS) => {
     clearTimeout(timer);
     setText(wrong, "");
-    timer = setTimeout(plan, pause);
+    timer = setTimeout(() => plan(), pause);
   };
 
-  const plan = async () => {
+  // `quiet` is set if nothing has been changed.
+  const plan = async (quiet = false) => {
     clearTimeout(timer);
     asked?.abort();
     asked = new AbortController();
     const now = texts(), mine = asked;
     const missing = ["a", "b", "c"].filter((name) => !now[name]);
     if (missing.length) { mark([], null); prediction.missing(missing); return; }
-    prediction.busy();
+    if (!quiet) prediction.busy();
     try {
       const found = await call("POST", "/v1/jobs?dry_run=1", { body: bodyOf(now), signal: mine.signal });
       if (closed || mine !== asked) return;
       mark([], null);
-      prediction.planned(found);
+      prediction.planned(found, quiet);
     } catch (problem) {
       if (closed || problem.name === "AbortError" || mine !== asked) return;
       refuse(problem, now);
     }
     // Starts change while others submit. A problem is asked about again when the form changes.
     const refused = prediction.element.dataset.state === "refused";
-    if (!closed && !refused) timer = setTimeout(() => { if (!document.hidden) plan(); }, REFRESH_MS);
+    if (!closed && !refused) timer = setTimeout(() => { if (!document.hidden) plan(true); }, REFRESH_MS);
   };
 
   const refuse = (problem, now) => {
@@ -159,11 +160,13 @@ const row = ({ name, label, help, kind = "text", place, root }, inputs, errors) 
 // The dry run: what is missing, the plan, or why the service refuses the job.
 const dryRun = () => {
   const said = h("div", { "aria-live": "polite" }), [plan, setPlan] = facts("facts plan");
-  const [grid, setGrid] = tiles({ planned: true }), element = h("div", {}, said, plan, grid);
+  const [grid, setGrid] = tiles({ planned: true }), planning = h("p", { class: "meta" }, "Planning…");
+  const element = h("div", {}, planning, said, plan, grid);
   const set = (state, ...children) => {
     element.dataset.state = state;
     said.replaceChildren(...children.filter(Boolean));
     for (const part of [plan, grid]) show(part, state === "planned");
+    show(planning, state === "busy");
   };
   set("missing");
   return {
@@ -172,8 +175,10 @@ const dryRun = () => {
       const wanted = list(names.map((name) => name.toUpperCase()));
       set("missing", h("p", { class: "meta" }, `Name ${wanted} to see the plan, the time and the start.`));
     },
-    busy: () => { element.dataset.state = "busy"; },
-    planned: (found) => {
+    // The plan of before stays until there is another one.
+    busy: () => (element.dataset.state === "planned" ? show(planning, true) : set("busy")),
+    planned: (found, quiet) => {
+      said.setAttribute("aria-live", quiet ? "off" : "polite");
       const start = found.predicted_start ? `starts ${soon(found.predicted_start)}` : "its start is not known";
       set("planned", h("p", { class: "finding" }, `Takes about ${duration(found.predicted_s)}, ${start}`));
       setPlan([
@@ -186,6 +191,7 @@ const dryRun = () => {
       setGrid({ rows: found.plan.tiles[0], columns: found.plan.tiles[1], done: [] }, found.plan);
     },
     refused: (problem, names, go, use) => {
+      said.setAttribute("aria-live", "polite");
       const { smallest } = problem.body ?? {};
       const button = (text, onclick) => h("button", { type: "button", onclick }, text);
       const label = (name) => FIELDS.find((field) => field.name === name).label;
