@@ -81,7 +81,7 @@ def serve(
     """
     try:
         from oocgemm.service.http import server
-        from oocgemm.service.http.config import Config, default_state, parse_address
+        from oocgemm.service.http.config import Config, default_state, make_state, parse_address
     except ImportError as error:
         raise InputError(f"{error.name} is missing: pip install 'oocgemm[service]'") from error
     from oocgemm.service.confine.paths import Root
@@ -101,6 +101,7 @@ def serve(
         confine=not no_confine,
         **options,
     )
+    make_state(folder)
     server.serve(config, _ready)
 
 
@@ -169,12 +170,12 @@ def revoke(id_: str, state: Path | None) -> None:
 def _tokens(state: Path | None) -> Any:
     from contextlib import closing
 
-    from oocgemm.service.http.config import default_state
+    from oocgemm.service.http.config import default_state, make_state
     from oocgemm.service.http.service import DATABASE
     from oocgemm.service.http.tokens import Tokens
 
-    folder = (state or default_state()).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = (state or default_state()).expanduser().absolute()
+    make_state(folder)
     return closing(Tokens(folder / DATABASE))
 
 
