@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(f"id: {sent + 1}\nevent: {kind}\ndata: {{".encode())  # half an event
                 return
             number = "" if kind == "progress" else f"id: {sent + 1}\n"
-            text = json.dumps({"data": data} | data)
+            text = json.dumps({"kind": kind, "data": data})
             self.wfile.write(f": comment\n{number}event: {kind}\ndata: {text}\n\n".encode())
 
 

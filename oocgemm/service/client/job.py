@@ -126,7 +126,7 @@ class Job:
             return
         for message in messages(self._transport, self._path("events")):
             if message.kind == "progress":
-                data = message.json()
+                data = message.json().get("data") or {}
                 now = Progress(self.state, int(data.get("done", 0)), int(data.get("total", 0)))
             else:
                 # The events of earlier attempts are replayed too, so the state is read from the job.

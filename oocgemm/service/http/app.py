@@ -102,7 +102,9 @@ def jobs_routes() -> APIRouter:
         more = len(found) > limit
         return JobsView(jobs=service.views(found[:limit]), next=found[limit - 1].id if more else None)
 
-    @routes.get("/jobs/{job}", responses={304: {"description": "The job has not changed."}})
+    @routes.get(
+        "/jobs/{job}", responses={200: {"model": JobView}, 304: {"description": "The job has not changed."}}
+    )
     async def get_job(
         job: str,
         response: Response,
