@@ -66,8 +66,8 @@ class Page:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def open(self, path: Path, *, width: int = 1440, height: int = 900, theme: str = "light") -> None:
-        """Open a file, and wait until the browser has painted it."""
+    def open(self, path: Path | str, *, width: int = 1440, height: int = 900, theme: str = "light") -> None:
+        """Open a file or a URL, and wait until the browser has painted it."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -76,11 +76,19 @@ class Page:
             mobile=False,
         )
         self.prefer(theme)
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        deadline = time.monotonic() + DEADLINE
-        while self.js("document.readyState") != "complete" and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
+        self.until("document.readyState === 'complete'")
         self.painted()
+
+    def until(self, expression: str) -> Any:
+        """Wait until an expression is true, and return its value. Raises `AssertionError` after `DEADLINE`."""
+        deadline = time.monotonic() + DEADLINE
+        while not (found := self.js(expression)):
+            if time.monotonic() > deadline:
+                text = self.js("document.body.innerText")
+                raise AssertionError(f"{expression} has not become true. The page says:\n{text}")
+            time.sleep(0.02)
+        return found
 
     def prefer(self, theme: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": theme}]
@@ -112,6 +120,18 @@ class Page:
             at = (a + (b - a) * part for a, b in zip(start, end, strict=True))
             self.mouse("mouseMoved", *at, button="left", buttons=1)
         self.mouse("mouseReleased", *end, button="left", clickCount=1)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press a key by its name, such as "Tab" or "Enter"."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}[key]
+        text = {"Enter": "\r", " ": " "}.get(key, "")
+        more = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **more)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **more)
+
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path) -> None:
         """Save a picture of the whole page as PNG."""

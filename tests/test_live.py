@@ -3,7 +3,6 @@
 import io
 import re
 import time
-from collections import deque
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from oocgemm.cli import display
 from oocgemm.planning import Budgets
 from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
+from oocgemm.timeline.recent import recent_activity
 from oocgemm.timeline.series import utilisation
 from tests.suite import slow
 
@@ -81,10 +81,9 @@ def test_the_multiply_that_is_running_is_no_stall() -> None:
         Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
         Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
     ]
-    assert live._recent_activity(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
-    ended = live._recent_activity(deque(known), multiplied=True)
-    assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
-    assert "-bound" not in live._recent_activity(deque(known[1:]), multiplied=False)
+    assert recent_activity(known, multiplied=False)[1] == "compute-bound, 100.0%"
+    assert recent_activity(known, multiplied=True)[1] == "tail-bound, 88.9%; compute 11.1%"
+    assert recent_activity(known[1:], multiplied=False)[1] == ""
 
 
 @pytest.fixture

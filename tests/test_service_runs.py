@@ -274,8 +274,21 @@ def test_a_job_that_never_fits_is_refused_with_the_least_that_would_do(tmp_path:
     with pytest.raises(BudgetError, match="MiB") as refused:
         planned(spec, Limits({0: 0}, 1 << 20, 1 << 30), "host")
     assert refused.value.least
-    with pytest.raises(BudgetError, match=r"the job needs 2 MiB of disk, and the service has 1 MiB"):
+    with pytest.raises(InputError, match=r"the job needs 2 MiB of disk, and the service has 1 MiB: free"):
         planned(spec, Limits({0: 0}, 1 << 30, 1 << 20), "host")
+    options = {"device_memory": 1 << 30, "host_memory": 1 << 30}
+    with pytest.raises(
+        BudgetError, match="of host memory, and the service has 64 MiB: pass smaller"
+    ) as refused:
+        planned(spec | {"options": options}, Limits({0: 0}, 64 << 20, 1 << 30), "host")
+    assert refused.value.needed
+    device, host = refused.value.needed
+    smallest = planned(
+        spec | {"options": {"device_memory": device, "host_memory": host}},
+        Limits({0: 0}, 1 << 30, 1 << 30),
+        "host",
+    )
+    assert smallest.need.host < 64 << 20
     small = planned(spec, LIMITS, "host")
     assert small.need.host < 1 << 28  # far below the limit: the budgets are lowered to what the plan needs
 

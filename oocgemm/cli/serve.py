@@ -1,6 +1,8 @@
 """The commands of whoever runs a service: serve and token."""
 
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,13 @@ def _ready(service: Any, addresses: list[str]) -> None:
         click.echo("jobs are not confined to the roots")
     click.echo(f"listening on {addresses[0]}")
     for url in addresses[1:]:
-        click.echo(f"listening on {url}; sign in once: {url}/login?code={service.sessions.code}")
+        click.echo(f"listening on {url}; sign in once: {url}/login?code={service.login.code}")
+        service.login.changed = partial(_next_login, url)
+
+
+def _next_login(url: str, code: str) -> None:
+    with suppress(OSError):  # nobody reads what the server prints
+        click.echo(f"to sign in once more: {url}/login?code={code}")
 
 
 @click.group()

@@ -14,15 +14,11 @@ from rich.text import Text
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_rate, format_time
 from oocgemm.timeline import Span
-from oocgemm.timeline.exposed import shares_between
-from oocgemm.timeline.series import utilisation
-from oocgemm.timeline.verdict import verdict
+from oocgemm.timeline.recent import MAX_RECENT, recent_activity
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Minimum seconds between two updates: of the bar on a terminal, and of the lines printed elsewhere.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
-# The display describes the last WINDOW_NS nanoseconds, but at most the last MAX_RECENT operations.
-WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
 
@@ -102,31 +98,10 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         rates = f"{format_rate(flops / seconds, 'FLOP')}{links}"
         # The spans of a distributed run stand for whole tiles, and have no length.
         if any(span.end > span.start for span in recent):
-            rates += f"  |  {_recent_activity(recent, multiplied=flops >= plan.flops)}"
+            busy, limit = recent_activity(recent, multiplied=flops >= plan.flops)
+            rates += "  |  busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in busy.items())
+            rates += f"  |  {limit}" if limit else ""
         with suppress(OSError, ValueError):  # the run must not fail if stderr is closed
             show(share, tiles_done, rates)
 
     return step
-
-
-def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
-    """Return a text that says how busy each lane was in the last seconds, and what limited the run.
-
-    `recent` has the operations that ended last, the oldest first. `multiplied` is set if all multiplications
-    have ended. Until then, one may be running, which is not yet in `recent` and would look like a stall. So
-    what limited the run is computed only up to the end of the last Multiply in `recent`.
-    """
-    # If `recent` is full, it lacks older operations. The time before `known` is left out, since the lanes of
-    # those operations would look idle.
-    known = recent[0].end if len(recent) == MAX_RECENT else 0
-    until = max(span.end for span in recent)
-    since = max(0, until - WINDOW_NS, known)
-    shares = utilisation([span for span in recent if span.end > since], since, until)
-    text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
-    if not multiplied:
-        until = max((span.end for span in recent if span.kind == "multiply"), default=0)
-    since = max(0, until - WINDOW_NS, known)
-    if until <= since:
-        return text
-    found = verdict(shares_between(recent, since, until))
-    return f"{text}  |  {'; '.join(filter(None, (found.headline, found.beside)))}"

@@ -11,6 +11,7 @@ every module that uses it, is imported after that. Files in the folder of the jo
 - ``owner.json``: the process that has the lock.
 - ``before.json``: what there was at the path of C before the first attempt.
 - ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
+- ``live.json``: what the process does now (`oocgemm.service.live`).
 - ``result.json``: how the process ended. It is renamed into place when it is durable.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
 - ``tmp``: temporary files of the run.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.service import live
 from oocgemm.service.confine.landlock import restrict
 
 ORDER, LOCK, OWNER, BEFORE = "order.json", "lock", "owner.json", "before.json"
@@ -105,7 +107,7 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 device=order["device"] if options["backend"] == "cuda" else 0,
                 resume=_resumes(folder, spec["c"], options),
                 timeline=folder / TIMELINE,
-                progress=_noting(order["attempt"], tiles.write),
+                progress=_noting(order["attempt"], tiles.write, folder / live.LIVE),
             )
     except (OocGemmError, MemoryError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -154,13 +156,15 @@ def _stamp(path: Path) -> list[int] | None:
     return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
-def _noting(attempt: int, write: Callable[[str], object]) -> Any:
-    """Return a progress callback that writes a line per finished tile."""
+def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
+    """Return a progress callback that writes a line per finished tile, and the file `now`."""
 
     def begin(plan: Any) -> Callable[[Any], None]:
         left: Counter[tuple[int, int]] = Counter()
+        watch = live.observer(plan, now)
 
         def observe(span: Any) -> None:
+            watch(span)
             if span.kind == "write":
                 tile = span.tile
                 left[tile] = left.get(tile, plan.tile_bytes(tile)) - span.bytes

@@ -18,6 +18,9 @@ from oocgemm.service.states import ACTIVE, FINAL, Reason, State
 HALF_LIFE = 86400.0
 # A retry is due at most so many seconds after it was scheduled, even if the clock is set back.
 MAX_DELAY = 3600.0
+# Seconds to wait for another process that writes to the database, such as `oocgemm token create`. All other
+# calls wait meanwhile.
+BUSY_SECONDS = 2.0
 
 
 class Reader:
@@ -38,7 +41,9 @@ class Reader:
         self._changed = threading.Condition(self._lock)
         self._changes = 0
         with self._errors():
-            self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -106,6 +111,14 @@ class Reader:
         rest = "" if limit is None else f" LIMIT {int(limit)}"
         query = f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY id DESC{rest}"
         return [Job.of(row) for row in self._read(query, *values)]
+
+    def some(self, jobs: Sequence[str]) -> list[Job]:
+        """Return the jobs with these ids, in this order. Those that do not exist are left out."""
+        marks = ", ".join("?" * len(jobs))
+        found = {
+            row["id"]: Job.of(row) for row in self._read(f"SELECT * FROM jobs WHERE id IN ({marks})", *jobs)
+        }
+        return [found[job] for job in jobs if job in found]
 
     def active(self) -> list[Job]:
         """Return the jobs whose process may be alive."""

@@ -122,11 +122,22 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     if (lacking := limits.lacking(need)) is not None:
         reason, needed, limit = lacking
         what = {Reason.DEVICE_MEMORY: "device memory", Reason.HOST_MEMORY: "host memory"}.get(reason, "disk")
+        text = f"the job needs {format_size(needed)} of {what}, and the service has {format_size(limit)}: "
+        if reason is Reason.DISK:
+            raise InputError(text + "free space in the folder of C, or raise --disk-quota of the service")
         raise BudgetError(
-            f"the job needs {format_size(needed)} of {what}, and the service has {format_size(limit)}: pass "
-            "smaller budgets, or raise the limit of the service"
+            text + "pass smaller budgets, or raise the limit of the service", needed=_smallest(spec, options)
         )
     return Planned(dict(spec) | {"options": options | run}, _summary(plan), need, plan.prediction.total)
+
+
+def _smallest(spec: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the least device memory and host memory in which a job can run; None if that is unknown."""
+    try:
+        api.plan(spec["a"], spec["b"], spec["c"], **dict(options) | {"device_memory": 1, "host_memory": 1})
+    except BudgetError as error:
+        return error.needed
+    return None
 
 
 def _need(plan: Plan, options: Mapping[str, Any], backend: str, c: str) -> Need:

@@ -24,7 +24,7 @@ ERRORS: dict[str, type[OocGemmError]] = {
     "stale": StaleError,
     "key-reused": KeyReusedError,
     "too-many-jobs": TooManyJobsError,
-    "unavailable": UnavailableError,
+    **dict.fromkeys(("unavailable", "too-slow"), UnavailableError),
 }
 # For problems whose detail addresses users of a browser.
 MESSAGES = {

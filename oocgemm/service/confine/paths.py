@@ -15,6 +15,9 @@ from oocgemm.errors import InputError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES = {"ro": False, "rw": True}
 
+# Files of a zarr array or group beside its chunks, of zarr formats 3 and 2.
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+
 # openat2(2): its number is the same on all architectures. glibc has no wrapper.
 _OPENAT2 = 437
 _NO_MAGICLINKS, _BENEATH = 0x02, 0x08
@@ -105,6 +108,9 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     try:
         found = _found(root.folder, parts, write=write)
         str(found).encode()
+        for name in METADATA:  # the server reads them when it plans, and it is not confined
+            if os.path.lexists(found / name):
+                _found(root.folder, [*parts, name], write=False)
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, error.strerror)
         raise PathError(f"{text}: cannot be used in root {root.name}: {reason}") from error

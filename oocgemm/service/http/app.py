@@ -1,7 +1,7 @@
 """The application: the routes of jobs. Other modules add theirs."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from oocgemm.service.http import events, files, machine, page, problems
-from oocgemm.service.http.requests import Shared, User
+from oocgemm.service.http.requests import OPEN, Shared, User
 from oocgemm.service.http.service import Service
 from oocgemm.service.http.submission import dry_run, submit
 from oocgemm.service.http.views import (
@@ -22,12 +22,21 @@ from oocgemm.service.http.views import (
     JobView,
     PlanView,
     ProblemView,
+    QueueView,
 )
 from oocgemm.service.schema import Job
 from oocgemm.service.states import Action, State
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=256)]
 Match = Annotated[str | None, Header(max_length=64)]
+_ACTIONS = {
+    Action.CANCEL: "Cancel a job. Its finished tiles are kept.",
+    Action.HOLD: "Keep a queued job from starting.",
+    Action.RELEASE: "Let a held job start.",
+    Action.PAUSE: "Stop a running job so that it can be resumed.",
+    Action.RESUME: "Queue a paused job. Its finished tiles are kept.",
+    Action.RETRY: "Queue a job that has failed or was cancelled. Its finished tiles are kept.",
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ProblemView, "description": "The request is wrong."},
     "5XX": {"model": ProblemView, "description": "The service cannot answer now."},
@@ -102,6 +111,11 @@ def jobs_routes() -> APIRouter:
         more = len(found) > limit
         return JobsView(jobs=service.views(found[:limit]), next=found[limit - 1].id if more else None)
 
+    @routes.get("/queue")
+    def get_queue(service: Shared, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> QueueView:
+        """Return the jobs that have not ended, with at most `limit` of those that wait."""
+        return service.queue(limit)
+
     @routes.get(
         "/jobs/{job}", responses={200: {"model": JobView}, 304: {"description": "The job has not changed."}}
     )
@@ -118,7 +132,7 @@ def jobs_routes() -> APIRouter:
         while True:
             woken = service.feed.woken
             found = await run_in_threadpool(service.store.get, job)
-            if if_none_match != _tag(found.version):
+            if not _matches(if_none_match, found.version):
                 (view,) = await run_in_threadpool(service.views, [found])
                 return _sent(response, view)
             left = end - clock()
@@ -147,14 +161,19 @@ def jobs_routes() -> APIRouter:
         service.store.delete(job)
         files.remove(service.dispatcher.folder_of(job))
 
-    @routes.post("/jobs/{job}/{action}")
-    def act_on_job(job: str, action: Action, response: Response, service: Shared, user: User) -> JobView:
-        """Do something to a job. A repeated request changes nothing."""
+    for action in Action:
+        routes.post(f"/jobs/{{job}}/{action}", name=f"{action}_job")(_acting(action))
+    return routes
+
+
+def _acting(action: Action) -> Callable[..., JobView]:
+    def act(job: str, response: Response, service: Shared, user: User) -> JobView:
         user.check_change(service.store.get(job))
         found: Job = service.store.request(job, action)
         return _sent(response, service.views([found])[0])
 
-    return routes
+    act.__doc__ = f"{_ACTIONS[action]} A repeated request changes nothing."
+    return act
 
 
 def _sent(response: Response, view: JobView) -> JobView:
@@ -164,6 +183,12 @@ def _sent(response: Response, view: JobView) -> JobView:
 
 def _tag(version: int) -> str:
     return f'"{version}"'
+
+
+def _matches(header: str | None, version: int) -> bool:
+    """Return whether an If-None-Match header names a version. Proxies make tags weak when they compress."""
+    tags = [tag.strip().removeprefix("W/") for tag in (header or "").split(",")]
+    return _tag(version) in tags or "*" in tags
 
 
 def _version(tag: str | None) -> int | None:
@@ -178,8 +203,10 @@ def _described(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI description: errors are problem documents, and all requests need a token."""
     if app.openapi_schema is None:
         described = FastAPI.openapi(app)
-        for path in described["paths"].values():
+        for name, path in described["paths"].items():
             for operation in path.values():
+                if name in OPEN:
+                    operation["security"] = []
                 responses = operation["responses"]
                 responses.pop("422", None)  # as any 4XX
                 for status in ("4XX", "5XX"):

@@ -55,6 +55,13 @@ class Config:
         """Raise `InputError` if the configuration is unsafe or incomplete."""
         if not self.roots:
             raise InputError("no root: jobs need a folder, such as --root data=/data:ro --root out=/out:rw")
+        state = self.state.resolve()
+        for root in self.roots.values():
+            if root.folder == state or root.folder in state.parents or state in root.folder.parents:
+                raise InputError(
+                    f"root {root.name}, {root.folder}, and the state folder {state} contain one another, so "
+                    "jobs could change the queue: pass another --root or --state"
+                )
         if (self.certificate is None) != (self.key is None):
             raise InputError("TLS needs both --tls-cert and --tls-key")
         if self.listen is None or _is_loopback(self.listen[0]):

@@ -2,24 +2,36 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
 
+from oocgemm.service.errors import StoreError
 from oocgemm.service.http.requests import Shared
 from oocgemm.service.http.service import Service
 from oocgemm.service.states import FINAL, State
 
-# Seconds between two looks at the progress of running jobs, and between two signs of life.
-PROGRESS_SECONDS, ALIVE_SECONDS = 0.5, 15.0
+# A stream sends at most once in so many seconds: all events since, and the progress of running jobs.
+SEND_SECONDS = 0.5
+# Seconds without events after which a comment shows that the connection is alive.
+ALIVE_SECONDS = 15.0
+# Proxies such as nginx would collect the events otherwise.
+HEADERS = {"X-Accel-Buffering": "no"}
 
 Number = Annotated[int, Query(ge=0, lt=2**62)]
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Events, each with its number as id."}
 }
+_ENDED: dict[int | str, dict[str, Any]] = {
+    204: {"description": "The job has ended, and the client has all its events."}
+}
+
+logger = logging.getLogger("oocgemm")
 
 
 def routes() -> APIRouter:
@@ -33,68 +45,74 @@ def routes() -> APIRouter:
         last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
     ) -> StreamingResponse:
         """Send the changes of all jobs, from now on or after the event with a number."""
-        return await _stream(service, None, after, last)
+        seen = _after(after, last)
+        return _stream(service, None, await run_in_threadpool(service.store.newest) if seen is None else seen)
 
-    @router.get("/jobs/{job}/events", responses=_STREAM)
+    @router.get("/jobs/{job}/events", responses=_STREAM | _ENDED)
     async def job_events(
         job: str,
         service: Shared,
         after: Number | None = None,
         last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
-    ) -> StreamingResponse:
+    ) -> Response:
         """Send the changes of a job, all or those after the event with a number, until it has ended."""
-        await run_in_threadpool(service.store.get, job)
-        return await _stream(service, job, after, last)
+        found = await run_in_threadpool(service.store.get, job)
+        seen = _after(after, last)
+        if found.state in FINAL and seen and not await run_in_threadpool(service.store.events, seen, job):
+            return Response(status_code=204)  # tells an EventSource not to connect again
+        return _stream(service, job, seen or 0)
 
     return router
 
 
-async def _stream(
-    service: Service, job: str | None, after: int | None, last: str | None
-) -> StreamingResponse:
-    if last is not None and last.isascii() and last.isdecimal() and len(last) < 19:
-        after = int(last)
-    if after is None:
-        after = 0 if job is not None else await run_in_threadpool(service.store.newest)
-    return StreamingResponse(_events(service, job, after), media_type="text/event-stream")
+def _after(after: int | None, last: str | None) -> int | None:
+    """Return the number of the last event that a client has: of its Last-Event-ID, or else `after`."""
+    valid = last is not None and last.isascii() and last.isdecimal() and len(last) < 19
+    return int(last) if last is not None and valid else after
+
+
+def _stream(service: Service, job: str | None, after: int) -> StreamingResponse:
+    return StreamingResponse(_events(service, job, after), headers=HEADERS, media_type="text/event-stream")
 
 
 async def _events(service: Service, job: str | None, after: int) -> AsyncIterator[str]:
     """Yield the text of events until the server ends, or the job."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[tuple[str, str], BaseModel] = {}
     clock = asyncio.get_running_loop().time
     alive = clock()
     yield ": connected\n\n"
     while not service.feed.closed:
-        woken = service.feed.woken
-        found = await run_in_threadpool(service.store.events, after, job)
-        for event in found:
-            after = event["seq"]
-            yield f"id: {after}\nevent: {event['kind']}\ndata: {json.dumps(event)}\n\n"
-        if found:
+        begun, woken = clock(), service.feed.woken
+        try:
+            found = await run_in_threadpool(service.store.events, after, job)
+            progress = await run_in_threadpool(_progress, service, job, known)
+        except StoreError as error:
+            logger.error("%s", error)
+            return  # the client connects again, and is told why that fails
+        texts = [f"id: {one['seq']}\nevent: {one['kind']}\ndata: {json.dumps(one)}\n\n" for one in found]
+        if found or progress:
             alive = clock()
-            if job is not None and found[-1]["kind"] in (*FINAL, "deleted"):
-                return
-            continue
-        for text in await run_in_threadpool(_progress, service, job, known):
-            yield text
-            alive = clock()
-        if clock() - alive > ALIVE_SECONDS:
+            yield "".join(texts + progress)
+        elif clock() - alive > ALIVE_SECONDS:
             alive = clock()
             yield ": alive\n\n"
-        await service.feed.wait(woken, PROGRESS_SECONDS)
+        if found:
+            after = found[-1]["seq"]
+            if job is not None and found[-1]["kind"] in (*FINAL, "deleted"):
+                return
+        await service.feed.wait(woken, SEND_SECONDS)
+        await asyncio.sleep(begun + SEND_SECONDS - clock())
 
 
-def _progress(service: Service, job: str | None, known: dict[str, tuple[int, int]]) -> list[str]:
-    """Return the events of progress since `known`, which is brought up to date."""
+def _progress(service: Service, job: str | None, known: dict[tuple[str, str], BaseModel]) -> list[str]:
+    """Return the events of progress and activity since `known`, which is brought up to date."""
     texts = []
     for one in service.store.jobs((State.RUNNING,)):
-        found = service.progress(one)
-        if (job is not None and one.id != job) or found is None:
+        if job is not None and one.id != job:
             continue
-        progress = found.done, found.total
-        if known.get(one.id) != progress:
-            known[one.id] = progress
-            event = {"job": one.id, "kind": "progress", "data": found.model_dump()}
-            texts.append(f"event: progress\ndata: {json.dumps(event)}\n\n")
+        for kind, found in (("progress", service.progress(one)), ("activity", service.activity(one))):
+            if found is not None and known.get((one.id, kind)) != found:
+                known[one.id, kind] = found
+                event = {"job": one.id, "kind": kind, "data": found.model_dump()}
+                texts.append(f"event: {kind}\ndata: {json.dumps(event)}\n\n")
     return texts

@@ -1,10 +1,11 @@
 """The files of a job: its log, its timeline, the report on it, and its tiles."""
 
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Header, HTTPException
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
@@ -58,8 +59,8 @@ def routes() -> APIRouter:
             raise HTTPException(404, f"job {job} has no timeline yet: wait until it has ended")
         return _file(path, range, "application/x-ndjson")
 
-    @router.get("/report", response_class=HTMLResponse)
-    def get_report(job: str, service: Shared) -> Response:
+    @router.get("/report", response_class=HTMLResponse, responses=_answers("text/html"))
+    def get_report(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
         """Return the report on the last attempt, as a page."""
         from oocgemm.reports.page import page
         from oocgemm.timeline import read_log
@@ -68,10 +69,10 @@ def routes() -> APIRouter:
         path = service.dispatcher.folder_of(job) / TIMELINE
         if not path.exists():
             raise HTTPException(404, f"job {job} has no report yet: wait until it has ended")
-        return HTMLResponse(
-            page([(found.name or job, read_log(str(path)))]),
-            headers={"Content-Security-Policy": REPORT_POLICY},
-        )
+        html = page([(found.name or job, read_log(str(path)))]).encode()
+        answer = _part(io.BytesIO(html), len(html), range, "text/html; charset=utf-8")
+        answer.headers["Content-Security-Policy"] = REPORT_POLICY
+        return answer
 
     return router
 
@@ -84,35 +85,34 @@ def remove(folder: Path) -> None:
 def _file(path: Path, asked: str | None, media: str) -> Response:
     """Return a file, or a range of its bytes, as it is now: the file may be growing."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open(path, "rb")  # noqa: SIM115 - `_pieces` closes it
     except FileNotFoundError:
-        return Response("", media_type=media)
-    size = os.fstat(descriptor).st_size
-    headers = {"Accept-Ranges": "bytes"}
+        return _part(io.BytesIO(), 0, asked, media)
+    return _part(file, os.fstat(file.fileno()).st_size, asked, media)
+
+
+def _part(file: BinaryIO, size: int, asked: str | None, media: str) -> Response:
+    """Return the first `size` bytes of an open file, or a range of these."""
     found = None if asked is None else _range(asked, size)
     begin, end = found or (0, size)
-    if begin >= end and found is not None:
-        os.close(descriptor)
+    headers = {"Accept-Ranges": "bytes"}
+    if found is not None and begin >= end:
+        file.close()
         headers["Content-Range"] = f"bytes */{size}"
-        raise HTTPException(416, f"the file has {size} bytes: ask for less", headers)
+        raise HTTPException(416, f"the file has {size} bytes: ask for some of these", headers)
     headers["Content-Length"] = str(end - begin)
     if found is not None:
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
-    return StreamingResponse(
-        _pieces(descriptor, begin, end), 206 if found is not None else 200, headers, media_type=media
-    )
+    status = 200 if found is None else 206
+    return StreamingResponse(_pieces(file, begin, end), status, headers, media_type=media)
 
 
-def _pieces(descriptor: int, begin: int, end: int) -> Iterator[bytes]:
-    try:
-        while begin < end:
-            piece = os.pread(descriptor, min(_PIECE, end - begin), begin)
-            if not piece:
-                return
+def _pieces(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    with file:
+        file.seek(begin)
+        while begin < end and (piece := file.read(min(_PIECE, end - begin))):
             begin += len(piece)
             yield piece
-    finally:
-        os.close(descriptor)
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
@@ -123,7 +123,7 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
     if unit != "bytes" or not dash or not all(not n or (n.isascii() and n.isdecimal()) for n in numbers):
         return None
     if not first:
-        return (max(0, size - int(last)), size) if last else None
+        return (max(0, size - int(last)), size) if last and size else None
     if last and int(last) < int(first):
         return None
     return int(first), min(size, int(last) + 1) if last else size

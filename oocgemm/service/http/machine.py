@@ -22,6 +22,7 @@ from oocgemm.service.http.views import (
     HostView,
     RootsView,
     RootView,
+    UserView,
 )
 
 
@@ -35,13 +36,18 @@ def routes() -> APIRouter:
         return devices(service)
 
     @router.get("/v1/roots")
-    def get_roots(service: Shared) -> RootsView:
-        """Return the folders of operands and results."""
+    def get_roots(service: Shared, user: User) -> RootsView:
+        """Return the folders of operands and results. Users of the unix socket see where they lie."""
         found = [
-            RootView(name=root.name, folder=str(root.folder), writable=root.writable)
+            RootView(name=root.name, folder=str(root.folder) if user.local else None, writable=root.writable)
             for root in service.roots.values()
         ]
         return RootsView(roots=found)
+
+    @router.get("/v1/user")
+    def get_user(user: User) -> UserView:
+        """Return who sends the request."""
+        return UserView.model_validate({"name": user.name, "scope": user.scope.name.lower()})
 
     @router.post("/v1/drain")
     def drain(body: DrainBody, service: Shared, user: User) -> DrainView:

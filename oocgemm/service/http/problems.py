@@ -1,13 +1,13 @@
 """Errors as JSON: problem documents of RFC 9457."""
 
 import json
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from oocgemm.errors import BackendError, BudgetError, InputError, OocGemmError
 from oocgemm.service.confine.paths import PathError
@@ -36,6 +36,7 @@ PROBLEMS: dict[str, tuple[int, str]] = {
     "host-refused": (403, "The Host header is not allowed"),
     "cross-site": (403, "The request comes from another site"),
     "too-large": (413, "The request is too large"),
+    "too-slow": (408, "The request comes too slowly"),
     "too-many-jobs": (429, "The user has too many jobs"),
     "unavailable": (503, "The service cannot answer now"),
     "internal": (500, "The service has a defect"),
@@ -55,11 +56,11 @@ SLUGS: tuple[tuple[type[Exception], str], ...] = (
     (BudgetError, "budget-too-small"),
     (InputError, "invalid-request"),
 )
+# The slug for a status of the framework. Its other ones are for invalid requests.
+_BY_STATUS = {404: "not-found", 408: "too-slow", 413: "too-large", 503: "unavailable"}
 MEDIA_TYPE = "application/problem+json"
 # Statuses with which a client may try again after so many seconds.
 RETRY_SECONDS = {429: 60, 503: 1}
-
-logger = logging.getLogger("oocgemm")
 
 
 def problem(
@@ -87,14 +88,13 @@ def problem(
 
 
 def problem_of(error: Exception) -> Response:
-    """Return the response for an error of this package. Any other error is logged as a defect."""
+    """Return the response for an error. One that is not of this package is a defect."""
     for kind, slug in SLUGS:
         if isinstance(error, kind):
             more: dict[str, Any] = {}
             if isinstance(error, BudgetError) and error.needed is not None:
                 more["smallest"] = dict(zip(("device_memory", "host_memory"), error.needed, strict=True))
             return problem(slug, str(error), **more)
-    logger.error("a request failed: %s", error, exc_info=error)
     return problem("internal", f"{type(error).__name__}: see the log of the server")
 
 
@@ -109,18 +109,30 @@ def install(app: FastAPI) -> None:
         found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
         return problem("invalid-request", _printable("; ".join(found)))
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        slug = {404: "not-found", 503: "unavailable"}.get(error.status_code, "invalid-request")
-        return problem(slug, str(error.detail), error.status_code, dict(error.headers or {}))
+        slug, headers = _BY_STATUS.get(error.status_code, "invalid-request"), dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request))
+        return problem(slug, str(error.detail), error.status_code, headers)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         OocGemmError: package,
         RequestValidationError: invalid,
         HTTPException: http,
+        Exception: package,  # uvicorn logs it
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """Return the methods of all routes for the path of a request. Starlette names those of the first one."""
+    found: set[str] = set()
+    for route in app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found.update(getattr(route, "methods", None) or ())
+    return sorted(found)
 
 
 def _printable(text: str) -> str:

@@ -7,6 +7,9 @@ from fastapi import Depends, Request
 from oocgemm.service.http.identity import Identity
 from oocgemm.service.http.service import Service
 
+# What anyone may read. The page has no data of its own.
+OPEN = frozenset({"/", "/livez", "/readyz", "/login"})
+
 
 def _service(request: Request) -> Service:
     found: Service = request.app.state.service

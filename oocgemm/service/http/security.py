@@ -1,7 +1,7 @@
 """What a request passes before its route, in this order.
 
 1. The Host header must be allowed, so that no page of another site reaches the service by DNS rebinding.
-2. The body is limited, in size and in time.
+2. The requests at a time are limited, and the body of each one, in size and in time.
 3. A token, the cookie of a browser, or the unix socket says who sends it.
 4. Their scope must allow the method. Routes check the owner of a job, and the scope admin.
 5. Requests that change something must not come from another site.
@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import urlsplit
 
+from fastapi import HTTPException
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -23,13 +23,14 @@ from oocgemm.service.errors import StoreError
 from oocgemm.service.http.identity import Identity, Scope, own_name
 from oocgemm.service.http.page import COOKIE
 from oocgemm.service.http.problems import problem, problem_of
+from oocgemm.service.http.requests import OPEN
 from oocgemm.service.http.service import Service
 
-# The largest body, in bytes, and the seconds between two parts of it.
-MAX_BODY, BODY_SECONDS = 1 << 20, 10.0
+# The largest body, in bytes, and the seconds in which all of it must come.
+MAX_BODY, BODY_SECONDS = 1 << 20, 30.0
+# Requests at a time, of each socket. Streams of events and long polls count.
+MAX_REQUESTS = 1000
 SAFE = frozenset({"GET", "HEAD"})
-# What anyone may read: the page has no data of its own.
-OPEN = frozenset({"/", "/livez", "/readyz", "/login"})
 _UNAUTHORIZED = (
     "this needs a token: make one with oocgemm token create, or open the URL that oocgemm serve has printed"
 )
@@ -49,36 +50,31 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
-class _TooLargeError(Exception):
-    """The body is too large, or comes too slowly."""
-
-
 class Guard:
     """Checks all requests of an application. `local` requests come by the unix socket, from its user."""
 
     def __init__(self, app: App, service: Service, *, local: bool) -> None:
         """Guard an application."""
         self._app, self._service, self._local = app, service, local
+        self._requests = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        sending = _Sending(send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        refused = await self._refused(scope, headers)
-        if refused is not None:
-            await refused(scope, receive, sending)
-            return
+        receiving = _Receiving(receive, complete=_length(headers) == 0)
+        sending = _Sending(send, receiving)
+        self._requests += 1
         try:
-            await self._app(scope, _Receiving(receive), sending)
-        except _TooLargeError as error:
-            if not sending.started:
-                await problem("too-large", str(error))(scope, receive, sending)
+            refused = await self._refused(scope, headers)
+            await (self._app if refused is None else refused)(scope, receiving, sending)
+        finally:
+            self._requests -= 1
 
     async def _refused(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> Response | None:
         """Return the answer to a request that is refused. Else store who sends it in the scope."""
-        refused = self._wrong_host(headers) or _wrong_length(headers)
+        refused = self._wrong_host(headers) or self._too_many() or _wrong_length(headers)
         if refused is not None:
             return refused
         try:
@@ -87,7 +83,7 @@ class Guard:
             return problem_of(error)
         scope["identity"] = user
         if user is None:
-            return None if _is_open(scope) else problem("unauthorized", _UNAUTHORIZED)
+            return _wrong_site(scope, headers) if _is_open(scope) else problem("unauthorized", _UNAUTHORIZED)
         return _wrong_scope(scope, user) or _wrong_site(scope, headers)
 
     def _wrong_host(self, headers: dict[str, str]) -> Response | None:
@@ -100,6 +96,11 @@ class Guard:
             "use one of these, or start the server with --allow-host",
         )
 
+    def _too_many(self) -> Response | None:
+        if self._requests <= MAX_REQUESTS:
+            return None
+        return problem("unavailable", f"{MAX_REQUESTS} other requests are being answered: try again")
+
     async def _identify(self, headers: dict[str, str]) -> Identity | None:
         if self._local:
             return Identity(own_name(), Scope.ADMIN, local=True)
@@ -110,58 +111,76 @@ class Guard:
             cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         except CookieError:
             return None
-        return None if cookie is None else self._service.sessions.identify(cookie.value)
+        return None if cookie is None else await run_in_threadpool(self._service.store.identify, cookie.value)
 
 
 class _Receiving:
-    """Receives a body, limited in size and in time."""
+    """Receives a body, limited in size and in time. `complete` is whether all of it has come."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._size, self._complete = receive, 0, False
+    def __init__(self, receive: Receive, *, complete: bool) -> None:
+        self._receive, self._size, self.complete = receive, 0, complete
+        self._end = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def __call__(self) -> Message:
-        if self._complete:  # the only thing to come is that the client goes
+        if self.complete:  # the only thing to come is that the client goes, or an empty message
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
+            async with asyncio.timeout_at(self._end):
+                message = await self._receive()
         except TimeoutError:
-            raise _TooLargeError(f"no part of the body came for {BODY_SECONDS:g} s: send it faster") from None
+            raise HTTPException(408, f"the body did not come in {BODY_SECONDS:g} s: send it faster") from None
         self._size += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
         if self._size > MAX_BODY:
-            raise _TooLargeError(f"the body has more than the {MAX_BODY} bytes that are allowed: send less")
+            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes: send less")
+        self.complete = not message.get("more_body", False)
         return message
 
 
 class _Sending:
-    """Sends an answer with the headers that all answers have, unless it has others of the same name."""
+    """Sends an answer with the headers that all answers have, unless it has others of the same name.
 
-    def __init__(self, send: Send) -> None:
-        self._send, self.started = send, False
+    An answer that is sent before the body has come closes the connection. Else, the client could keep it by
+    sending the body for ever.
+    """
+
+    def __init__(self, send: Send, receiving: _Receiving) -> None:
+        self._send, self._receiving = send, receiving
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.started = True
             headers = list(message.get("headers", ()))
             present = {name.lower() for name, _ in headers}
+            more = HEADERS if self._receiving.complete else {**HEADERS, "connection": "close"}
             headers += [
                 (name.encode(), value.encode())
-                for name, value in HEADERS.items()
+                for name, value in more.items()
                 if name.encode() not in present
             ]
             message = {**message, "headers": headers}
         await self._send(message)
 
 
-def _wrong_length(headers: dict[str, str]) -> Response | None:
+def _length(headers: dict[str, str]) -> int | None:
+    """Return the length of the body as the headers tell it; None if they do not."""
+    if "transfer-encoding" in headers:
+        return None
     length = headers.get("content-length", "0")
-    if length.isdecimal() and len(length) < 19 and int(length) <= MAX_BODY:
+    return int(length) if length.isascii() and length.isdecimal() and len(length) < 19 else None
+
+
+def _wrong_length(headers: dict[str, str]) -> Response | None:
+    length = _length(headers)
+    if length is None and "content-length" in headers:
+        return problem("too-large", "the length of the body is no number of bytes: send less")
+    if length is None or length <= MAX_BODY:
         return None
     return problem("too-large", f"the body has {length} bytes, and {MAX_BODY} are allowed: send less")
 
 
 def _is_open(scope: MutableMapping[str, Any]) -> bool:
     path = scope["path"]
+    if (scope["method"], path) == ("POST", "/login"):
+        return True
     return scope["method"] in SAFE and (path in OPEN or path.startswith("/static/"))
 
 
@@ -178,7 +197,7 @@ def _wrong_scope(scope: MutableMapping[str, Any], user: Identity) -> Response | 
 
 def _wrong_site(scope: MutableMapping[str, Any], headers: dict[str, str]) -> Response | None:
     site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin")
-    same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    same = origin is None or origin.lower().partition("://")[2] == headers.get("host", "").lower()
     if scope["method"] in SAFE or (same and site in ("same-origin", "none")):
         return None
     return problem("cross-site", f"the request comes from {origin or site}: use the page of this service")

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import h11
@@ -16,13 +18,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from oocgemm.errors import InputError
 from oocgemm.service.http.app import create
 from oocgemm.service.http.config import Config
+from oocgemm.service.http.problems import problem
 from oocgemm.service.http.security import Guard
 from oocgemm.service.http.service import Service, open_service
 
 # Seconds in which a client must send the head of a request. Seconds for which requests go on at the end.
 HEAD_SECONDS, END_SECONDS = 10.0, 3
-# Bytes of the head of a request. Connections at a time.
-MAX_HEAD, MAX_CONNECTIONS = 1 << 16, 1000
+# Bytes of the head of a request. Connections at a time, of each socket. Open files, for all of these.
+MAX_HEAD, MAX_CONNECTIONS, MAX_FILES = 1 << 16, 2000, 8192
 
 
 class _Protocol(H11Protocol):
@@ -33,7 +36,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin a connection."""
         super().connection_made(transport)
-        if _is_foreign(transport.get_extra_info("socket")):
+        if len(self.connections) > MAX_CONNECTIONS or _is_foreign(transport.get_extra_info("socket")):
             transport.close()
         self._late = self.loop.call_later(HEAD_SECONDS, transport.close)
 
@@ -44,6 +47,18 @@ class _Protocol(H11Protocol):
             self._in_time()
         elif self._late is None:
             self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is no HTTP, or whose head is too large."""
+        answer = problem("invalid-request", "this is no HTTP/1.1 request, or its head is too large", 400)
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection."""
@@ -78,23 +93,36 @@ def serve(config: Config, ready: Callable[[Service, list[str]], None]) -> None:
     """
     service = open_service(config)
     try:
-        asyncio.run(_serve(service, ready))
+        _allow_files()
+        with _sockets(config) as (sockets, addresses):
+            asyncio.run(_serve(service, sockets, lambda: ready(service, addresses)))
     finally:
         service.close()
 
 
-async def _serve(service: Service, ready: Callable[[Service, list[str]], None]) -> None:
+@contextmanager
+def _sockets(config: Config) -> Iterator[tuple[list[tuple[socket.socket, bool]], list[str]]]:
+    """Open the sockets of a server, each with whether it is the unix socket; and their addresses."""
+    with ExitStack() as stack:
+        unix = stack.enter_context(_unix_socket(config.socket))
+        stack.callback(config.socket.unlink, missing_ok=True)
+        sockets, addresses = [(unix, True)], [str(config.socket)]
+        if config.listen is not None:
+            _check_tls(config)
+            bound = stack.enter_context(_tcp_socket(*config.listen))
+            sockets.append((bound, False))
+            host, port = config.listen[0], bound.getsockname()[1]
+            scheme = "https" if config.certificate is not None else "http"
+            shown = f"[{host}]" if ":" in host else host
+            addresses.append(f"{scheme}://{shown}:{port}")
+        yield sockets, addresses
+
+
+async def _serve(
+    service: Service, sockets: list[tuple[socket.socket, bool]], ready: Callable[[], None]
+) -> None:
     loop, config = asyncio.get_running_loop(), service.config
     app = create(service)
-    sockets = [(_unix_socket(config.socket), True)]
-    addresses = [str(config.socket)]
-    if config.listen is not None:
-        bound = _tcp_socket(*config.listen)
-        sockets.append((bound, False))
-        host, port = config.listen[0], bound.getsockname()[1]
-        scheme = "https" if config.certificate is not None else "http"
-        shown = f"[{host}]" if ":" in host else host
-        addresses.append(f"{scheme}://{shown}:{port}")
     servers = [
         _Server(
             uvicorn.Config(
@@ -107,7 +135,6 @@ async def _serve(service: Service, ready: Callable[[Service, list[str]], None]) 
                 server_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEAD,
-                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=END_SECONDS,
                 ssl_certfile=None if local else config.certificate,
                 ssl_keyfile=None if local else config.key,
@@ -133,19 +160,37 @@ async def _serve(service: Service, ready: Callable[[Service, list[str]], None]) 
         await asyncio.sleep(0.01)
     else:
         service.start(loop)
-        ready(service, addresses)
+        ready()
     await asyncio.gather(*tasks)
-    with suppress(FileNotFoundError):
-        config.socket.unlink()
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as it may have connections, if the system allows that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_tls(config: Config) -> None:
+    if config.certificate is not None and config.key is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.certificate, config.key)
+        except OSError as error:
+            raise InputError(
+                f"{config.certificate} and {config.key} cannot be used for TLS: {error}: pass a certificate "
+                "and its key as PEM files"
+            ) from error
 
 
 def _unix_socket(path: Path) -> socket.socket:
     """Return a listening socket that only this user can reach. The state folder's lock is held already."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
+    before = os.umask(0o077)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(path)
+        os.umask(0o177)
         made.bind(str(path))
     except OSError as error:
         made.close()

@@ -1,20 +1,25 @@
 """What all requests share, and the thread that runs the dispatcher."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from oocgemm.errors import InputError
+from oocgemm.service import live
 from oocgemm.service.confine.landlock import abi
 from oocgemm.service.confine.paths import Root, confinement, display
 from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.errors import StoreError
 from oocgemm.service.http.config import Config
-from oocgemm.service.http.tokens import Sessions, Tokens
-from oocgemm.service.http.views import JobView, ProgressView
+from oocgemm.service.http.tokens import LoginCode, Tokens
+from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job import TILES
 from oocgemm.service.limits import Device, find_devices, free_space, limits
 from oocgemm.service.schedule import Limits
@@ -23,6 +28,8 @@ from oocgemm.service.states import State, possible
 
 # The database in the state folder.
 DATABASE = "service.db"
+# Bytes that must be free on the disks of the writable roots and of the state folder.
+MIN_FREE = 64 << 20
 
 
 class Feed:
@@ -57,7 +64,7 @@ class Service:
         backend: the backend of all jobs.
         devices: the devices of the machine.
         fixed: what jobs may occupy, as found at the start.
-        sessions: of browsers.
+        login: the code with which the user of the server signs in.
         feed: wakes requests that wait for changes.
     """
 
@@ -67,9 +74,10 @@ class Service:
     backend: str
     devices: Sequence[Device]
     fixed: Limits
-    sessions: Sessions = field(default_factory=Sessions)
+    login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def roots(self) -> dict[str, Root]:
@@ -82,12 +90,18 @@ class Service:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the dispatcher, and the thread that wakes requests."""
-        threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True).start()
-        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True),
+            threading.Thread(target=self._watch, args=(loop,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
         self._stop.set()
+        for thread in self._threads:
+            thread.join()
         self.dispatcher.close()
         self.store.close()
 
@@ -99,8 +113,9 @@ class Service:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
             seen = self.store.changes
-            loop.call_soon_threadsafe(self.feed.wake)
-            self.store.wait(1.0, seen)
+            with suppress(RuntimeError):  # the loop is closed when the server ends
+                loop.call_soon_threadsafe(self.feed.wake)
+            self.store.wait(0.5, seen)
 
     def view(self, job: Job, needs: Sequence[str] = ()) -> JobView:
         """Return the JSON of a job."""
@@ -121,12 +136,27 @@ class Service:
             needs=list(needs),
             actions=list(possible(job.state)),
             progress=self.progress(job),
+            activity=self.activity(job),
         )
 
     def views(self, jobs: Sequence[Job]) -> list[JobView]:
         """Return the JSON of several jobs."""
         needs = self.store.needs_of([job.id for job in jobs])
         return [self.view(job, needs[job.id]) for job in jobs]
+
+    def queue(self, limit: int) -> QueueView:
+        """Return the jobs that have not ended, with at most `limit` of those that wait."""
+        starts = self.dispatcher.starts
+        queued = sorted(
+            (job for job, _ in self.store.waiting()),
+            key=lambda job: (starts.get(job.id, math.inf), -job.priority, job.id),
+        )[:limit]
+        waiting = self.store.some([job.id for job in queued])
+        if len(waiting) < limit:
+            waiting += self.store.jobs((State.HELD, State.PAUSED), limit=limit - len(waiting))
+        return QueueView(
+            active=self.views(self.store.active()), waiting=self.views(waiting), counts=self.store.counts()
+        )
 
     def progress(self, job: Job) -> ProgressView | None:
         """Return how many tiles of C have been written; None before the first attempt."""
@@ -135,6 +165,13 @@ class Service:
         rows, columns = job.plan["tiles"]
         done = rows * columns if job.state is State.SUCCEEDED else len(self.tiles(job))
         return ProgressView(done=done, total=rows * columns)
+
+    def activity(self, job: Job) -> ActivityView | None:
+        """Return what a running job has done in the last seconds; None if that is unknown."""
+        if job.state is not State.RUNNING:
+            return None
+        found = live.read(self.dispatcher.folder_of(job.id) / live.LIVE)
+        return None if found is None else ActivityView.model_validate(found)
 
     def tiles(self, job: Job) -> frozenset[tuple[int, int]]:
         """Return row and column of the tiles of C that have been written."""
@@ -153,10 +190,17 @@ class Service:
         found = []
         try:
             self.store.check_writable()
-        except Exception as error:
-            found.append(str(error))
-        if self.config.disk_quota is None and free_space(self.roots.values()) < 64 << 20:
-            found.append("less than 64 MiB are free on the disk of a writable root")
+        except StoreError:
+            found.append("the database cannot be written: see the log of the server")
+        try:
+            if min(free_space(self.roots.values()), disk_usage(self.config.state).free) < MIN_FREE:
+                found.append(
+                    "less than 64 MiB are free on the disk of a writable root or of the state folder"
+                )
+        except OSError:
+            found.append("a root cannot be read: see that its disk is mounted")
+        if not all(thread.is_alive() for thread in self._threads):
+            found.append("no jobs are started, because of a defect: see the log of the server")
         return found
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from oocgemm.errors import OocGemmError
 from oocgemm.service.confine.paths import display, resolve
 from oocgemm.service.errors import TooManyJobsError
 from oocgemm.service.http.identity import Identity
@@ -53,14 +54,13 @@ def submit(
     store = service.store
     if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
         return found
-    limit, present = service.config.max_jobs, store.unfinished(user.name)
-    if present + len(bodies) > limit:
-        raise TooManyJobsError(
-            f"{user.name} has {present} jobs that have not ended, and {limit} are allowed: wait for some, or "
-            "cancel some"
-        )
-    jobs = [_new_job(service, body, user) for body in bodies]
-    return store.submit(jobs, key, digest, user.name)
+    try:
+        return store.submit(_new_jobs(service, bodies, user), key, digest, user.name)
+    except OocGemmError:
+        # The same request may have been carried out meanwhile. Its job, or its C, is the reason then.
+        if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
+            return found
+        raise
 
 
 def dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
@@ -75,6 +75,24 @@ def dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
         predicted_s=job.seconds,
         predicted_start=None if body.held or body.needs else service.dispatcher.predict(waiting),
     )
+
+
+def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> list[NewJob]:
+    limit, present = service.config.max_jobs, service.store.unfinished(user.name)
+    if present + len(bodies) > limit:
+        raise TooManyJobsError(
+            f"{user.name} has {present} jobs that have not ended, and {limit} are allowed: wait for some, or "
+            "cancel some"
+        )
+    jobs = []
+    for number, body in enumerate(bodies):
+        try:
+            jobs.append(_new_job(service, body, user))
+        except OocGemmError as error:
+            if len(bodies) > 1:
+                error.args = (f"job #{number}: {error}",)
+            raise
+    return jobs
 
 
 def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:

@@ -1,10 +1,9 @@
-"""Tokens, by which users of the TCP socket identify themselves, and sessions of browsers."""
+"""Tokens, by which users of the TCP socket identify themselves. The cookie of a browser has one, too."""
 
 import hmac
 import secrets
 import threading
-import time
-from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,8 +17,8 @@ from oocgemm.service.store import Store
 PREFIX = "oocgemm"
 # The time of the last use of a token is stored to so many seconds.
 USE_SECONDS = 60.0
-# A session of a browser ends after so many seconds. Beyond so many sessions, the oldest one ends.
-SESSION_SECONDS, MAX_SESSIONS = 7 * 86400.0, 100
+# A browser is signed in for so many seconds.
+SESSION_SECONDS = 7 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Tokens(Store):
     """The tokens in the database of a service. Only their SHA-256 is stored."""
 
     def create(self, name: str, scope: Scope, expires: float | None = None) -> tuple[Token, str]:
-        """Store a new token; return it and its secret, which cannot be read again.
+        """Store a new token; return it and its secret, which cannot be read again. Delete expired ones.
 
         Args:
             name: the owner of the jobs that are submitted with it.
@@ -52,11 +51,16 @@ class Tokens(Store):
         number = secrets.token_hex(4)
         secret = f"{PREFIX}_{number}_{secrets.token_urlsafe(32)}"
         with self._writing() as db:
+            db.execute("DELETE FROM tokens WHERE expires < ?", (self._clock(),))
             db.execute(
                 "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, NULL)",
                 (number, name, _digest(secret), scope.name.lower(), expires),
             )
         return Token(number, name, scope, expires, None), secret
+
+    def open_session(self) -> str:
+        """Return the secret of a new token of the user of the server, for a browser."""
+        return self.create(own_name(), Scope.ADMIN, self._clock() + SESSION_SECONDS)[1]
 
     def list(self) -> list[Token]:
         """Return all tokens, sorted by name."""
@@ -90,36 +94,25 @@ class Tokens(Store):
         return Identity(row["name"], Scope[row["scopes"].upper()])
 
 
-class Sessions:
-    """Sessions of browsers. They end with the server.
+class LoginCode:
+    """The code with which the user of the server signs in in a browser. It is valid once.
 
-    The user of the server opens a URL with `code`, which is valid once. The browser gets a cookie for it.
+    `changed` is called with the next code after each use.
     """
 
     def __init__(self) -> None:
+        self.changed: Callable[[str], None] = lambda code: None
         self.code = secrets.token_urlsafe(32)
         self._lock = threading.Lock()
-        self._ends: OrderedDict[str, float] = OrderedDict()  # by the digest of the cookie
 
-    def log_in(self, code: str) -> str | None:
-        """Return the value of a new cookie; None if the code is wrong. A right code is replaced."""
+    def use(self, code: str) -> bool:
+        """Return whether a code is right. It is replaced then."""
         with self._lock:
             if not hmac.compare_digest(code.encode(errors="replace"), self.code.encode()):
-                return None
+                return False
             self.code = secrets.token_urlsafe(32)
-            cookie = secrets.token_urlsafe(32)
-            self._ends[_digest(cookie)] = time.monotonic() + SESSION_SECONDS
-            while len(self._ends) > MAX_SESSIONS:
-                self._ends.popitem(last=False)
-            return cookie
-
-    def identify(self, cookie: str) -> Identity | None:
-        """Return who has a cookie: the user of the server, or None."""
-        # The digest of a guess tells nothing about those that are stored, so a dict is safe.
-        end = self._ends.get(_digest(cookie))
-        if end is None or end < time.monotonic():
-            return None
-        return Identity(own_name(), Scope.ADMIN)
+        self.changed(self.code)
+        return True
 
 
 def _digest(secret: str) -> str:

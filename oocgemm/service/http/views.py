@@ -87,11 +87,28 @@ class DrainBody(_Request):
     draining: Flag
 
 
+class LoginBody(_Request):
+    """A token to sign in with."""
+
+    token: Annotated[str, StringConstraints(max_length=256)]
+
+
 class ProgressView(BaseModel):
     """How many tiles of C have been written, and how many there are."""
 
     done: int
     total: int
+
+
+class ActivityView(BaseModel):
+    """What a running job has done in the last seconds.
+
+    `busy` maps each lane to the share of the time in which it was busy. `limit` says what limited the job;
+    null if that is unknown.
+    """
+
+    busy: dict[str, float]
+    limit: str | None
 
 
 class JobView(BaseModel):
@@ -129,6 +146,7 @@ class JobView(BaseModel):
     version: int
     actions: list[Action]
     progress: ProgressView | None
+    activity: ActivityView | None
 
 
 class JobsView(BaseModel):
@@ -136,6 +154,18 @@ class JobsView(BaseModel):
 
     jobs: list[JobView]
     next: str | None
+
+
+class QueueView(BaseModel):
+    """The jobs that have not ended, and how many jobs are in each state.
+
+    `active` are the jobs with a process. `waiting` are the first ones of the others: queued ones in the order
+    of their predicted starts, then held and paused ones.
+    """
+
+    active: list[JobView]
+    waiting: list[JobView]
+    counts: dict[State, int]
 
 
 class BatchView(BaseModel):
@@ -196,11 +226,18 @@ class DevicesView(BaseModel):
     draining: bool
 
 
-class RootView(BaseModel):
-    """A folder of the service."""
+class UserView(BaseModel):
+    """Who sends the request, and what they may do."""
 
     name: str
-    folder: str
+    scope: Literal["read", "submit", "admin"]
+
+
+class RootView(BaseModel):
+    """A folder of the service. Where it lies is null for users of other machines."""
+
+    name: str
+    folder: str | None
     writable: bool
 
 

@@ -1,0 +1,90 @@
+// The fields of the form: a row per field, and the request that they make.
+
+const TRANSPOSE = [["", "as stored"], ["T", "transposed"], ["C", "conjugate transposed"]];
+const COMPUTE = [["", "native"], ["tf32", "tf32"], ["bf16", "bf16"], ["emulated", "emulated"]];
+const COMPRESSOR = ["", "none", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "no choice"]);
+
+// Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder.
+export const GROUPS = [
+  ["Product", [
+    { name: "a", label: "A", help: "ROOT:PATH of the left operand.", place: "data:dir/A.zarr", required: true, root: "all" },
+    { name: "trans_a", label: "Use A", kind: TRANSPOSE },
+    { name: "b", label: "B", help: "ROOT:PATH of the right operand.", place: "data:dir/B.zarr", required: true, root: "all" },
+    { name: "trans_b", label: "Use B", kind: TRANSPOSE },
+    { name: "c", label: "C", help: "ROOT:PATH of the result, in a writable root.", place: "out:C.zarr", required: true, root: "writable" },
+    { name: "overwrite", label: "Replace C", help: "if it exists", kind: "check" },
+  ]],
+  ["Budgets", [
+    { name: "device_memory", label: "Device memory", help: "Upper bound, such as 8GiB. Empty: chosen by the service.", place: "chosen by the service" },
+    { name: "host_memory", label: "Host memory", help: "Upper bound for buffers, such as 16GiB.", place: "chosen by the service" },
+  ]],
+  ["Job", [
+    { name: "name", label: "Name", help: "How lists show the job.", place: "none" },
+    { name: "priority", label: "Priority", help: "Higher ones start first.", kind: "number", place: "0" },
+    { name: "held", label: "Hold", help: "until someone releases it", kind: "check" },
+  ]],
+];
+export const MORE = [
+  { name: "alpha", label: "alpha", help: "Factor of A × B, such as 0.5 or 1+2j.", place: "1" },
+  { name: "beta", label: "beta", help: "Factor of the old C, which must exist.", place: "0" },
+  { name: "compute", label: "Compute", help: "Precision of the products.", kind: COMPUTE },
+  { name: "kernel", label: "Kernel", help: "Empty: the fastest that is known.", place: "auto" },
+  { name: "out_dtype", label: "dtype of C", help: "Such as float32.", place: "that of the operands" },
+  { name: "tile", label: "Tile", help: "MxNxK, such as 4096x4096x512.", place: "chosen by the planner" },
+  { name: "chunks", label: "Chunks of C", help: "RxC of a new zarr array, such as 1024x1024.", place: "about 8 MiB each" },
+  { name: "compressor", label: "Compressor of C", help: "Of a new zarr array.", kind: COMPRESSOR },
+  { name: "max_attempts", label: "Attempts", help: "Failures until the job is given up.", kind: "number", place: "3" },
+  { name: "deadline", label: "Deadline", help: "The job fails if it has not succeeded by then.", kind: "time" },
+  { name: "needs", label: "After jobs", help: "Ids of jobs that must succeed before.", place: "none" },
+  { name: "verify", label: "Verify", help: "each tile by checksums of A and B", kind: "check" },
+  { name: "trust_operands", label: "Trust operands", help: "even if files of A or B have changed since an earlier attempt", kind: "check" },
+];
+export const FIELDS = [...GROUPS.flatMap(([, fields]) => fields), ...MORE];
+
+const OF_JOB = new Set(["a", "b", "c", "name", "priority", "max_attempts", "deadline", "needs", "held"]);
+const READ = {
+  priority: Number, max_attempts: Number,
+  deadline: (text) => new Date(text).getTime() / 1000,
+  needs: (text) => text.split(/[\s,]+/),
+  chunks: (text) => text.split(/\s*[x×,]\s*/).map(Number),
+};
+
+// Returns the body of a request from the texts of the fields; a check box that is not checked has no text.
+export const bodyOf = (texts) => {
+  const body = {}, options = {};
+  for (const [name, text] of Object.entries(texts)) {
+    if (text === "") continue;
+    const { kind } = FIELDS.find((field) => field.name === name);
+    (OF_JOB.has(name) ? body : options)[name] = kind === "check" ? true : (READ[name] ?? String)(text);
+  }
+  return { ...body, options };
+};
+
+// Returns the texts of the fields for a job like this one. Its budgets are left to the service.
+export const textsOf = (job) => {
+  const texts = { a: job.a, b: job.b, c: job.c, name: job.name };
+  for (const name of ["priority", "max_attempts"]) texts[name] = String(job[name]);
+  for (const [name, value] of Object.entries(job.options)) {
+    if (name.endsWith("_memory")) continue;
+    texts[name] = value === true ? "on" : value === false ? "" : Array.isArray(value) ? value.join("x") : String(value);
+  }
+  return texts;
+};
+
+// Returns the names of the fields that a problem is about. Problems do not name fields. Their texts begin with the field
+// or its value, or quote the value.
+export const fieldsOf = (problem, texts) => {
+  const { message } = problem;
+  const located = /^body\.(?:options\.)?(\w+)/.exec(message) ?? /^option (\w+)/.exec(message);
+  if (located && located[1] in texts) return [located[1]];
+  if (message.startsWith("device memory")) return ["device_memory"];
+  if (message.startsWith("host memory")) return ["host_memory"];
+  const value = Object.entries(texts).find(([, text]) => text && (message.startsWith(`${text}:`) || message.includes(`'${text}'`)));
+  if (value) return [value[0]];
+  if (message.startsWith("shapes do not match")) return ["a", "b"];
+  return [];
+};
+export const messageOf = (problem) => {
+  const text = problem.message.replace(/^body\.(?:options\.)?\w+(?:\.[\w[\]-]+)*: /, "");
+  return /^[a-z]+ /.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
+};

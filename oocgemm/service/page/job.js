@@ -1,0 +1,226 @@
+// The view of a job.
+import { call } from "./api.js";
+import { atMostEvery, h, say, setText, show } from "./dom.js";
+import { attempts } from "./attempts.js";
+import { Live } from "./live.js";
+import { log } from "./log.js";
+import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
+import { tiles } from "./tiles.js";
+import {
+  ACTIONS, FINAL, STATES, ago, dtypes, duration, left, percent, rate, reason, shape, size, soon, time, title,
+} from "./words.js";
+
+const LEAST_MS = 500, TILES_MS = 1000, REFRESH_MS = 5000;
+
+export const jobView = (main, { id, user, onState }) => {
+  const path = `/v1/jobs/${encodeURIComponent(id)}`;
+  document.title = "Job - oocgemm";
+  const name = h("h1", { tabindex: -1 }, "Job"), meta = h("p", { class: "meta" }), wrong = h("div"), said = h("p", { role: "alert", class: "bad" });
+  const [state, setState] = chip(), actions = h("div", { class: "actions", role: "group", "aria-label": "Actions" });
+  const finding = h("p", { class: "finding" }), more = h("p", { class: "meta" }), [shown, setShare] = bar("Tiles of C that are finished");
+  const [figures, setFigures] = facts("figures"), [grid, setTiles] = tiles(), [busy, setBusy] = lanes();
+  const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id), report = h("section", { class: "card report" });
+  const now = h("section", { class: "card" }, h("h2", {}, "Lanes in the last seconds"), busy);
+  const verdict = h("section", { class: "card verdict", "aria-label": "State" }, finding, more, shown);
+  const parts = [
+    verdict, figures,
+    h("div", { class: "half column" },
+      h("section", { class: "card" }, h("h2", {}, "Tiles of C"), grid),
+      h("section", { class: "card late" }, h("h2", {}, "Plan"), setup)),
+    h("div", { class: "half column" }, now, history, printed.element), report,
+  ];
+  main.replaceChildren(
+    h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"),
+      h("div", { class: "top" }, h("div", { class: "grow" }, h("div", { class: "named" }, name, state), meta), actions), said),
+    wrong, ...parts,
+  );
+  for (const part of parts) show(part, false);
+  let job = null, closed = false, tilesShown = "", last = 0, ended = false;
+
+  const drawState = () => {
+    const { done, total } = job.progress ?? { done: 0, total: job.plan.tiles[0] * job.plan.tiles[1] };
+    verdict.dataset.state = job.state;
+    setText(finding, sentence(job));
+    setText(more, detail(job));
+    show(more, Boolean(more.textContent));
+    setShare(done / total, `${done} of ${total} tiles`);
+    setFigures(figuresOf(job, done, total));
+    setBusy(job.activity);
+    show(now, job.activity !== null);
+  };
+
+  const draw = () => {
+    document.title = `${title(job)} - oocgemm`;
+    setText(name, title(job));
+    setText(meta, `${job.owner} · submitted ${ago(job.created)} · ${job.id}`);
+    setState(job.state);
+    drawActions();
+    setSetup(planOf(job));
+    if (parts[0].hidden) for (const part of parts) show(part, part !== report);
+    drawState();
+    printed.follow(!FINAL.has(job.state) && job.attempt > 0);
+    drawReport();
+  };
+
+  const drawActions = () => {
+    const allowed = user.scope === "admin" || (user.scope === "submit" && user.name === job.owner) ? job.actions : [];
+    const wanted = [...allowed.filter((action) => action !== "cancel"), ...allowed.filter((action) => action === "cancel")];
+    const buttons = wanted.map((action) => actions.querySelector(`[data-action="${action}"]`)
+      ?? h("button", { type: "button", "data-action": action, class: action === "cancel" ? "danger" : null, onclick: () => act(action) }, ACTIONS[action]));
+    const again = actions.querySelector("a") ?? h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
+    const focused = document.activeElement, lost = actions.contains(focused) && ![...buttons, again].includes(focused);
+    const wantedNow = [...buttons, ...(user.scope === "read" ? [] : [again])];
+    if (wantedNow.some((one, place) => actions.children[place] !== one) || actions.children.length !== wantedNow.length) {
+      actions.replaceChildren(...wantedNow);
+      if (lost) name.focus(); else if (actions.contains(focused)) focused.focus();
+    }
+  };
+
+  const act = async (action) => {
+    setText(said, "");
+    try {
+      update(await call("POST", `${path}/${action}`));
+    } catch (problem) {
+      setText(said, problem.message);
+    }
+  };
+
+  const update = (found) => {
+    const before = job?.state;
+    if (job && found.version < job.version) return;
+    job = found;
+    draw();
+    if (before && before !== job.state) say(`The job is ${STATES[job.state].toLowerCase()}. ${sentence(job)}`);
+    loadTiles();
+  };
+
+  const drawReport = () => {
+    const wanted = job.state === "succeeded";
+    show(report, wanted);
+    if (!wanted || report.firstChild) return;
+    const link = h("a", { href: `${path}/report`, target: "_blank", rel: "noopener" }, "Open in a tab of its own");
+    report.append(h("div", { class: "between" }, h("h2", {}, "Report"), link),
+      h("iframe", { src: `${path}/report`, title: "Report of the run", sandbox: "allow-scripts", loading: "lazy" }));
+  };
+
+  const loadTiles = atMostEvery(TILES_MS, async () => {
+    if (closed || !job) return;
+    const key = `${job.attempt} ${job.progress?.done} ${job.state}`;
+    if (key === tilesShown) return;
+    tilesShown = key;
+    try {
+      const found = await call("GET", `${path}/tiles`);
+      if (!closed) setTiles(found, job.plan);
+    } catch { tilesShown = ""; }
+  });
+
+  const load = async () => {
+    try {
+      const found = await call("GET", path);
+      if (closed) return;
+      wrong.replaceChildren();
+      update(found);
+    } catch (problem) {
+      if (closed || !problem.status) return;
+      if (problem.status === 404) {
+        live.close();
+        main.replaceChildren(nothing("There is no such job", "Its records may have been deleted.", h("a", { class: "button", href: "#/" }, "See the queue")));
+        main.focus();
+      } else wrong.replaceChildren(problemBox(problem));
+    }
+  };
+  const refresh = atMostEvery(LEAST_MS, load);
+
+  // The stream of a job ends with it. Later changes, such as a retry, come from the stream of all jobs.
+  const live = new Live(`${path}/events`, {
+    onState,
+    onOpen: refresh,
+    onEvent: (event) => {
+      if (event.job !== id) return;
+      if (event.kind === "progress" || event.kind === "activity") {
+        if (!job) return;
+        job[event.kind] = event.data;
+        drawState();
+        loadTiles();
+        return;
+      }
+      last = Math.max(last, event.seq ?? 0);
+      addEvent(event);
+      refresh();
+      const over = FINAL.has(event.kind) || event.kind === "deleted";
+      if (over && !ended) { ended = true; live.move(`/v1/events?after=${last}`); }
+    },
+  });
+  const timer = setInterval(() => { if (!document.hidden && job && !FINAL.has(job.state)) refresh(); }, REFRESH_MS);
+  return {
+    close: () => {
+      closed = true;
+      clearInterval(timer);
+      refresh.stop();
+      loadTiles.stop();
+      printed.close();
+      live.close();
+    },
+  };
+};
+
+const sentence = (job) => {
+  const where = `on device ${job.device}`;
+  switch (job.state) {
+    case "queued": return job.reason === "retry-at" ? `Waiting ${reason(job)}` : `Waiting: ${reason(job)}`;
+    case "held": return "Held";
+    case "paused": return "Paused";
+    case "starting": return `Starting ${where}`;
+    case "running": return [`Running ${where}`, left(job)].filter(Boolean).join(": ");
+    case "pausing": return "Pausing: finished tiles are kept";
+    case "cancelling": return "Cancelling: its process is asked to end";
+    case "succeeded": return job.result?.seconds ? `Succeeded in ${duration(job.result.seconds)}` : "Succeeded";
+    case "failed": return "Failed";
+    default: return "Cancelled";
+  }
+};
+
+const detail = (job) => {
+  if (job.state === "queued" && job.predicted_start) return `Predicted to start ${soon(job.predicted_start)}.${job.error ? ` The last attempt failed: ${job.error}` : ""}`;
+  if (job.state === "held") return "It stays in the queue until someone releases it.";
+  if (job.state === "paused") return "Finished tiles are kept. It goes on with the others when someone resumes it.";
+  if (job.state === "cancelled") return job.error ?? "Finished tiles are kept. Retry goes on with the others.";
+  return job.error ?? "";
+};
+
+const figuresOf = (job, done, total) => {
+  const ran = job.started ? (job.ended ?? Date.now() / 1000) - job.started : null;
+  const pairs = [["Tiles", `${done.toLocaleString("en")} / ${total.toLocaleString("en")}`, percent(done / total)]];
+  pairs.push(["Time", ran === null ? "-" : duration(ran), `predicted ${duration(job.predicted_s)}`]);
+  const seconds = job.result?.seconds;
+  if (seconds) pairs.push(["Rate", rate(job.result.flops / seconds), "flops over the time of the product"]);
+  if (job.device_bytes) pairs.push(["Device memory", size(job.device_bytes), "reserved while it runs"]);
+  pairs.push(["Host memory", size(job.host_bytes), "reserved while it runs"]);
+  pairs.push(["Attempts", String(job.attempt), `${job.failures} of ${job.max_attempts} failures`]);
+  return pairs;
+};
+
+const planOf = (job) => [
+  ["product", `${shape(job.plan)}, ${dtypes(job.plan)}`],
+  ["A", job.a], ["B", job.b], ["C", job.c],
+  ["tile", `${job.plan.tile[0]} × ${job.plan.tile[1]}, panels ${job.plan.tile[2]} deep`],
+  ["grid", `${job.plan.tiles[0]} × ${job.plan.tiles[1]} tiles`],
+  ...Object.entries(job.options).filter(([option]) => option !== "tile").map(([option, value]) => [option.replaceAll("_", " "),
+    option.endsWith("_memory") && typeof value === "number" ? size(value) : String(value)]),
+  ["disk space", size(job.disk_bytes)],
+  ["priority", String(job.priority)],
+  ...(job.deadline ? [["deadline", time(job.deadline)]] : []),
+  ...(job.needs.length ? [["needs", job.needs.join(" ")]] : []),
+];
+
+// Returns a table of names and values, and the function that sets it.
+const table = () => {
+  const body = h("tbody");
+  let before = "";
+  return [h("table", { class: "setup" }, body), (pairs) => {
+    const text = JSON.stringify(pairs);
+    if (text === before) return;
+    before = text;
+    body.replaceChildren(...pairs.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value))));
+  }];
+};
