@@ -5,7 +5,7 @@ Sphinx calls `setup`. It then replaces the comments `<!-- http-api: operations -
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -123,7 +123,7 @@ def _default(schema: Plain) -> str:
     return f"`{schema['default']}`" if schema.get("default") not in (None, "", [], {}) else ""
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
