@@ -75,7 +75,9 @@ class Root:
             found = Path(folder).expanduser().resolve(strict=True)
         except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"root {name}: {folder} cannot be used ({reason}): create the folder") from error
+            raise InputError(
+                f"root {name}: {folder} cannot be used ({reason}): create the folder, or pass another one"
+            ) from error
         if not found.is_dir():
             raise InputError(f"root {name}: {folder} is no folder: pass a folder")
         return cls(name, found, _MODES[mode])
