@@ -19,6 +19,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.main import cli
+from oocgemm.service.confine import landlock
 
 TOP = Path(__file__).resolve().parent.parent
 README = TOP / "README.md"
@@ -80,6 +81,7 @@ def serving(arguments: list[str]) -> Iterator[None]:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     command = [sys.executable, "-m", "oocgemm", *(each.replace(":8642", f":{port}") for each in arguments)]
+    command += [] if landlock.abi() else ["--no-confine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -100,9 +102,11 @@ WITH_CODE = [page for page in PAGES if any(not block.mark for block in blocks(pa
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     np.random.seed(26)
     names: dict[str, Any] = {"__name__": "__main__"}
     try:

@@ -95,7 +95,7 @@ def test_demo_stops_its_server(
 
 @pytest.mark.skipif(not (TOP / ".git").exists() or shutil.which("git") is None, reason="needs a git checkout")
 def test_git_ignores_what_the_quick_start_writes() -> None:
-    written = ["A.zarr", "B.zarr", "C.zarr", "run.jsonl", "run.html", "demo/C.zarr", ".venv/bin"]
+    written = ["A.zarr", "B.zarr", "C.zarr", "run.jsonl", "run.html", "job.html", "demo/C.zarr", ".venv/bin"]
     line = ["git", "check-ignore", *written]
     done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == written
