@@ -19,6 +19,74 @@ NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromi
 DEADLINE = 60
 
 
+# JavaScript that finds texts outside their box, overlapping texts and sections, and pages wider than the
+# browser window.
+FAULTS = """(() => {
+  const found = [], texts = [], wide = document.documentElement.scrollWidth;
+  if (wide > innerWidth) found.push(`the page is ${wide} wide`);
+  const clipped = (e) => e && (getComputedStyle(e).clipPath !== "none" || clipped(e.parentElement));
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); ) {
+    if (!node.data.trim() || clipped(node.parentElement)) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const holders = "td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header";
+    const holder = node.parentElement.closest(holders) ?? document.querySelector("main");
+    const box = holder.getBoundingClientRect();
+    for (const r of range.getClientRects()) {
+      if (!r.width) continue;
+      const inside = r.left >= box.left - 1 && r.right <= box.right + 1;
+      if (!inside || r.top < box.top - 2 || r.bottom > box.bottom + 2)
+        found.push(`"${node.data.trim().slice(0, 40)}" leaves its ${holder.tagName}`);
+      texts.push([r, node.data.trim().slice(0, 40)]);
+    }
+  }
+  texts.forEach(([a, one], i) => texts.slice(i + 1).forEach(([b, other]) => {
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (across > 1 && down > 3) found.push(`"${one}" lies on "${other}"`);
+  }));
+  const cards = [...document.querySelectorAll("main > *")].map((e) => e.getBoundingClientRect());
+  cards.forEach((a, i) => cards.slice(i + 1).forEach((b) => {
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    if (across > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+      found.push("sections lie on one another");
+  }));
+  return found;
+})()"""
+
+# JavaScript that finds texts whose contrast with what is behind them is below that of WCAG 2.2 AA: 4.5, or 3
+# for large texts. Disabled controls are exempt.
+CONTRAST = """(() => {
+  const parsed = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
+  const over = ([r, g, b, a = 1], below) => [r, g, b].map((c, i) => a * c + (1 - a) * below[i]);
+  const light = (c) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = c.map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    const layers = [];
+    for (let e = element; e; e = e.parentElement) {
+      const colour = parsed(getComputedStyle(e).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) layers.unshift(colour);
+    }
+    return layers.reduce((below, layer) => over(layer, below), [255, 255, 255]);
+  };
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); ) {
+    const element = node.parentElement, style = getComputedStyle(element);
+    const shown = element.checkVisibility() && !element.closest(":disabled, .unseen, option");
+    if (!node.data.trim() || !shown) continue;
+    const back = behind(element), [a, b] = [light(over(parsed(style.color), back)), light(back)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), size = parseFloat(style.fontSize);
+    const large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+    if (ratio < (large ? 3 : 4.5)) found.push(`"${node.data.trim().slice(0, 40)}" has ${ratio.toFixed(2)}`);
+  }
+  return found;
+})()"""
+
+
 def find_browser() -> str | None:
     """Return the path of a Chromium: `$OOCGEMM_BROWSER`, or one of the usual names on the PATH."""
     given = os.environ.get("OOCGEMM_BROWSER")
@@ -81,9 +149,12 @@ class Page:
         self.painted()
 
     def until(self, expression: str) -> Any:
-        """Wait until an expression is true, and return its value. Raises `AssertionError` after `DEADLINE`."""
+        """Wait until an expression is true; return its value. Raises `AssertionError` after `DEADLINE`.
+
+        The value of an element is an empty dictionary.
+        """
         deadline = time.monotonic() + DEADLINE
-        while not (found := self.js(expression)):
+        while (found := self.js(expression)) in (None, False, 0, ""):
             if time.monotonic() > deadline:
                 text = self.js("document.body.innerText")
                 raise AssertionError(f"{expression} has not become true. The page says:\n{text}")

@@ -10,7 +10,7 @@ from oocgemm.reports.page import page
 from oocgemm.reports.roofline import roofline
 from oocgemm.timeline import Span, Timeline
 
-from .browser import Page, browser, find_browser
+from .browser import FAULTS, Page, browser, find_browser
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 PROGRAM = find_browser()
@@ -18,41 +18,6 @@ pytestmark = pytest.mark.skipif(
     PROGRAM is None,
     reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
 )
-
-# JavaScript that finds texts outside their box, overlapping texts and sections, and pages wider than the
-# browser window.
-FAULTS = """(() => {
-  const found = [], texts = [], wide = document.documentElement.scrollWidth;
-  if (wide > innerWidth) found.push(`the page is ${wide} wide`);
-  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
-  for (let node; (node = walker.nextNode()); ) {
-    if (!node.data.trim()) continue;
-    const range = document.createRange();
-    range.selectNodeContents(node);
-    const holders = "td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header";
-    const holder = node.parentElement.closest(holders);
-    const box = holder.getBoundingClientRect();
-    for (const r of range.getClientRects()) {
-      if (!r.width) continue;
-      const inside = r.left >= box.left - 1 && r.right <= box.right + 1;
-      if (!inside || r.top < box.top - 2 || r.bottom > box.bottom + 2)
-        found.push(`"${node.data.trim().slice(0, 40)}" leaves its ${holder.tagName}`);
-      texts.push([r, node.data.trim().slice(0, 40)]);
-    }
-  }
-  texts.forEach(([a, one], i) => texts.slice(i + 1).forEach(([b, other]) => {
-    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-    const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (across > 1 && down > 3) found.push(`"${one}" lies on "${other}"`);
-  }));
-  const cards = [...document.querySelectorAll("main > *")].map((e) => e.getBoundingClientRect());
-  cards.forEach((a, i) => cards.slice(i + 1).forEach((b) => {
-    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-    if (across > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
-      found.push("sections lie on one another");
-  }));
-  return found;
-})()"""
 
 
 @pytest.fixture(scope="module")
