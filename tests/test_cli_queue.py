@@ -195,7 +195,8 @@ def test_queue_filters(stub: Stub) -> None:
 
 
 def test_an_empty_queue_is_no_error(stub: Stub) -> None:
-    assert command("queue").out == "no jobs\n"
+    assert command("queue").out == "no job waits or runs; --all lists those that have ended\n"
+    assert command("queue", "--all").out == "no jobs\n"
     assert command("queue", "--json").json() == {"jobs": []}
     assert not stub.jobs
 

@@ -43,6 +43,9 @@ def queue(
     if as_json:
         print_json({"jobs": [job.info for job in jobs]})
         return
+    if not jobs and chosen == _LIVE:
+        click.echo("no job waits or runs; --all lists those that have ended")
+        return
     from oocgemm.cli.display_jobs import print_jobs
 
     print_jobs([job.info for job in jobs])
