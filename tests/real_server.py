@@ -72,9 +72,15 @@ class _UnixConnection(http.client.HTTPConnection):
 class RealServer:
     """A server process. Its TCP port and its login URL are known as soon as `start` has returned."""
 
-    def __init__(self, folder: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
-        """Prepare folders and operands; `options` are further ones of `oocgemm serve`."""
-        self.folder, self.options, self.env = folder, options, dict(env or {})
+    def __init__(self, folder: Path, *options: str, **changes: Any) -> None:
+        """Prepare folders and operands.
+
+        Args:
+            folder: for the state and the roots.
+            options: further ones of `oocgemm serve`.
+            changes: to the server, as `tests.odd_server` takes them.
+        """
+        self.folder, self.options, self.changes = folder, options, changes
         self.state, self.data, self.out = folder / "state", folder / "data", folder / "out"
         self.socket = self.state / "serve.sock"
         self.process: subprocess.Popen[str] | None = None
@@ -90,11 +96,12 @@ class RealServer:
         roots = ["--root", f"data={self.data}:ro", "--root", f"out={self.out}:rw"]
         confined = [] if landlock.abi() else ["--no-confine"]
         where = ["--state", str(self.state), "--listen", "127.0.0.1:0", "--backend", "host"]
-        return [sys.executable, "-m", "oocgemm", "serve", *where, *roots, *confined, *self.options]
+        program = ["tests.odd_server", json.dumps(self.changes)] if self.changes else ["oocgemm"]
+        return [sys.executable, "-m", *program, "serve", *where, *roots, *confined, *self.options]
 
     def start(self) -> "RealServer":
         """Start the server, and wait until it can be reached."""
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"} | self.env
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         with open(self.folder / "server.log", "a") as log:
             self.process = subprocess.Popen(
                 self.command(), stdout=subprocess.PIPE, stderr=log, text=True, env=env
@@ -215,9 +222,9 @@ class RealServer:
 
 
 @contextmanager
-def running_server(folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[RealServer]:
-    """Run a server for a block. Its jobs are killed at the end."""
-    server = RealServer(folder, *options, env=env)
+def running_server(folder: Path, *options: str, **changes: Any) -> Iterator[RealServer]:
+    """Run a server for a block, as `RealServer` describes it. Its jobs are killed at the end."""
+    server = RealServer(folder, *options, **changes)
     try:
         yield server.start()
     finally:

@@ -3,7 +3,7 @@
 - `states`: the states of a job, and which follow which. Pure.
 - `schedule`: which queued jobs start now, and why the others wait. Pure.
 - `store`: the jobs, in an SQLite database. Each change of state is one transaction.
-- `spec`: what a job computes, and what it needs.
+- `spec`: what a job computes, and what it needs. `planner`: the process that finds that out for the server.
 - `job`: the process of one job.
 - `launch`: starts such processes, and finds those that an earlier server started.
 - `dispatcher`: the loop that ties these together.

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs import api
 from oocgemm.jobs.plan import Plan
 from oocgemm.planning.units import format_size, parse_size
+from oocgemm.service.planner import Planned
 from oocgemm.service.schedule import Limits, Need
 from oocgemm.service.states import Reason
 
@@ -25,20 +25,6 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
 MARGIN = 64 << 20
 # Options that only the run takes, not the plan.
 _RUN = frozenset({"overwrite", "trust_operands"})
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A job that can be queued.
-
-    `spec` has absolute paths and explicit budgets. `summary` describes the plan, `need` is what the job
-    occupies, `seconds` its predicted time.
-    """
-
-    spec: dict[str, Any]
-    summary: dict[str, Any]
-    need: Need
-    seconds: float
 
 
 def checked(spec: Mapping[str, Any]) -> dict[str, Any]:

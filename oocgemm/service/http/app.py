@@ -56,8 +56,9 @@ def create(service: Service) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.service = service
-    problems.install(app)
-    for router in (jobs_routes(), events.routes(), files.routes(), machine.routes(), page.routes()):
+    routers = (jobs_routes(), events.routes(), files.routes(), machine.routes(), page.routes())
+    problems.install(app, [route for router in routers for route in router.routes])
+    for router in routers:
         app.include_router(router)
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     return app

@@ -42,7 +42,9 @@ def routes() -> APIRouter:
         """Return the tiles of C that have been written."""
         found = service.store.get(job)
         rows, columns = found.plan["tiles"]
-        return TilesView(rows=rows, columns=columns, done=sorted(service.tiles(found)))
+        return TilesView(
+            rows=rows, columns=columns, done=[list(tile) for tile in sorted(service.tiles(found))]
+        )
 
     @router.get("/log", response_class=PlainTextResponse, responses=_answers("text/plain"))
     def get_log(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header

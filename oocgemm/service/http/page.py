@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import FileResponse, RedirectResponse, Response
 
+from oocgemm.service.http.problems import problem
 from oocgemm.service.http.requests import Shared
 from oocgemm.service.http.service import Service
 from oocgemm.service.http.tokens import SESSION_SECONDS
@@ -42,8 +43,9 @@ def routes() -> APIRouter:
     def log_in_by_token(body: LoginBody, service: Shared) -> Response:
         """Sign a user in by a token."""
         if service.store.identify(body.token) is None:
-            raise HTTPException(
-                401, "the token is wrong, revoked, or has expired: make one with oocgemm token create"
+            return problem(
+                "unauthorized",
+                "the token is wrong, revoked, or has expired: make one with oocgemm token create",
             )
         response = Response(status_code=204)
         _set_cookie(response, service, body.token)

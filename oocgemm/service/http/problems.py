@@ -1,13 +1,13 @@
 """Errors as JSON: problem documents of RFC 9457."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from oocgemm.errors import BackendError, BudgetError, InputError, OocGemmError
 from oocgemm.service.confine.paths import PathError
@@ -57,7 +57,7 @@ SLUGS: tuple[tuple[type[Exception], str], ...] = (
     (InputError, "invalid-request"),
 )
 # The slug for a status of the framework. Its other ones are for invalid requests.
-_BY_STATUS = {404: "not-found", 408: "too-slow", 413: "too-large", 503: "unavailable"}
+_BY_STATUS = {401: "unauthorized", 404: "not-found", 408: "too-slow", 413: "too-large", 503: "unavailable"}
 MEDIA_TYPE = "application/problem+json"
 # Statuses with which a client may try again after so many seconds.
 RETRY_SECONDS = {429: 60, 503: 1}
@@ -98,8 +98,8 @@ def problem_of(error: Exception) -> Response:
     return problem("internal", f"{type(error).__name__}: see the log of the server")
 
 
-def install(app: FastAPI) -> None:
-    """Answer all errors of an application by problem documents."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Answer all errors of an application, which has these routes, by problem documents."""
 
     async def package(_: Request, error: Exception) -> Response:
         return problem_of(error)
@@ -113,7 +113,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         slug, headers = _BY_STATUS.get(error.status_code, "invalid-request"), dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_methods(app, request))
+            headers["Allow"] = ", ".join(_methods(routes, request))
         return problem(slug, str(error.detail), error.status_code, headers)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
@@ -126,10 +126,10 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
-def _methods(app: FastAPI, request: Request) -> list[str]:
+def _methods(routes: Sequence[BaseRoute], request: Request) -> list[str]:
     """Return the methods of all routes for the path of a request. Starlette names those of the first one."""
     found: set[str] = set()
-    for route in app.routes:
+    for route in routes:
         if route.matches(request.scope)[0] is not Match.NONE:
             found.update(getattr(route, "methods", None) or ())
     return sorted(found)

@@ -12,6 +12,7 @@ from another origin.
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
@@ -30,6 +31,7 @@ from oocgemm.service.http.service import Service
 MAX_BODY, BODY_SECONDS = 1 << 20, 30.0
 # Requests at a time, of each socket. Streams of events and long polls count.
 MAX_REQUESTS = 1000
+_TOO_LARGE = f"the body has {{}} bytes, and {MAX_BODY} are allowed: send less"
 SAFE = frozenset({"GET", "HEAD"})
 _UNAUTHORIZED = (
     "this needs a token: make one with oocgemm token create, or open the URL that oocgemm serve has printed"
@@ -63,7 +65,7 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        receiving = _Receiving(receive, complete=_length(headers) == 0)
+        receiving = _Receiving(receive, _length(headers))
         sending = _Sending(send, receiving)
         self._requests += 1
         try:
@@ -117,13 +119,15 @@ class Guard:
 class _Receiving:
     """Receives a body, limited in size and in time. `complete` is whether all of it has come."""
 
-    def __init__(self, receive: Receive, *, complete: bool) -> None:
-        self._receive, self._size, self.complete = receive, 0, complete
+    def __init__(self, receive: Receive, length: int | None) -> None:
+        self._receive, self._length, self._size, self.complete = receive, length, 0, length == 0
         self._end = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def __call__(self) -> Message:
         if self.complete:  # the only thing to come is that the client goes, or an empty message
             return await self._receive()
+        if self._length is not None and self._length > MAX_BODY:
+            raise HTTPException(413, _TOO_LARGE.format(self._length))
         try:
             async with asyncio.timeout_at(self._end):
                 message = await self._receive()
@@ -131,16 +135,22 @@ class _Receiving:
             raise HTTPException(408, f"the body did not come in {BODY_SECONDS:g} s: send it faster") from None
         self._size += len(message.get("body", b""))
         if self._size > MAX_BODY:
-            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes: send less")
+            raise HTTPException(413, _TOO_LARGE.format("more"))
         self.complete = not message.get("more_body", False)
         return message
+
+    async def drain(self) -> None:
+        """Receive the rest of the body, as long as it is within the limits."""
+        with suppress(HTTPException):
+            while not self.complete:
+                await self()
 
 
 class _Sending:
     """Sends an answer with the headers that all answers have, unless it has others of the same name.
 
-    An answer that is sent before the body has come closes the connection. Else, the client could keep it by
-    sending the body for ever.
+    Clients that send a body may read no answer before, so the rest of it is received first. If it exceeds the
+    limits, the connection is closed. Else, the client could keep it by sending a body for ever.
     """
 
     def __init__(self, send: Send, receiving: _Receiving) -> None:
@@ -148,6 +158,7 @@ class _Sending:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            await self._receiving.drain()
             headers = list(message.get("headers", ()))
             present = {name.lower() for name, _ in headers}
             more = HEADERS if self._receiving.complete else {**HEADERS, "connection": "close"}
@@ -165,16 +176,18 @@ def _length(headers: dict[str, str]) -> int | None:
     if "transfer-encoding" in headers:
         return None
     length = headers.get("content-length", "0")
-    return int(length) if length.isascii() and length.isdecimal() and len(length) < 19 else None
+    return int(length) if length.isascii() and length.isdecimal() else None
 
 
 def _wrong_length(headers: dict[str, str]) -> Response | None:
     length = _length(headers)
     if length is None and "content-length" in headers:
-        return problem("too-large", "the length of the body is no number of bytes: send less")
+        return problem(
+            "invalid-request", "the length of the body is given twice: send Content-Length alone", 400
+        )
     if length is None or length <= MAX_BODY:
         return None
-    return problem("too-large", f"the body has {length} bytes, and {MAX_BODY} are allowed: send less")
+    return problem("too-large", _TOO_LARGE.format(length))
 
 
 def _is_open(scope: MutableMapping[str, Any]) -> bool:

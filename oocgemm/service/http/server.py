@@ -216,15 +216,17 @@ def _remove_dead(path: Path) -> None:
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(128)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"{host}:{port} cannot be used ({reason}): pass another --listen") from error
+    with ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            made = stack.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen(128)
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"{host}:{port} cannot be used ({reason}): pass another --listen") from error
+        stack.pop_all()
     return made
 
 

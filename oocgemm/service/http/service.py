@@ -22,6 +22,7 @@ from oocgemm.service.http.tokens import LoginCode, Tokens
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job import TILES
 from oocgemm.service.limits import Device, find_devices, free_space, limits
+from oocgemm.service.planner import Planner
 from oocgemm.service.schedule import Limits
 from oocgemm.service.schema import Job
 from oocgemm.service.states import State, possible
@@ -61,6 +62,7 @@ class Service:
         config: what `oocgemm serve` was told.
         store: the jobs and tokens.
         dispatcher: starts the jobs.
+        planner: plans them.
         backend: the backend of all jobs.
         devices: the devices of the machine.
         fixed: what jobs may occupy, as found at the start.
@@ -71,6 +73,7 @@ class Service:
     config: Config
     store: Tokens
     dispatcher: Dispatcher
+    planner: Planner
     backend: str
     devices: Sequence[Device]
     fixed: Limits
@@ -102,6 +105,7 @@ class Service:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        self.planner.close()
         self.dispatcher.close()
         self.store.close()
 
@@ -244,14 +248,10 @@ def open_service(config: Config) -> Service:
     )
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Tokens(config.state / DATABASE)
+    confine = confinement(config.roots.values()) if config.confine else None
     try:
-        dispatcher = Dispatcher(
-            store,
-            config.state,
-            lambda: _current(config, fixed),
-            confine=confinement(config.roots.values()) if config.confine else None,
-        )
+        dispatcher = Dispatcher(store, config.state, lambda: _current(config, fixed), confine=confine)
     except InputError:
         store.close()
         raise
-    return Service(config, store, dispatcher, backend, devices, fixed)
+    return Service(config, store, dispatcher, Planner(confine), backend, devices, fixed)

@@ -10,9 +10,9 @@ from oocgemm.service.errors import TooManyJobsError
 from oocgemm.service.http.identity import Identity
 from oocgemm.service.http.service import Service
 from oocgemm.service.http.views import JobBody, PlanView
+from oocgemm.service.planner import Planned
 from oocgemm.service.schedule import Waiting
 from oocgemm.service.schema import Job, NewJob
-from oocgemm.service.spec import Planned, checked, planned
 
 
 def plan_job(service: Service, body: JobBody) -> Planned:
@@ -28,7 +28,7 @@ def plan_job(service: Service, body: JobBody) -> Planned:
     }
     spec: Mapping[str, Any] = {**paths, "options": dict(body.options)}
     try:
-        return planned(checked(spec), service.limits(), service.backend)
+        return service.planner.plan(spec, service.limits(), service.backend)
     except Exception as error:
         # Messages name absolute paths. Users see the names that they have written.
         error.args = tuple(_shown(service, paths, each) for each in error.args)

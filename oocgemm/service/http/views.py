@@ -18,6 +18,7 @@ Number = (
 Word = Annotated[str, StringConstraints(max_length=128)]
 Operand = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Extent = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
+Tile = Annotated[list[int], Field(min_length=2, max_length=2)]
 Flag = Annotated[bool, Field(strict=True)]
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Attempts = Annotated[int, Field(ge=1, le=100, strict=True)]
@@ -190,7 +191,7 @@ class TilesView(BaseModel):
 
     rows: int
     columns: int
-    done: list[tuple[int, int]]
+    done: list[Tile]
 
 
 class DeviceView(BaseModel):

@@ -151,6 +151,7 @@ export const jobView = (main, { id, user, onState }) => {
       if (over && !ended) { ended = true; live.move(`/v1/events?after=${last}`); }
     },
   });
+  refresh();
   const timer = setInterval(() => { if (!document.hidden && job && !FINAL.has(job.state)) refresh(); }, REFRESH_MS);
   return {
     close: () => {

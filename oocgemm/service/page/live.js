@@ -12,7 +12,7 @@ const RETRY_SECONDS = [1, 2, 4, 8];
 
 export class Live {
   // `path` is that of the stream, `onEvent` is called with each event, `onOpen` with each connection, so that the view
-  // loads what it has missed. `onState` is called with "connecting", "live" or "lost".
+  // loads what it has missed. `onState` is called with "connecting", "live" or "lost"; with null at the end.
   constructor(path, { onEvent, onOpen, onState }) {
     Object.assign(this, { path, onEvent, onOpen, onState, failures: 0, timer: 0, last: 0, ended: false });
     this.onVisible = () => (document.hidden ? this.stop() : this.start());
@@ -50,7 +50,7 @@ export class Live {
   broken() {
     this.stop();
     if (this.ended || document.hidden) return;
-    this.onState("lost");
+    this.onState(this.failures ? "lost" : "connecting"); // a connection that breaks once is no news
     const seconds = RETRY_SECONDS[Math.min(this.failures, RETRY_SECONDS.length - 1)];
     this.failures += 1;
     this.timer = setTimeout(() => this.retry(), 1000 * seconds);
@@ -69,6 +69,7 @@ export class Live {
 
   close() {
     this.ended = true;
+    this.onState(null);
     document.removeEventListener("visibilitychange", this.onVisible);
     this.stop();
   }

@@ -13,7 +13,8 @@ const lost = document.getElementById("lost"), userName = document.getElementById
 let user = null, view = null, signedOut = false, since = 0, first = true;
 
 const onState = (state) => {
-  show(connection, true);
+  show(connection, state !== null);
+  if (state === null) { since = 0; show(lost, false); return; }
   connection.dataset.state = state;
   setText(connection, { connecting: "Connecting", live: "Live", lost: "Disconnected" }[state]);
   if (state === "live") { since = 0; show(lost, false); }
@@ -26,8 +27,6 @@ const onState = (state) => {
 
 const showView = (make, options = {}) => {
   view?.close();
-  show(connection, false);
-  show(lost, false);
   view = make(main, { user, onState, ...options });
   // A new view is read from its heading on. The first one is not, so that the page begins at its beginning.
   if (!first && !main.contains(document.activeElement)) main.querySelector("h1")?.focus({ preventScroll: true });

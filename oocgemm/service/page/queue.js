@@ -88,6 +88,7 @@ export const queueView = (main, { onState }) => {
       refresh();
     },
   });
+  refresh();
   const timer = setInterval(() => { if (!document.hidden) refresh(); }, REFRESH_MS);
   return { close: () => { closed = true; clearInterval(timer); refresh.stop(); live.close(); } };
 };
