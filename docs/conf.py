@@ -1,13 +1,18 @@
 """How Sphinx builds these pages: scripts/docs."""
 
+import sys
+from pathlib import Path
+
 from oocgemm import __version__
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # http_api
 
 project = "oocgemm"
 author = "The oocgemm developers"
 copyright = author  # noqa: A001  # a name of Sphinx's
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "http_api"]
 exclude_patterns = ["_build"]
 root_doc = "index"
 
@@ -17,7 +22,9 @@ suppress_warnings = ["myst.header"]  # generated sections begin at a level of th
 
 nitpicky = True
 # Types of the standard library, of NumPy and of modules that the API page does not show.
-nitpick_ignore_regex = [("py:.*", r"(?!oocgemm\.(gemm|matmul|plan|verify|report|read_log|release)$).*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!oocgemm\.(gemm|matmul|plan|verify|report|read_log|release|Client|Job)$).*")
+]
 default_role = "code"  # docstrings write `name` for code
 highlight_language = "text"
 

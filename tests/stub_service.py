@@ -39,6 +39,7 @@ class Stub:
         self.on_read: Callable[[], object] = lambda: None
         self.on_action: Callable[[dict[str, Any]], object] = lambda job: None
         self.log = b""
+        self.timeline = b""
         self.page = 2  # jobs per page
 
     def add(self, **values: Any) -> dict[str, Any]:
@@ -132,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
                 start = int(self.headers.get("Range", "bytes=0-")[6:-1])
                 part = stub.log[start:]
                 answer = (416, {}) if start and not part else (206 if start else 200, part)
+            case "GET", "jobs", number, "timeline":
+                answer = 200, stub.timeline
             case "GET", "jobs", number, "report":
                 answer = 200, b"<html>"
             case "GET", "jobs", number, "events":
@@ -181,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(f"id: {sent + 1}\nevent: {kind}\ndata: {{".encode())  # half an event
                 return
             number = "" if kind == "progress" else f"id: {sent + 1}\n"
-            text = json.dumps({"data": data} | data)
+            text = json.dumps({"kind": kind, "data": data})
             self.wfile.write(f": comment\n{number}event: {kind}\ndata: {text}\n\n".encode())
 
 

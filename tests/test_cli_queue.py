@@ -195,7 +195,8 @@ def test_queue_filters(stub: Stub) -> None:
 
 
 def test_an_empty_queue_is_no_error(stub: Stub) -> None:
-    assert command("queue").out == "no jobs\n"
+    assert command("queue").out == "no job waits or runs; --all lists those that have ended\n"
+    assert command("queue", "--all").out == "no jobs\n"
     assert command("queue", "--json").json() == {"jobs": []}
     assert not stub.jobs
 
@@ -282,6 +283,46 @@ def test_logs_are_shown_and_followed(stub: Stub) -> None:
     assert command("logs", "-f", "last").out == "begin\nend\n"
 
 
+def test_a_job_that_has_printed_nothing_has_an_empty_log(stub: Stub) -> None:
+    job = stub.add(state="running")
+    done = command("logs", "last")
+    assert (done.code, done.out) == (0, "")
+    assert done.err == f"Note: job {job['id']}, which is running, has printed nothing\n"
+
+
+# Reports
+
+TIMELINE = Path(__file__).parents[1] / "scripts" / "results" / "report.jsonl"
+
+
+def test_the_report_on_a_job_is_that_on_its_timeline(stub: Stub, tmp_path: Path) -> None:
+    stub.timeline = TIMELINE.read_bytes()
+    stub.add(state="succeeded")
+    done = command("report", "--job", "last", "--html", tmp_path / "run.html")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[:-1] == command("report", TIMELINE).out.splitlines()
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+    assert command("report", "--job", "last", "--json").json() == command("report", TIMELINE, "--json").json()
+
+
+def test_two_jobs_are_compared(stub: Stub) -> None:
+    stub.timeline = TIMELINE.read_bytes()
+    ids = [stub.add(state="succeeded")["id"] for _ in range(3)]
+    done = command("report", "--job", ids[0], "--job", ids[1])
+    assert done.code == 0
+    assert f"job {ids[0][-6:]}" in done.out
+    assert f"job {ids[1][-6:]}" in done.out
+    done = command("report", *(word for number in ids for word in ("--job", number)))
+    assert (done.code, "given 3 times, and at most two" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [[], [TIMELINE, "--job", "last"]])
+def test_a_report_is_on_a_file_or_on_a_job(stub: Stub, arguments: list[str | Path]) -> None:
+    done = command("report", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "give a TIMELINE, or --job ID" in done.err
+
+
 @pytest.mark.parametrize("arguments", [["queue"], ["status", "X"], ["submit", "r:a", "r:b", "r:c"]])
 def test_a_service_that_does_not_run_is_an_error(arguments: list[str]) -> None:
     done = command(*arguments, "--service", "/none", "--json")
@@ -326,4 +367,4 @@ def test_commands_on_jobs_start_quickly(stub: Stub) -> None:
             check=True,
             env=os.environ,
         )
-        assert done.stderr == "set()\n", line
+        assert done.stderr.endswith("set()\n"), line

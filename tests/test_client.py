@@ -209,7 +209,7 @@ def test_the_delays_between_attempts_double_up_to_a_limit(monkeypatch: pytest.Mo
 def test_a_problem_becomes_an_error(slug: str, kind: type[OocGemmError]) -> None:
     error = error_of(422, f'{{"type": "/problems/{slug}", "detail": "what and why"}}'.encode())
     assert type(error) is kind
-    assert str(error).startswith("what and why")
+    assert str(error).startswith("the token is" if slug == "unauthorized" else "what and why")
 
 
 def test_a_budget_error_has_the_smallest_budgets() -> None:
@@ -220,7 +220,9 @@ def test_a_budget_error_has_the_smallest_budgets() -> None:
 
 
 def test_a_missing_token_is_explained() -> None:
-    assert "$OOCGEMM_TOKEN" in str(error_of(401, b'{"type": "/problems/unauthorized", "detail": "No."}'))
+    assert "missing, wrong, revoked or has expired: set $OOCGEMM_TOKEN" in str(
+        error_of(401, b'{"type": "/problems/unauthorized", "detail": "No."}')
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b"\xff"])

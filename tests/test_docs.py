@@ -4,9 +4,11 @@ import logging
 import pkgutil
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.main import cli
+from oocgemm.service.confine import landlock
 
 TOP = Path(__file__).resolve().parent.parent
 README = TOP / "README.md"
@@ -49,10 +52,11 @@ class Block:
                 yield words
         assert not pending
 
-    def run(self, names: dict[str, Any]) -> None:
+    def run(self, names: dict[str, Any], servers: ExitStack) -> None:
         """Run the block in this process, in the current folder.
 
-        `names` is the namespace that all Python blocks of the page share.
+        `names` is the namespace that all Python blocks of the page share. A server that the block starts runs
+        until `servers` is closed.
         """
         where = f"{self.page.relative_to(TOP)}:{self.line}"
         if self.language == "python":
@@ -60,11 +64,31 @@ class Block:
             exec(compile("\n" * self.line + self.code, where, "exec"), names)
             return
         for words in self.commands():
-            if words[0] == "oocgemm":
-                cli.main(words[1:], prog_name="oocgemm", standalone_mode=False)
+            if words[:2] == ["oocgemm", "serve"]:
+                servers.enter_context(serving(words[1:]))
+            elif words[0] == "oocgemm":
+                assert not cli.main(words[1:], prog_name="oocgemm", standalone_mode=False), (
+                    f"{where}: {words}"
+                )
             else:
                 assert words[:2] == ["python", "-c"], f"{where}: mark the block, or let a test run {words[0]}"
                 exec(words[2], {})
+
+
+@contextmanager
+def serving(arguments: list[str]) -> Iterator[None]:
+    """Run a server in a process, as readers do in a first shell. Its TCP port is one that is free here."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    command = [sys.executable, "-m", "oocgemm", *(each.replace(":8642", f":{port}") for each in arguments)]
+    command += [] if landlock.abi() else ["--no-confine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert any(line.startswith("listening on http") for line in process.stdout)
+            yield
+        finally:
+            process.terminate()
 
 
 def blocks(page: Path) -> list[Block]:
@@ -78,14 +102,18 @@ WITH_CODE = [page for page in PAGES if any(not block.mark for block in blocks(pa
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     np.random.seed(26)
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        for block in blocks(page):
-            if not block.mark:
-                block.run(names)
+        with ExitStack() as servers:
+            for block in blocks(page):
+                if not block.mark:
+                    block.run(names, servers)
     finally:
         logging.getLogger("oocgemm").setLevel(logging.NOTSET)
 
@@ -115,9 +143,10 @@ def options(command: click.Command) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_and_commands_named_exist(page: Path) -> None:
     text = page.read_text()
-    # options of scripts/test, mypy, plink2, dask and Slurm
+    # options of scripts/test, mypy, plink2, dask, Slurm, curl, useradd, systemctl and podman
     outside = {"--all", "--no-setup", "--strict", "--make-rel", "--host", "--nthreads", "--local-directory"}
-    outside |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}
+    outside |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--help"}
+    outside |= {"--unix-socket", "--system", "--full", "--now", "--name", "--gpus", "--memory"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
     assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
 

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).resolve().parent.parent
-# Stands for programs of a virtual environment, and appends its command line to a file.
-PROGRAM = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\n'
+# Stands for programs of a virtual environment, and appends its command line to a file. A server says where it
+# listens, and runs until it is stopped.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+[ "$1" != serve ] || { echo "listening on a socket"; echo $$ > "$CALLS.server"; exec sleep 600; }
+[ "$1" != "$FAILS" ]
+"""
 
 
 @pytest.fixture
@@ -23,6 +28,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program.chmod(0o755)
     monkeypatch.setenv("OOCGEMM_VENV", str(folder))
     monkeypatch.setenv("CALLS", str(folder / "calls"))
+    monkeypatch.setenv("FAILS", "nothing")
     return folder
 
 
@@ -53,18 +59,43 @@ def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
 def test_demo_shows_what_a_user_sees_and_names_its_files(venv: Path, tmp_path: Path) -> None:
     done = script("demo", "my demo", cwd=tmp_path)
     assert "setup: installing oocgemm" in done.stderr
-    calls = {call.split()[1]: call for call in called(venv) if call.startswith("oocgemm ")}
-    assert list(calls) == ["plan", "run", "report"]
-    assert "--quiet" not in calls["run"]
-    assert "--html run.html" in calls["report"]
+    calls = [call.split(maxsplit=2)[1:] for call in called(venv) if call.startswith("oocgemm ")]
+    assert [name for name, _ in calls] == [
+        "plan",
+        "run",
+        "report",
+        "serve",
+        "submit",
+        "report",
+        "cancel",
+        "wait",
+    ]
+    assert "--quiet" not in calls[1][1]
+    assert "--html run.html" in calls[2][1]
+    assert "--job last --html job.html" in calls[5][1]
+    *_, last_but_one, last = done.stdout.splitlines()
     for name in ("C.zarr", "run.jsonl", "run.html"):
-        assert f"{tmp_path}/my demo/{name}" in done.stdout.splitlines()[-1]
+        assert f"{tmp_path}/my demo/{name}" in last_but_one
+    assert f"file://{tmp_path}/my demo/job.html" in last
     assert any(call.endswith(f"demo_data.py check {tmp_path}/my demo") for call in called(venv))
+
+
+@pytest.mark.parametrize("fails", ["submit", "nothing"])
+def test_demo_stops_its_server(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setenv("FAILS", fails)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    line = [str(TOP / "scripts" / "demo"), str(tmp_path / "demo")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) is (fails == "submit")
+    assert not Path("/proc", (venv / "calls.server").read_text().strip()).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "my venv"]
 
 
 @pytest.mark.skipif(not (TOP / ".git").exists() or shutil.which("git") is None, reason="needs a git checkout")
 def test_git_ignores_what_the_quick_start_writes() -> None:
-    written = ["A.zarr", "B.zarr", "C.zarr", "run.jsonl", "run.html", "demo/C.zarr", ".venv/bin"]
+    written = ["A.zarr", "B.zarr", "C.zarr", "run.jsonl", "run.html", "job.html", "demo/C.zarr", ".venv/bin"]
     line = ["git", "check-ignore", *written]
     done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == written

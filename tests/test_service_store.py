@@ -40,7 +40,7 @@ def test_a_job_is_stored_with_its_event(store: Store) -> None:
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(store: Store) -> None:
-    with pytest.raises(ConflictError, match=r"queued, writes the same C, /c: cancel it"):
+    with pytest.raises(ConflictError, match=r"queued, writes the same C: cancel it"):
         store.submit([plain_job("/c"), plain_job("/d"), plain_job("/c")])
     with pytest.raises(UnknownJobError):
         store.submit([plain_job("/c"), plain_job("/d", needs=("nobody",))])

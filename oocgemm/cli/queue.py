@@ -7,7 +7,7 @@ import click
 
 from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.jobs import SERVICE, JobId, continuing, exit_code_of, find, wait_for
-from oocgemm.cli.output import exit_code, print_error, print_json
+from oocgemm.cli.output import exit_code, print_error, print_json, print_note
 from oocgemm.errors import OocGemmError
 from oocgemm.service.client import Client, Job
 from oocgemm.service.states import ACTIVE, FINAL, State
@@ -42,6 +42,9 @@ def queue(
     jobs = sorted(Client(service).jobs(states=chosen, owner=owner), key=_order)
     if as_json:
         print_json({"jobs": [job.info for job in jobs]})
+        return
+    if not jobs and chosen == _LIVE:
+        click.echo("no job waits or runs; --all lists those that have ended")
         return
     from oocgemm.cli.display_jobs import print_jobs
 
@@ -165,5 +168,9 @@ def logs(id_: str, follow: bool, service: str | None, as_json: bool) -> None:
             text = "".join(job.follow()) if follow else job.log()
             print_json({"id": job.id, "state": job.state, "log": text})
             return
+        printed = False
         for text in job.follow() if follow else (job.log(),):
             click.echo(text, nl=False)
+            printed = printed or bool(text)
+    if not printed:
+        print_note(f"job {job.id}, which is {job.state}, has printed nothing")

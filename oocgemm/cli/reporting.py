@@ -1,19 +1,34 @@
 """The commands that show what is known and measure nothing: report, info."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import click
 
-from oocgemm.cli.basics import JSON
+from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.display import print_comparison, print_info, print_report
+from oocgemm.cli.jobs import SERVICE, SHORT, JobId, find
 from oocgemm.cli.output import print_json
 from oocgemm.machine import info as system
 from oocgemm.reports import exports
-from oocgemm.timeline import read_log, same_product
+from oocgemm.service.client import Client
+from oocgemm.timeline import Timeline, read_log, same_product
 from oocgemm.timeline import report as figures_of
 
 
 @click.command()
-@click.argument("timeline", type=click.Path())
+@click.argument("timeline", type=click.Path(), required=False)
 @click.argument("other", type=click.Path(), required=False)
+@click.option(
+    "--job",
+    "jobs",
+    type=JobId(),
+    metavar="ID",
+    multiple=True,
+    help="Report on this job of a service instead of a file; give it twice to compare two jobs. The last "
+    'characters of its id are enough; "last" is the newest job.',
+)
 @click.option(
     "--html", type=click.Path(dir_okay=False), help="Write a self-contained page with charts to this file."
 )
@@ -22,8 +37,15 @@ from oocgemm.timeline import report as figures_of
 @click.option(
     "--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev to this file."
 )
-@JSON
-def report(timeline: str, other: str | None, as_json: bool, **outputs: str | None) -> None:
+@taking(SERVICE, JSON)
+def report(
+    timeline: str | None,
+    other: str | None,
+    jobs: tuple[str, ...],
+    service: str | None,
+    as_json: bool,
+    **outputs: str | None,
+) -> None:
     """Show what limited the speed of a run, and what to change.
 
     TIMELINE is a file that `oocgemm run --timeline` wrote. With OTHER, a second such file, the two runs are
@@ -31,8 +53,15 @@ def report(timeline: str, other: str | None, as_json: bool, **outputs: str | Non
 
     Example: oocgemm report run.jsonl --html run.html
     """
-    logs = [timeline, *([other] if other else [])]
-    recorded = [read_log(log) for log in logs]
+    logs = [path for path in (timeline, other) if path is not None]
+    if bool(logs) == bool(jobs):
+        raise click.UsageError("give a TIMELINE, or --job ID for a job of a service")
+    if len(jobs) > 2:
+        raise click.UsageError(f"--job was given {len(jobs)} times, and at most two jobs can be compared")
+    if jobs:
+        logs, recorded = _of_jobs(jobs, service)
+    else:
+        recorded = [read_log(log) for log in logs]
     figures = [figures_of(one) for one in recorded]
     written = exports.export(logs, recorded, outputs)
     if as_json:
@@ -45,6 +74,18 @@ def report(timeline: str, other: str | None, as_json: bool, **outputs: str | Non
         print_comparison(logs, figures, recorded)
     for what, path in written:
         click.echo(f"{what}: {path}")
+
+
+def _of_jobs(ids: Sequence[str], service: str | None) -> tuple[list[str], list[Timeline]]:
+    """Return names for the jobs of a service, and their timelines."""
+    jobs = find(Client(service), ids)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "timeline")
+        recorded = []
+        for job in jobs:
+            job.timeline(path)
+            recorded.append(read_log(str(path)))
+    return [job.info["name"] or f"job {job.id[-SHORT:]}" for job in jobs], recorded
 
 
 @click.command()

@@ -83,9 +83,9 @@ def serve(
     """
     try:
         from oocgemm.service.http import server
-        from oocgemm.service.http.config import Config, default_state, parse_address
+        from oocgemm.service.http.config import Config, default_state, make_state, parse_address
     except ImportError as error:
-        raise InputError(f"{error.name} is missing: pip install 'oocgemm[service]'") from error
+        raise _missing(error) from error
     from oocgemm.service.confine.paths import Root
 
     parsed = [Root.parse(text) for text in roots]
@@ -103,10 +103,14 @@ def serve(
         confine=not no_confine,
         **options,
     )
+    make_state(folder)
     server.serve(config, _ready)
+    click.echo("the server has stopped; jobs that are running go on")
 
 
 def _ready(service: Any, addresses: list[str]) -> None:
+    from oocgemm.service.client.address import default_socket
+
     devices = ", ".join(f"{each.number}: {each.name}" for each in service.devices)
     click.echo(f"devices: {devices} ({service.backend})")
     for root in service.roots.values():
@@ -114,6 +118,8 @@ def _ready(service: Any, addresses: list[str]) -> None:
     if not service.config.confine:
         click.echo("jobs are not confined to the roots")
     click.echo(f"listening on {addresses[0]}")
+    if Path(addresses[0]) != default_socket():
+        click.echo(f"for other commands: export OOCGEMM_SERVICE={addresses[0]}")
     for url in addresses[1:]:
         click.echo(f"listening on {url}; sign in once: {url}/login?code={service.login.code}")
         service.login.changed = partial(_next_login, url)
@@ -177,13 +183,19 @@ def revoke(id_: str, state: Path | None) -> None:
 def _tokens(state: Path | None) -> Any:
     from contextlib import closing
 
-    from oocgemm.service.http.config import default_state
-    from oocgemm.service.http.service import DATABASE
-    from oocgemm.service.http.tokens import Tokens
-
-    folder = (state or default_state()).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        from oocgemm.service.http.config import default_state, make_state
+        from oocgemm.service.http.service import DATABASE
+        from oocgemm.service.http.tokens import Tokens
+    except ImportError as error:
+        raise _missing(error) from error
+    folder = (state or default_state()).expanduser().absolute()
+    make_state(folder)
     return closing(Tokens(folder / DATABASE))
+
+
+def _missing(error: ImportError) -> InputError:
+    return InputError(f"{error.name} is missing: pip install 'oocgemm[service]'")
 
 
 def _shown(made: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ STORAGE = {field.name for field in fields(StoreRates)}
 OPTIONAL = {
     "ml_dtypes": ("bfloat16 operands", "bfloat16"),
     "resvg_py": ("PNG pictures of reports", "png"),
+    "fastapi": ("the server of oocgemm serve", "service"),
     "zarrs": ("faster reads of arrays with filters", "zarrs"),
 }
 

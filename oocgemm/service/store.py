@@ -13,7 +13,7 @@ from typing import Any
 from oocgemm.service.errors import ConflictError, StaleError
 from oocgemm.service.reading import Reader, decayed
 from oocgemm.service.schema import Job, NewJob, new_id
-from oocgemm.service.states import FINAL, FOLLOWING, Action, Reason, State, requested
+from oocgemm.service.states import FINAL, FOLLOWING, Action, Reason, State, possible, requested
 
 # Columns that a change of state may set.
 _COLUMNS = frozenset(
@@ -127,8 +127,8 @@ class Store(Reader):
                 "SELECT id, state FROM jobs WHERE c_path = ? AND state NOT IN (?, ?, ?)", (c_path, *FINAL)
             ).fetchone()
             raise ConflictError(
-                f"job {other['id']}, which is {other['state']}, writes the same C, {c_path}: cancel it, wait "
-                "for it, or give another path for C"
+                f"job {other['id']}, which is {other['state']}, writes the same C: cancel it, wait for it, "
+                "or give another path for C"
             ) from error
 
     # Changes
@@ -171,7 +171,10 @@ class Store(Reader):
             found = self.get(job)
             to = requested(action, found.state)
             if to is None:
-                raise ConflictError(f"job {job} is {found.state}: {action} is impossible")
+                others = ", ".join(possible(found.state)) or "nothing"
+                raise ConflictError(
+                    f"job {job} is {found.state}: {action} is impossible (possible: {others})"
+                )
             if to is found.state:
                 return found
             fresh = {"failures": 0, "not_before": None, "ended": None} if action is Action.RETRY else {}

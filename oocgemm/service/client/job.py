@@ -126,7 +126,7 @@ class Job:
             return
         for message in messages(self._transport, self._path("events")):
             if message.kind == "progress":
-                data = message.json()
+                data = message.json().get("data") or {}
                 now = Progress(self.state, int(data.get("done", 0)), int(data.get("total", 0)))
             else:
                 # The events of earlier attempts are replayed too, so the state is read from the job.
@@ -194,13 +194,20 @@ class Job:
             InputError: the file cannot be written.
             ServiceError: there is no report, since no attempt has got that far.
         """
-        page = self._transport.call("GET", self._path("report")).body
+        self._save("report", path)
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline of the run to a file, for `oocgemm.report`. Raises what `report` raises."""
+        self._save("timeline", path)
+
+    def _save(self, part: str, path: str | os.PathLike[str]) -> None:
+        data = self._transport.call("GET", self._path(part)).body
         new = Path(f"{os.fspath(path)}.new")
         try:
-            new.write_bytes(page)
+            new.write_bytes(data)
             os.replace(new, path)
         except OSError as error:
-            raise InputError(f"the report cannot be written to {path}: {error.strerror}") from error
+            raise InputError(f"the {part} cannot be written to {path}: {error.strerror}") from error
 
     def _path(self, rest: str = "") -> str:
         return f"/v1/jobs/{quote(self.id, safe='')}" + (f"/{rest}" if rest else "")

@@ -26,8 +26,11 @@ ERRORS: dict[str, type[OocGemmError]] = {
     "too-many-jobs": TooManyJobsError,
     **dict.fromkeys(("unavailable", "too-slow"), UnavailableError),
 }
-# What to do, for problems whose detail cannot know it.
-REMEDIES = {"unauthorized": "pass a token of the service: token=, or $OOCGEMM_TOKEN"}
+# For problems whose detail addresses users of a browser.
+MESSAGES = {
+    "unauthorized": "the token is missing, wrong, revoked or has expired: set $OOCGEMM_TOKEN, or pass "
+    "token=, to one that oocgemm token create has made"
+}
 
 
 def error_of(status: int, body: bytes) -> OocGemmError:
@@ -39,10 +42,11 @@ def error_of(status: int, body: bytes) -> OocGemmError:
     """
     problem = _problem(body)
     slug = str(problem.get("type", "")).rpartition("/")[2]
-    message = str(problem.get("detail") or problem.get("title") or "")
-    message = message or f"the server answered with HTTP status {status}"
-    if slug in REMEDIES and REMEDIES[slug] not in message:
-        message = f"{message.rstrip('.')}: {REMEDIES[slug]}"
+    message = MESSAGES.get(slug) or str(problem.get("detail") or problem.get("title") or "")
+    if not message:
+        message = (
+            f"the server answered with HTTP status {status}: see that the address is that of oocgemm serve"
+        )
     if slug == "budget-too-small":
         smallest = problem.get("smallest")
         needed = None

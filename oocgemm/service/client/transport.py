@@ -169,6 +169,8 @@ class Transport:
                 f"the certificate of {where} is not trusted ({error.verify_message}): name its authority by "
                 "$SSL_CERT_FILE"
             )
+        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            return AccessError(f"{where} does not use TLS: write http:// instead of https://")
         if not self._reached:
             return UnavailableError(
                 f"no service answers at {where} ({_reason(error)}): start one with oocgemm serve, or give "

@@ -63,7 +63,10 @@ class Root:
         name, equals, rest = text.partition("=")
         folder, colon, mode = rest.rpartition(":")
         if not equals or not colon or not folder or mode not in _MODES:
-            raise InputError(f"cannot read {text!r} as a root: write NAME=FOLDER:MODE, such as data=/srv:ro")
+            raise InputError(
+                f"cannot read {text!r} as a root: write NAME=FOLDER:MODE with the mode ro or rw, such as "
+                "data=/srv:ro"
+            )
         if not _NAME.fullmatch(name):
             raise InputError(
                 f"{name!r} cannot be the name of a root: use at most 64 ASCII letters, digits, '_', '.', '-'"
@@ -71,7 +74,10 @@ class Root:
         try:
             found = Path(folder).expanduser().resolve(strict=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(f"root {name}: {folder} cannot be used: {error}; create the folder") from error
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(
+                f"root {name}: {folder} cannot be used ({reason}): create the folder, or pass another one"
+            ) from error
         if not found.is_dir():
             raise InputError(f"root {name}: {folder} is no folder: pass a folder")
         return cls(name, found, _MODES[mode])

@@ -117,7 +117,9 @@ def jobs_routes() -> APIRouter:
         """Return the jobs that have not ended, with at most `limit` of those that wait."""
         return service.queue(limit)
 
-    @routes.get("/jobs/{job}", responses={304: {"description": "The job has not changed."}})
+    @routes.get(
+        "/jobs/{job}", responses={200: {"model": JobView}, 304: {"description": "The job has not changed."}}
+    )
     async def get_job(
         job: str,
         response: Response,

@@ -1,5 +1,6 @@
 """What `oocgemm serve` was told."""
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,6 +93,18 @@ def default_state() -> Path:
     """Return the state folder that is used unless another is given."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "oocgemm"
+
+
+def make_state(folder: Path) -> None:
+    """Create a state folder if it does not exist. Raises `InputError` if it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InputError(
+            f"the state folder {folder} cannot be written ({error.strerror}): pass --state with another one"
+        ) from error
 
 
 def parse_address(text: str) -> tuple[str, int]:

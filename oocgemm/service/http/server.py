@@ -199,7 +199,8 @@ def _unix_socket(path: Path) -> socket.socket:
         made.bind(str(path))
     except OSError as error:
         made.close()
-        raise InputError(f"the socket {path} cannot be made: {error}: pass another --socket") from error
+        reason = error.strerror or error
+        raise InputError(f"the socket {path} cannot be made ({reason}): pass another --socket") from error
     finally:
         os.umask(before)
     made.listen(128)
@@ -228,7 +229,8 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
             made.bind(address)
             made.listen(128)
         except OSError as error:
-            raise InputError(f"{host}:{port} cannot be used: {error}: pass another --listen") from error
+            reason = error.strerror or error
+            raise InputError(f"{host}:{port} cannot be used ({reason}): pass another --listen") from error
         stack.pop_all()
     return made
 
