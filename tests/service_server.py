@@ -20,9 +20,10 @@ from tests.services import LIMITS
 # Functions that the server calls on the way of a job, in this order. It dies before or after the call.
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "commit": (Store, "move"),
-    "order": (launch, "write_json"),
     "spawn": (os, "posix_spawn"),
-    "start": (launch, "start"),
+    "order": (launch, "hand"),
+    "links": (os, "link"),
+    "clear": (launch, "clear"),
     "attach": (launch, "attach"),
     "result": (launch, "result_of"),
     "charge": (Store, "charge"),

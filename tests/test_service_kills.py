@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from oocgemm.service import launch
-from oocgemm.service.job import OWNER, TILES
+from oocgemm.service.job import TILES
 from oocgemm.service.schema import Job
 from oocgemm.service.states import FINAL, State
 from oocgemm.service.store import Store
@@ -172,7 +172,7 @@ def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> N
     try:
         (job,) = victims.store.jobs()
         folder = tmp_path / "jobs" / job.id
-        while not (folder / OWNER).exists():
+        while not launch.has_begun(folder, 1):
             time.sleep(0.001)
         victims.kill_server()
         victims.check(victims.finish(1, 0, 60))

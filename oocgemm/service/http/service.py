@@ -70,6 +70,7 @@ class Service:
     sessions: Sessions = field(default_factory=Sessions)
     feed: Feed = field(default_factory=Feed)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _dispatching: threading.Thread | None = None
 
     @property
     def roots(self) -> dict[str, Root]:
@@ -82,12 +83,15 @@ class Service:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the dispatcher, and the thread that wakes requests."""
-        threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True).start()
+        self._dispatching = threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True)
+        self._dispatching.start()
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
 
     def close(self) -> None:
         """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
         self._stop.set()
+        if self._dispatching is not None:
+            self._dispatching.join()
         self.dispatcher.close()
         self.store.close()
 
@@ -206,6 +210,7 @@ def open_service(config: Config) -> Service:
             config.state,
             lambda: _current(config, fixed),
             confine=confinement(config.roots.values()) if config.confine else None,
+            keep=config.keep_warm,
         )
     except InputError:
         store.close()
