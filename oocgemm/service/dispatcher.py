@@ -101,13 +101,16 @@ class Dispatcher:
         os.close(self._lock)
 
     def run(self, stop: threading.Event) -> None:
-        """Repeat `step` until `stop` is set. Errors of the database are logged, and the loop goes on."""
+        """Repeat `step` until `stop` is set. Errors are logged, and the loop goes on."""
         self._thread = threading.get_ident()
         while not stop.is_set():
             try:
                 self.step()
-            except ServiceError as error:
+            except (ServiceError, OSError) as error:  # of the database, or a disk is full
                 logger.error("%s", error)
+                stop.wait(1.0)
+            except Exception:  # a defect with one job must not keep the other ones from starting
+                logger.exception("a pass of the dispatcher failed")
                 stop.wait(1.0)
             self.wait(INTERVAL)
 

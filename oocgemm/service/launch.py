@@ -54,7 +54,10 @@ class Process:
     @property
     def dead(self) -> bool:
         """Whether the process has ended."""
-        if not select.select([self.handle], [], [], 0)[0]:
+        # Unlike select(2), poll(2) takes descriptors above 1023: a server may have many connections.
+        asking = select.poll()
+        asking.register(self.handle, select.POLLIN)
+        if not asking.poll(0):
             return False
         if self.started and self.code is None:
             found = os.waitid(os.P_PIDFD, self.handle, os.WEXITED)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -70,7 +71,7 @@ class Service:
     sessions: Sessions = field(default_factory=Sessions)
     feed: Feed = field(default_factory=Feed)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _dispatching: threading.Thread | None = None
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def roots(self) -> dict[str, Root]:
@@ -83,15 +84,18 @@ class Service:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the dispatcher, and the thread that wakes requests."""
-        self._dispatching = threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True)
-        self._dispatching.start()
-        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self.dispatcher.run, args=(self._stop,), daemon=True),
+            threading.Thread(target=self._watch, args=(loop,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop the threads, and give the state folder to another server. Processes of jobs go on."""
         self._stop.set()
-        if self._dispatching is not None:
-            self._dispatching.join()
+        for thread in self._threads:
+            thread.join()
         self.dispatcher.close()
         self.store.close()
 
@@ -103,8 +107,9 @@ class Service:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
             seen = self.store.changes
-            loop.call_soon_threadsafe(self.feed.wake)
-            self.store.wait(1.0, seen)
+            with suppress(RuntimeError):  # the loop is closed when the server ends
+                loop.call_soon_threadsafe(self.feed.wake)
+            self.store.wait(0.5, seen)
 
     def view(self, job: Job, needs: Sequence[str] = ()) -> JobView:
         """Return the JSON of a job."""
