@@ -1,4 +1,4 @@
-"""Servers and jobs are killed at random instants, and servers at each point of a job's life."""
+"""Servers, jobs and workers are killed at random instants, and servers at each point of a job's life."""
 
 import os
 import random
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,15 @@ from tests.services import product_job, product_of, store_operands
 from tests.suite import slow
 
 TILE_COUNT = 16
+
+
+def process_with(argument: str) -> int | None:
+    """Return the process that has an argument in its command line; None if there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    return None
 
 
 class Victims:
@@ -60,6 +70,14 @@ class Victims:
         self.kills["server"] += 1
         self.start()
 
+    def kill_worker(self) -> None:
+        """Kill a random worker, if there is one, whether it has a job or not."""
+        workers = list((self.folder / "workers").glob("*"))
+        if workers and (pid := process_with(str(self.rng.choice(workers)))) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills["worker"] += 1
+
     def kill_job(self) -> None:
         """Kill the process of a random job, if there is one."""
         active = self.store.active()
@@ -83,6 +101,7 @@ class Victims:
             wanted = [
                 max(0, server_kills - self.kills["server"]),
                 max(0, job_kills - self.kills["job"]),
+                max(0, job_kills - self.kills["worker"]),
             ]
             if not left and not any(wanted):
                 return self.store.jobs()
@@ -90,7 +109,7 @@ class Victims:
                 if left < 2:  # on a fast machine, the jobs may end before the last kills
                     self.submit(2)
                     left += 2
-                (kill,) = self.rng.choices([self.kill_server, self.kill_job], wanted)
+                (kill,) = self.rng.choices([self.kill_server, self.kill_job, self.kill_worker], wanted)
                 kill()
                 # The kills are spread over the time of all jobs.
                 pause = min(1.0, 0.35 * left / sum(wanted))
@@ -134,7 +153,7 @@ def test_no_job_is_lost_or_wrong_if_servers_and_jobs_are_killed(
         victims.check(victims.finish(kills, kills, 800))
     finally:
         victims.close()
-    assert victims.kills == {"server": kills, "job": kills}
+    assert victims.kills == {"server": kills, "job": kills, "worker": kills}
     print(jobs, dict(victims.kills), f"{time.monotonic() - start:.0f} s")
 
 
