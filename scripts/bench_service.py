@@ -123,11 +123,30 @@ def check(folder: Path, names: Sequence[str], chunk: int) -> None:
         np.testing.assert_allclose(times(c, x), right, rtol=1e-9, atol=1e-9 * size)
 
 
+def gpu_memory() -> list[int] | None:
+    """Return the bytes in use on each GPU, by all programs; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [int(line) << 20 for line in done.stdout.split()]
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of resident memory of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * 4096
+
+
 def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[str]) -> dict[str, Any]:
     """Run one product, and then the queue; return the times."""
     for name in ("out", "state"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
+    before = gpu_memory()
     with server(folder, backend, MODES[mode], options) as client:
         begin = time.time()
         first = finished(submit(client, folder, "first.zarr"))
@@ -137,6 +156,8 @@ def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[
         submitted = time.time() - begin
         for job in queue:
             finished(job)
+        owner = json.loads((folder / "state/jobs" / queue[-1].id / OWNER).read_bytes())
+        idle = {"gpu": gpu_memory(), "gpu before": before, "resident": resident(owner["pid"])}
     state = Store(folder / "state/service.db")
     alone = times_of(folder, state, first.id)
     found = sorted((times_of(folder, state, job.id) for job in queue), key=lambda each: each["decide"])
@@ -151,6 +172,7 @@ def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[
         "ratio": wall / total,
         "submission of all": submitted,
         "first job": {"wall": whole, "T": alone["T"]} | gaps_of(alone, 0.0),
+        "idle worker": idle,
         "gaps": gaps,
         "median gaps": {phase: statistics.median(each[phase] for each in gaps) for phase in PHASES},
     }
