@@ -169,13 +169,12 @@ def hand(
 
 def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
     """Make the files of a job, and write the number of the attempt. What an attempt has left is kept."""
-    if not (folder / LOCK).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in reversed(FILES):  # the lock last: with it, all are there
-            os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        if needs_before(spec["options"]):
-            for made in (folder, folder.parent):  # so that the files are there after a power failure
-                _make_durable(made)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    if needs_before(spec["options"]):
+        for made in (folder, folder.parent):  # so that the files are there after a power failure
+            _make_durable(made)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.pwrite(lock, b"%020d" % attempt, 0)

@@ -5,6 +5,7 @@ beside the CUDA context. It ends after `KEEP` seconds, and at once if a job else
 worker that waits has no state of a job: it may die at any time, and no job is affected.
 """
 
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -84,7 +85,7 @@ class Workers:
     def make_room(self, need: Need, device: int, running: Iterable[Running], limits: Limits) -> bool:
         """Return whether a job that fits beside `running` also fits beside the workers without a job.
 
-        If it does not, they are told to end, except the one of its device, which the job gets.
+        If it does not, they are killed, except the one of its device, which the job gets.
         """
         others = [(each, kept) for each, (_, kept, _) in self._idle.items() if each != device]
         others += [(each, kept) for _, each, kept in self._ending]
@@ -112,7 +113,7 @@ class Workers:
 
     def close(self) -> None:
         """Let all workers end."""
-        for process in self.processes():
+        for process in self.processes():  # idle ones end since the socket is closed
             process.close()
         self._idle.clear()
         self._ending.clear()
@@ -123,4 +124,5 @@ class Workers:
 
     def _end(self, process: launch.Process, device: int, kept: Need) -> None:
         process.dismiss()
+        process.send(signal.SIGKILL)  # it has no job, and nothing to finish
         self._ending.append((process, device, kept))
