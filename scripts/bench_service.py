@@ -156,6 +156,7 @@ def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[
         submitted = time.time() - begin
         for job in queue:
             finished(job)
+        devices = [each["name"] for each in client.devices()["devices"]]
         owner = json.loads((folder / "state/jobs" / queue[-1].id / OWNER).read_bytes())
         idle = {"gpu": gpu_memory(), "gpu before": before, "resident": resident(owner["pid"])}
     state = Store(folder / "state/service.db")
@@ -166,6 +167,7 @@ def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[
     gaps = [gaps_of(each, before) for each, before in zip(found, ends[:-1], strict=True)]
     wall, total = ends[-1] - begin, sum(each["T"] for each in found)
     return {
+        "devices": devices,
         "T": [each["T"] for each in found],
         "sum of T": total,
         "wall": wall,
