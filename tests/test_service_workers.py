@@ -6,7 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from oocgemm.service import launch
 from oocgemm.service.confine import landlock
 from oocgemm.service.confine.paths import Root, confinement
 from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.http.machine import devices
 from oocgemm.service.job import LOG, OWNER
+from oocgemm.service.limits import Device
 from oocgemm.service.schedule import Limits, Need, Running
 from oocgemm.service.schema import Job, NewJob
 from oocgemm.service.spec import checked, planned
@@ -29,7 +32,6 @@ from tests.services import product_job, product_of, start_job, store_operands
 
 # One device: jobs run one after the other.
 LIMITS = Limits({0: 1 << 30}, 4 << 30, 1 << 40)
-OTHER = Running("x", "user", 1, Need(), 0.0)
 needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
 
 
@@ -103,11 +105,24 @@ def wait_for_the_end(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+def state_of_the_device(service: Service) -> str:
+    """Return what the device view says."""
+    device = Device(0, "device", 1 << 30)
+    shared = SimpleNamespace(
+        limits=lambda: LIMITS, store=service.store, dispatcher=service.dispatcher, devices=[device]
+    )
+    (found,) = devices(cast(Any, shared)).devices
+    return found.state
+
+
 def test_a_worker_computes_jobs_of_all_owners_one_after_the_other(service: Service) -> None:
+    assert state_of_the_device(service) == "idle"
     jobs = [service.store.submit([product_job(service.folder, f"{x}.npy", owner=x)])[0] for x in "pqr"]
+    service.until(lambda: bool(service.store.active()))
+    assert state_of_the_device(service) == "running"
     found = [service.ended(job) for job in jobs]
     assert len({service.owner(job) for job in jobs}) == 1
-    assert service.dispatcher.workers.warm == {0}
+    assert state_of_the_device(service) == "warm"
     for job in found:
         assert (job.attempt, job.failures) == (1, 0)
         np.testing.assert_array_equal(np.load(job.c_path), product_of(service.folder))
