@@ -258,7 +258,6 @@ class Dispatcher:
         changed = {
             one.id: one.reason for one in decisions if one.device is None and one.reason != stored[one.id]
         }
-        self._store.explain(changed)
         self.starts = {one.id: one.start for one in decisions if one.device is None and one.start is not None}
         starting = [(one.id, one.device) for one in decisions if one.device is not None]
         for name, device in starting:
@@ -268,6 +267,8 @@ class Dispatcher:
             with suppress(StaleError):
                 self._start(job, device)
                 running.append(_running(job, now, device))
+        if changed:  # after the starts, which do not have to wait for this commit
+            self._store.explain(changed)
         self._decided = () if starting else state
 
     def _start(self, job: Job, device: int) -> None:
