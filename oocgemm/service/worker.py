@@ -17,6 +17,10 @@ The worker restricts itself to its folder, and to the folders that ``confine`` o
 orders of a server allow the same. NumPy starts threads when it is imported, and Landlock would not restrict
 them. So NumPy, and every module that uses it, is imported after that. The worker's folder has links to the
 files of the present job alone, and temporary files.
+
+Jobs of several owners share a worker. What one leaves in memory are parts of arrays in the roots, which all
+owners may read, and its spec. A job runs no code of its owner. So another job could see that only by a defect
+of this package or of a library that decodes chunks.
 """
 
 import fcntl
