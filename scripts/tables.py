@@ -207,6 +207,23 @@ def safeguards() -> list[str]:
     return table(["product", "on", "rounds", "with", "minimum", "median", "maximum"], rows)
 
 
+def served() -> list[str]:
+    """Return the table of what the service adds to the T of its jobs, by `bench_service.py`."""
+    rows = []
+    for case in load("bench_service.json").values():
+        warm, size = case["warm"], case["size"]
+        cells = [f"{case['jobs']} of {size}x{size}x{size} float64", ", ".join(warm["devices"])]
+        cells.append(seconds(warm["T"]))
+        for mode in ("warm", "cold"):
+            found = case[mode]
+            cells.append(f"{found['ratio']:.3f}")
+            gap = sum(found["median gaps"].values())
+            cells.append(unbroken(f"{1e3 * gap:.0f} ms"))
+        rows.append(cells)
+    heads = ["products", "on", "T of one", "warm worker: time / sum of T", "between two"]
+    return table([*heads, "a process per job: time / sum of T", "between two"], rows)
+
+
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []

@@ -15,14 +15,16 @@ from typing import Any
 from oocgemm.service import dispatcher, job, launch
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.store import Store
+from oocgemm.service.workers import KEEP
 from tests.services import LIMITS
 
 # Functions that the server calls on the way of a job, in this order. It dies before or after the call.
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "commit": (Store, "move"),
-    "order": (launch, "write_json"),
     "spawn": (os, "posix_spawn"),
-    "start": (launch, "start"),
+    "order": (launch, "hand"),
+    "links": (os, "link"),
+    "clear": (launch, "clear"),
     "attach": (launch, "attach"),
     "result": (launch, "result_of"),
     "charge": (Store, "charge"),
@@ -54,14 +56,15 @@ def arm(point: str, number: int) -> None:
     setattr(owner, attribute, wrapped)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, keep: float) -> None:
     dispatcher.RETRY = 0.05
     store = Store(folder / "db")
-    Dispatcher(store, folder, lambda: LIMITS).run(threading.Event())
+    Dispatcher(store, folder, lambda: LIMITS, keep=keep).run(threading.Event())
 
 
 if __name__ == "__main__":
     assert job  # imported, so that a job's module is compiled before the first job
     if len(sys.argv) > 2:
         arm(f"{sys.argv[2]} {sys.argv[3]}", int(sys.argv[4]))
-    main(Path(sys.argv[1]))
+    # Without warm workers, each job spawns a process.
+    main(Path(sys.argv[1]), keep=0.0 if "spawn" in sys.argv else KEEP)

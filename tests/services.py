@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.service import launch
 from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.job import LOG
 from oocgemm.service.schedule import Limits, Need
 from oocgemm.service.schema import Job, NewJob
 from oocgemm.service.spec import checked, planned
@@ -43,6 +45,17 @@ def product_job(folder: Path, c: str, owner: str = "user", **options: Any) -> Ne
         owner=owner, spec=found.spec, plan=found.summary, need=found.need, seconds=found.seconds,
         c_path=found.spec["c"],
     )  # fmt: skip
+
+
+def start_job(
+    folder: Path, attempt: int, spec: dict[str, Any], confine: launch.Confinement | None = None
+) -> launch.Process:
+    """Start an attempt of a job in a new worker, as a dispatcher does."""
+    for made in (folder, folder.parent.parent / "workers"):
+        made.mkdir(parents=True, exist_ok=True)
+    process = launch.spawn(folder.parent.parent / "workers", folder / LOG)
+    launch.hand(process, folder, attempt, spec, 0, confine)
+    return process
 
 
 def run_all(dispatcher: Dispatcher, store: Store, passes: int = 6000) -> list[Job]:

@@ -20,10 +20,10 @@ from oocgemm.timeline import Timeline, report
 from oocgemm.timeline.distribution import Distribution, UnitFigures
 from oocgemm.timeline.units import activities
 
-from .browser import browser, find_browser
+from .browser import FAULTS, browser, find_browser
 from .command import command
 from .test_page import Elements
-from .test_page_in_browser import FAULTS, complaints
+from .test_page_in_browser import complaints
 from .virtual_cluster import cluster
 from .virtual_runs import write_log
 

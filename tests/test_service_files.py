@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import click
-import http_api
+import http_api  # type: ignore[import-not-found]
 import pytest
 
 from oocgemm.cli.main import cli

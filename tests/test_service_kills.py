@@ -1,4 +1,4 @@
-"""Servers and jobs are killed at random instants, and servers at each point of a job's life."""
+"""Servers, jobs and workers are killed at random instants, and servers at each point of a job's life."""
 
 import os
 import random
@@ -8,13 +8,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from oocgemm.service import launch
-from oocgemm.service.job import OWNER, TILES
+from oocgemm.service.job import TILES
 from oocgemm.service.schema import Job
 from oocgemm.service.states import FINAL, State
 from oocgemm.service.store import Store
@@ -25,6 +26,15 @@ from tests.suite import slow
 TILE_COUNT = 16
 # How often a server dies at each point.
 DEATHS = 20
+
+
+def process_with(argument: str) -> int | None:
+    """Return the process that has an argument in its command line; None if there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    return None
 
 
 class Victims:
@@ -63,6 +73,14 @@ class Victims:
         self.kills["server"] += 1
         self.start()
 
+    def kill_worker(self) -> None:
+        """Kill a random worker, if there is one, whether it has a job or not."""
+        workers = list((self.folder / "workers").glob("*"))
+        if workers and (pid := process_with(str(self.rng.choice(workers)))) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills["worker"] += 1
+
     def kill_job(self) -> None:
         """Kill the process of a random job, if there is one."""
         active = self.store.active()
@@ -86,6 +104,7 @@ class Victims:
             wanted = [
                 max(0, server_kills - self.kills["server"]),
                 max(0, job_kills - self.kills["job"]),
+                max(0, job_kills - self.kills["worker"]),
             ]
             if not left and not any(wanted):
                 return self.store.jobs()
@@ -93,7 +112,7 @@ class Victims:
                 if left < 2:  # on a fast machine, the jobs may end before the last kills
                     self.submit(2)
                     left += 2
-                (kill,) = self.rng.choices([self.kill_server, self.kill_job], wanted)
+                (kill,) = self.rng.choices([self.kill_server, self.kill_job, self.kill_worker], wanted)
                 kill()
                 # The kills are spread over the time of all jobs.
                 pause = min(1.0, 0.35 * left / sum(wanted))
@@ -154,7 +173,7 @@ def test_no_job_is_lost_or_wrong_if_servers_and_jobs_are_killed(
         victims.check(victims.finish(kills, kills, 800))
     finally:
         victims.close()
-    assert victims.kills == {"server": kills, "job": kills}
+    assert victims.kills == {"server": kills, "job": kills, "worker": kills}
     print(jobs, dict(victims.kills), f"{time.monotonic() - start:.0f} s")
 
 
@@ -191,7 +210,7 @@ def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> N
     try:
         (job,) = victims.store.jobs()
         folder = tmp_path / "jobs" / job.id
-        while not (folder / OWNER).exists():
+        while not launch.has_begun(folder, 1):
             time.sleep(0.001)
         victims.kill_server()
         victims.check(victims.finish(1, 0, 60))

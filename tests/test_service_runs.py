@@ -16,13 +16,13 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.service import dispatcher as dispatching
 from oocgemm.service import launch
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job import OWNER, TILES
+from oocgemm.service.job import TILES
 from oocgemm.service.schedule import Limits, Need
 from oocgemm.service.schema import Job
 from oocgemm.service.spec import checked, planned
 from oocgemm.service.states import FINAL, Action, Reason, State
 from oocgemm.service.store import Store
-from tests.services import LIMITS, plain_job, product_job, product_of, run_all, store_operands
+from tests.services import LIMITS, plain_job, product_job, product_of, run_all, start_job, store_operands
 
 
 class Service:
@@ -74,7 +74,7 @@ def stopped_in_c(service: Service, name: str) -> tuple[Job, int]:
     """Run a job until its process has begun; stop that process. Return the job and the process."""
     (job,) = service.submit(name)
     folder = service.dispatcher.folder_of(job.id)
-    service.until((folder / OWNER).exists)
+    service.until(lambda: launch.has_begun(folder, 1))
     owner = launch.attach(folder)
     assert owner is not None
     os.kill(owner.pid, signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_a_late_process_of_an_earlier_attempt_cannot_compute_beside_the_next(ser
     (job,) = service.submit("C.npy")
     store, folder = service.store, service.dispatcher.folder_of(job.id)
     job = store.move(job, State.STARTING, attempt=1, device=0)
-    late = launch.start(folder, 1, job.spec, 0)
+    late = start_job(folder, 1, job.spec)
     os.kill(late.pid, signal.SIGSTOP)
     service.until(lambda: launch.has_begun(folder, 2))  # the lock was free: the job was queued again
     os.kill(late.pid, signal.SIGCONT)
@@ -170,6 +170,7 @@ def test_a_late_process_of_an_earlier_attempt_cannot_compute_beside_the_next(ser
     while not late.ended:
         time.sleep(0.01)
     assert late.code == 75
+    late.close()
     assert store.get(job.id).state is State.SUCCEEDED
     assert len((folder / TILES).read_text().split("\n")) == 17
 
@@ -229,10 +230,11 @@ def test_beta_is_applied_once_whatever_was_in_c(service: Service) -> None:
         (job,) = service.submit("C.npy", beta=1)
         job = service.store.move(job, State.STARTING, attempt=1, device=0)
         folder = service.dispatcher.folder_of(job.id)
-        process = launch.start(folder, 1, job.spec, 0)
-        while not (folder / OWNER).exists():
+        process = start_job(folder, 1, job.spec)
+        while not launch.has_begun(folder, 1):
             time.sleep(0.001)
         process.send(signal.SIGKILL)
+        process.close()
         service.run()
         right = right + product_of(service.folder)
         assert service.store.get(job.id).state is State.SUCCEEDED

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -294,3 +295,24 @@ def test_readers_are_told_about_changes(store: Store) -> None:
         waiting.join(0.05)
     assert seen == [True]
     assert store.wait(0.01) is False
+
+
+def test_changes_made_together_are_one_transaction(store: Store) -> None:
+    changes = store.changes
+    told: list[int] = []
+    store.observers.append(lambda: told.append(store.changes))
+    with store.together():
+        (job,) = store.submit([plain_job()])
+        store.charge("user", 1.0)
+    assert store.changes == changes + 1
+    assert told == [changes + 1]
+
+    def charge_late() -> None:
+        with store.together():
+            store.charge("user", 1.0)
+            store.move(replace(job, attempt=7), State.STARTING)
+
+    with pytest.raises(StaleError):
+        charge_late()
+    assert store.usage()["user"] == pytest.approx(1.0)
+    assert told == [changes + 1]

@@ -52,6 +52,14 @@ _SCOPES = ("read", "submit", "admin")
 @click.option("--disk-quota", metavar="SIZE", help="Disk space for running jobs.  [default: what is free]")
 @click.option("--share-device", is_flag=True, help="Run several jobs on a GPU at a time if they fit.")
 @click.option(
+    "--keep-warm",
+    type=click.FloatRange(0),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Keep a process, with its GPU context, for the next job; 0 starts one per job.",
+)
+@click.option(
     "--max-jobs",
     type=click.IntRange(1),
     default=100_000,

@@ -1,18 +1,25 @@
-"""The loop of the service: it starts processes of jobs, notices how they end, and does what users request.
+"""The loop of the service: it starts jobs, notices how they end, and does what users request.
 
 The dispatcher may die at any point. What it does is ordered so that the next one can go on:
 
 1. It commits ``starting``, with the number of the attempt.
-2. It writes the order, and starts a process, which takes the lock of the job. If the dispatcher dies before
-   the process has the lock, the next dispatcher queues the job again. The late process finds another attempt
-   in the order, or another process with the lock, and ends.
-3. When the process has ended, so that its lock is free, the dispatcher commits the state that follows from
-   the result. Without a result, the job is queued again.
+2. It writes this number into the lock file of the job, and sends the job to a worker (`worker`), new or
+   idle. The worker takes the lock. If the dispatcher dies before the worker has the lock, the next dispatcher
+   queues the job again. The late worker finds another number in the lock file, or another process with the
+   lock, and ends.
+3. The worker writes the result, and frees the lock. Then it says that it is idle, or it ends. The dispatcher
+   commits the state that follows from the result. Without a result, the job is queued again.
+4. Only then does the worker get another job. So a signal that is meant for a job never meets another one.
+
+A worker has one job at a time, and holds its lock exactly while it computes it. To the next dispatcher, it is
+no matter how many jobs a worker had before: it asks who has the lock of a job, and waits for the end of that
+process. Workers end after their job if their dispatcher has died, since the socket between them is closed.
 """
 
 import fcntl
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -29,9 +36,10 @@ from oocgemm.service.schedule import Limits, Running, Waiting, decide
 from oocgemm.service.schema import Job
 from oocgemm.service.states import State
 from oocgemm.service.store import Store
+from oocgemm.service.workers import KEEP, Workers
 
-# Seconds between two passes of the loop if nothing happens. Seconds until a process that was asked to end is
-# killed.
+# Seconds between two passes of the loop if nothing happens: deadlines and delays of retries are seen so late.
+# Seconds until a process that was asked to end is killed.
 INTERVAL, GRACE = 0.1, 30.0
 # Seconds from a failure to the next attempt: RETRY * RETRY_FACTOR ** (number of failures - 1).
 RETRY, RETRY_FACTOR = 5.0, 4.0
@@ -55,6 +63,7 @@ class Dispatcher:
         limits: Callable[[], Limits],
         clock: Callable[[], float] = time.time,
         confine: launch.Confinement | None = None,
+        keep: float = KEEP,
     ) -> None:
         """Take over a state folder.
 
@@ -64,6 +73,7 @@ class Dispatcher:
             limits: returns what all running jobs together may occupy.
             clock: returns the time in seconds since 1970.
             confine: the folders that jobs may use; None if jobs are not confined.
+            keep: seconds for which an idle worker is kept for the next job.
 
         Raises:
             InputError: another server uses the state folder.
@@ -71,21 +81,28 @@ class Dispatcher:
         self.draining = False
         self.starts: dict[str, float] = {}
         self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
-        self._confine = confine
         self._processes: dict[str, launch.Process] = {}
         self._asked: dict[str, tuple[State, float]] = {}  # jobs whose process was asked to end, and when
         self._decided: tuple[Any, ...] = ()
         self._lock = _take(folder / "server.lock")
+        self.workers = Workers(folder / "workers", confine, keep)
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = 0  # that runs the loop
+        store.observers.append(self._wake)
 
     def close(self) -> None:
-        """Give the state folder to another server. Processes of jobs go on."""
+        """Give the state folder to another server. Workers go on until their jobs have ended."""
+        self._store.observers.remove(self._wake)
         for process in self._processes.values():
             process.close()
         self._processes.clear()
+        self.workers.close()
+        os.close(self._woken)
         os.close(self._lock)
 
     def run(self, stop: threading.Event) -> None:
         """Repeat `step` until `stop` is set. Errors are logged, and the loop goes on."""
+        self._thread = threading.get_ident()
         while not stop.is_set():
             try:
                 self.step()
@@ -95,7 +112,22 @@ class Dispatcher:
             except Exception:  # a defect with one job must not keep the other ones from starting
                 logger.exception("a pass of the dispatcher failed")
                 stop.wait(1.0)
-            self._store.wait(INTERVAL)
+            self.wait(INTERVAL)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is news of a process, or until another thread has changed a job."""
+        news = select.poll()
+        news.register(self._woken, select.POLLIN)
+        for process in (*self._processes.values(), *self.workers.processes()):
+            for descriptor in process.descriptors:
+                news.register(descriptor, select.POLLIN)
+        news.poll(seconds * 1000)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
+
+    def _wake(self) -> None:
+        if threading.get_ident() != self._thread:
+            os.eventfd_write(self._woken, 1)
 
     def folder_of(self, job: str) -> Path:
         """Return the folder of a job."""
@@ -106,6 +138,7 @@ class Dispatcher:
         for job in self._store.active():
             with suppress(StaleError):  # a user has changed the state meanwhile: see the next pass
                 self._look_after(job)
+        self.workers.check()
         self._check_deadlines()
         self._start_jobs()
 
@@ -126,7 +159,7 @@ class Dispatcher:
         process = self._processes.get(job.id)
         if process is not None and process.ended and launch.is_alive(folder):
             # An earlier attempt's process has the lock, so this one has ended at once.
-            self._forget(job.id)
+            self._forget(job)
             process = None
         if process is None and launch.is_alive(folder):
             process = launch.attach(folder)
@@ -134,10 +167,11 @@ class Dispatcher:
                 return  # it has just taken the lock
             self._processes[job.id] = process
         if process is None or process.ended:
-            known = process is not None
+            # A worker may die between two jobs. That is no failure of the second one.
+            known = process is not None and (process.jobs < 2 or launch.has_begun(folder, job.attempt))
             code = process.code if process is not None else None
             self._finish(job, launch.result_of(folder, job.attempt), code, known=known)
-            self._forget(job.id)
+            self._forget(job)
         elif job.state is State.STARTING:
             if launch.has_begun(folder, job.attempt) or not process.started:
                 self._store.move(job, State.RUNNING, started=self._clock())
@@ -154,11 +188,12 @@ class Dispatcher:
         elif now - asked[1] > GRACE:
             process.send(signal.SIGKILL)
 
-    def _forget(self, job: str) -> None:
-        self._asked.pop(job, None)
-        process = self._processes.pop(job, None)
+    def _forget(self, job: Job) -> None:
+        """Take the process of a job back. It gets no other job if it has got a signal for this one."""
+        asked = self._asked.pop(job.id, None)
+        process = self._processes.pop(job.id, None)
         if process is not None:
-            process.close()
+            self.workers.rest(process, job.device or 0, job.spec, reuse=asked is None)
 
     def _finish(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
         """Commit the state that follows when the process of a job has ended.
@@ -169,9 +204,13 @@ class Dispatcher:
             code: its exit status, None if that is unknown.
             known: whether it was alive when this dispatcher last looked.
         """
+        with self._store.together():
+            if job.started is not None:
+                self._store.charge(job.owner, max(0.0, self._clock() - job.started))
+            self._conclude(job, result, code, known=known)
+
+    def _conclude(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
         status = result["exit_code"] if result is not None else code
-        if job.started is not None:
-            self._store.charge(job.owner, max(0.0, self._clock() - job.started))
         if result is not None and status == 0:
             self._store.move(job, State.SUCCEEDED, exit_code=0, result=result, error=None)
             return
@@ -219,21 +258,26 @@ class Dispatcher:
         changed = {
             one.id: one.reason for one in decisions if one.device is None and one.reason != stored[one.id]
         }
-        self._store.explain(changed)
         self.starts = {one.id: one.start for one in decisions if one.device is None and one.start is not None}
         starting = [(one.id, one.device) for one in decisions if one.device is not None]
         for name, device in starting:
+            job = self._store.get(name)
+            if not self.workers.make_room(job.need, device, running, limits):
+                break  # until workers have ended
             with suppress(StaleError):
-                self._start(self._store.get(name), device)
+                self._start(job, device)
+                running.append(_running(job, now, device))
+        if changed:  # after the starts, which do not have to wait for this commit
+            self._store.explain(changed)
         self._decided = () if starting else state
 
     def _start(self, job: Job, device: int) -> None:
-        """Start the process of a queued job."""
+        """Start a queued job."""
         if job.state is not State.QUEUED:
             return
         job = self._store.move(job, State.STARTING, attempt=job.attempt + 1, device=device, reason=None)
         try:
-            process = launch.start(self.folder_of(job.id), job.attempt, job.spec, device, self._confine)
+            process = self.workers.start(self.folder_of(job.id), job.attempt, job.spec, device)
         except OSError as error:
             self._store.move(job, State.FAILED, error=f"its process cannot be started: {error}")
             return
@@ -241,9 +285,10 @@ class Dispatcher:
         logger.info("job %s: attempt %d on device %d", job.id, job.attempt, device)
 
 
-def _running(job: Job, now: float) -> Running:
+def _running(job: Job, now: float, device: int | None = None) -> Running:
     since = now if job.started is None else min(job.started, now)
-    return Running(job.id, job.owner, job.device or 0, job.need, since + job.predicted_s)
+    place = device if device is not None else job.device or 0
+    return Running(job.id, job.owner, place, job.need, since + job.predicted_s)
 
 
 def _why(result: dict[str, Any] | None, code: int | None) -> str:

@@ -1,99 +1,109 @@
-"""The process of one job: ``python -m oocgemm.service.job FOLDER ATTEMPT``.
+"""One job of a worker: it computes the product with ``resume=True`` and leaves a result.
 
-It takes the lock of the job before anything else, so that the server knows that it is alive, whatever becomes
-of the server. It then confines itself to the folders that the order allows, and computes the product with
-``resume=True``. NumPy starts threads when it is imported, and Landlock would not restrict them. So NumPy, and
-every module that uses it, is imported after that. Files in the folder of the job:
+The files of a job lie in its folder. The worker sees them by hard links in its own folder (`launch.hand`), so
+nothing is renamed: every file is written in place, by the process that has the lock.
 
-- ``order.json``: what to compute, and the number of the attempt; as ``confine``, the folders that the process
-  may ``read`` and ``write``, or null for all. Written by the server.
-- ``lock``: locked while the process is alive.
+- ``lock``: locked while a process computes the job. It contains the number of the latest attempt, which the
+  server writes.
 - ``owner.json``: the process that has the lock.
-- ``before.json``: what there was at the path of C before the first attempt.
+- ``before.json``: what there was at the path of C before the first attempt. Only jobs that replace or change
+  an old C have it.
 - ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
 - ``live.json``: what the process does now (`oocgemm.service.live`).
-- ``result.json``: how the process ended. It is renamed into place when it is durable.
+- ``result.json``: how the attempt ended. It is durable when the lock is free.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
-- ``tmp``: temporary files of the run.
+
+Why files that are written in place are enough:
+
+- Only the process with the lock writes these files, apart from the number in ``lock``.
+- The result is read when that process has ended, or has said that the attempt has ended. It is then complete,
+  or the process died within the write. An incomplete JSON object cannot be parsed, and counts as none.
+- If the machine stops, every process ends with it. So ``lock`` and ``owner.json`` need not be durable. An
+  attempt without a durable result is repeated. The journal of C says what is done.
+- ``before.json`` is durable before the run writes to C. If it is incomplete, C is as it was.
 """
 
 import fcntl
 import json
 import os
-import shutil
 import signal
 import struct
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.service import live
-from oocgemm.service.confine.landlock import restrict
 
-ORDER, LOCK, OWNER, BEFORE = "order.json", "lock", "owner.json", "before.json"
-TILES, RESULT, TIMELINE, LOG, TEMPORARY = "tiles", "result.json", "timeline", "log", "tmp"
+LOCK, OWNER, BEFORE, TILES = "lock", "owner.json", "before.json", "tiles"
+RESULT, TIMELINE, LOG = "result.json", "timeline", "log"
+FILES = (LOCK, OWNER, BEFORE, TILES, live.LIVE, RESULT, TIMELINE, LOG)
 # struct flock of Linux on 64-bit machines: type, whence, start, length, pid.
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
 BUSY, STOPPED = 75, 143
+# Statuses after which the process is as before: success, wrong input, and budgets that are too small.
+UNHARMED = frozenset({0, 2, 3})
 
 
-def main(folder: Path, attempt: int) -> int:
-    """Run the job of a folder; return the exit status of the process."""
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def run(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
+    """Run an attempt of a job.
+
+    Args:
+        folder: has the files of the job.
+        order: ``attempt``, its number; ``spec``, what to compute; ``device``, the number of the device.
+        begin: called when this process has the lock; raises an `OocGemmError` if it cannot compute a job.
+
+    Returns:
+        The exit status, and whether this process can run another job.
+    """
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return BUSY, False  # a later server has removed the folder of this worker
     try:
         # The lock belongs to the open file, and is free when the process ends. Others can ask for it.
         fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        if int(os.pread(lock, 32, 0)) != order["attempt"]:
+            return BUSY, False  # the server has started another attempt since
+        with _printing_to(folder / LOG):
+            return _attempt(folder, order, begin)
     except (BlockingIOError, PermissionError):
-        return BUSY
-    order = json.loads((folder / ORDER).read_bytes())
-    if order["attempt"] != attempt:
-        return BUSY  # the server has started another process since
-    signal.signal(signal.SIGTERM, _stop)
+        return BUSY, False
+    finally:
+        os.close(lock)
+
+
+def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
+    """Run an attempt, and write its result. Then SIGTERM is ignored."""
+    attempt, keep = order["attempt"], False
     status: dict[str, Any] = {"exit_code": STOPPED, "error": "stopped by SIGTERM"}
     try:
-        write_json(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": start_of(os.getpid())})
-        status = _run(folder, order)
+        _write(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": start_of(os.getpid())})
+        begin()
+        status = _compute(folder, order)
+        keep = status["exit_code"] in UNHARMED
     except KeyboardInterrupt:
         pass
+    except InputError as error:
+        status = {"exit_code": 2, "error": str(error)}
     except Exception as error:
         traceback.print_exc()
         status = {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        shutil.rmtree(folder / TEMPORARY, ignore_errors=True)
-        write_json(folder / RESULT, {"attempt": attempt} | status)
-    return int(status["exit_code"])
+        _write(folder / RESULT, {"attempt": attempt} | status, durable=True)
+    return int(status["exit_code"]), keep
 
 
-def _stop(signum: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _confine(folder: Path, allowed: Mapping[str, Any] | None) -> None:
-    """Restrict this process to its folder, and to the folders that its order allows; None for no restriction.
-
-    Temporary files go to a folder of the job: others could replace those in a shared one by links.
-    """
-    temporary = folder / TEMPORARY
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(mode=0o700)
-    os.environ["TMPDIR"] = str(temporary)
-    if allowed is not None:
-        read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
-        restrict(read, [*write, folder])
-
-
-def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Confine this process, and compute the product; return how that ended."""
+def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the product; return how that ended."""
     spec = order["spec"]
     try:
-        _confine(folder, order["confine"])
         from oocgemm.jobs import api
         from oocgemm.service.spec import arguments
 
@@ -123,6 +133,25 @@ def _run(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _printing_to(log: Path) -> Iterator[None]:
+    """Append what this process prints to a file, and nothing that it prints later."""
+    _redirect(log)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _redirect(Path(os.devnull))
+
+
+def _redirect(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    os.close(descriptor)
+
+
 def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
     """Return whether to continue what there is at C.
 
@@ -130,12 +159,18 @@ def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
     first attempt. It then continues an unfinished run of the same product, unless it replaces or changes an
     old C.
     """
-    before, now = folder / BEFORE, _state_of(c)
-    if not before.exists():
-        write_json(before, now)
-    if json.loads(before.read_bytes()) != now:
+    if not needs_before(options):
         return True
-    return not options.get("overwrite") and not options.get("beta")
+    now = _state_of(c)
+    before = read_json(folder / BEFORE)
+    if before is None:
+        _write(folder / BEFORE, now, durable=True)
+    return before not in (None, now)
+
+
+def needs_before(options: Mapping[str, Any]) -> bool:
+    """Return whether a job with these options replaces or changes an old C."""
+    return bool(options.get("overwrite") or options.get("beta"))
 
 
 def _state_of(c: str) -> dict[str, list[int] | None]:
@@ -189,20 +224,21 @@ def start_of(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file so that it is either complete and durable, or not there."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(new, "w") as file:
-        json.dump(data, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is none, or only a part of one."""
     try:
-        os.fsync(folder)
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found
+
+
+def _write(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Replace the contents of a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, json.dumps(data).encode())
+        if durable:
+            os.fsync(descriptor)
     finally:
-        os.close(folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+        os.close(descriptor)

@@ -1,36 +1,58 @@
-"""Start the processes of jobs, and find those that an earlier server has started."""
+"""Start workers, hand jobs to them, and find those that an earlier server has started."""
 
 import fcntl
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service.job import FLOCK, LOCK, LOG, ORDER, OWNER, RESULT, start_of, write_json
+from oocgemm.service.job import FILES, FLOCK, LOCK, OWNER, RESULT, needs_before, read_json, start_of
+from oocgemm.service.worker import IDLE
+
+# The folders that jobs may "read", and those that they may "write" too: see `confine.paths.confinement`.
+Confinement = Mapping[str, Sequence[str]]
 
 
 @dataclass(eq=False)
 class Process:
-    """A process of a job. `handle` is its pidfd. `started` is set if this process has started it.
+    """A worker, with the job that it was given last.
 
-    `code` is its exit status, or minus the number of the signal that killed it. It is None while it is alive,
-    and if an earlier server has started it.
+    Attributes:
+        pid: its number.
+        handle: its pidfd.
+        channel: the socket to it; None if an earlier server has started it.
+        folder: its own folder; None if an earlier server has started it.
+        jobs: how many jobs it was given by this server.
+        idle: whether it has said that its job has ended and that it waits for another one.
+        code: its exit status, or minus the number of the signal that killed it. It is None while the process
+            is alive, and if an earlier server has started it.
     """
 
     pid: int
     handle: int
-    started: bool = False
+    channel: socket.socket | None = None
+    folder: Path | None = None
+    jobs: int = 0
+    idle: bool = False
     code: int | None = None
 
     @property
-    def ended(self) -> bool:
+    def started(self) -> bool:
+        """Whether this server has started it."""
+        return self.folder is not None
+
+    @property
+    def dead(self) -> bool:
         """Whether the process has ended."""
         # Unlike select(2), poll(2) takes descriptors above 1023: a server may have many connections.
         asking = select.poll()
@@ -43,47 +65,159 @@ class Process:
             self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         return True
 
+    @property
+    def ended(self) -> bool:
+        """Whether its job has ended: it has said so, or the process has ended."""
+        while self.channel is not None:
+            try:
+                message = self.channel.recv(64)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                message = b""
+            if message:
+                self.idle = message == IDLE
+            else:
+                self.dismiss()
+        return self.idle or self.dead
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be given a job."""
+        return self.ended and self.idle and not self.dead and self.channel is not None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when there is news of the process."""
+        return [self.handle] if self.channel is None else [self.handle, self.channel.fileno()]
+
     def send(self, signum: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signum)
 
+    def dismiss(self) -> None:
+        """Let the process end when its job has ended."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
     def close(self) -> None:
-        """Forget the process."""
+        """Forget the process. It ends when its job has ended."""
+        self.dismiss()
         os.close(self.handle)
 
 
-# The folders that jobs may "read", and those that they may "write" too: see `confine.paths.confinement`.
-Confinement = Mapping[str, Sequence[str]]
-
-
-def start(
-    folder: Path, attempt: int, spec: dict[str, Any], device: int, confine: Confinement | None = None
-) -> Process:
-    """Start the process of a job's attempt. It is independent of this process, and outlives it.
+def spawn(workers: Path, log: Path) -> Process:
+    """Start a worker. It is independent of this process, and ends its job even if this one dies.
 
     Args:
+        workers: in which the worker gets a folder. This folder must exist.
+        log: to which the worker appends what it prints before it has a job.
+    """
+    folder = Path(tempfile.mkdtemp(dir=workers))
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "oocgemm.service.worker", str(folder)],
+            # Others could replace temporary files in a shared folder by links.
+            os.environ | {"TMPDIR": str(folder)},
+            file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0)]
+            + [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)],
+            setsid=True,
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        its.close()
+        os.close(output)
+    return Process(pid, os.pidfd_open(pid), ours, folder)
+
+
+def hand(
+    process: Process,
+    folder: Path,
+    attempt: int,
+    spec: dict[str, Any],
+    device: int,
+    confine: Confinement | None = None,
+) -> None:
+    """Give an attempt of a job to an idle or a new worker. Raises `OSError` if the worker has ended.
+
+    Args:
+        process: the worker.
         folder: the folder of the job. It is created if it does not exist.
         attempt: the number of the attempt.
         spec: what to compute (`oocgemm.service.spec`).
         device: the number of the device.
-        confine: the folders that the process may use; None if it is not confined.
+        confine: the folders that the worker may use, the same for all its jobs; None if it is not confined.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT).unlink(missing_ok=True)
+    assert process.channel is not None
+    assert process.folder is not None
+    _prepare(folder, attempt, spec)
+    for name in FILES:
+        os.link(folder / name, process.folder / name)
     order = {"attempt": attempt, "spec": spec, "device": device, "confine": confine}
-    write_json(folder / ORDER, order)
-    command = [sys.executable, "-m", "oocgemm.service.job", str(folder), str(attempt)]
-    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    process.channel.send(json.dumps(order).encode())
+    process.jobs += 1
+    process.idle = False
+
+
+def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
+    """Make the files of a job, and write the number of the attempt. What an attempt has left is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    if needs_before(spec["options"]):
+        for made in (folder, folder.parent):  # so that the files are there after a power failure
+            _make_durable(made)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
-        nothing = os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0
-        output = [(os.POSIX_SPAWN_DUP2, log, descriptor) for descriptor in (1, 2)]
-        pid = os.posix_spawn(
-            sys.executable, command, os.environ, file_actions=[nothing, *output], setsid=True
-        )
+        os.pwrite(lock, b"%020d" % attempt, 0)
     finally:
-        os.close(log)
-    return Process(pid, os.pidfd_open(pid), started=True)
+        os.close(lock)
+
+
+def _make_durable(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def clear(process: Process) -> None:
+    """Delete everything in the folder of a worker: the links to the files of its job, and temporary files."""
+    assert process.folder is not None
+    for path in process.folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def bury(process: Process) -> None:
+    """Forget a process that has ended, and delete its folder."""
+    process.close()
+    if process.folder is not None:
+        shutil.rmtree(process.folder, ignore_errors=True)
+
+
+def remove_folders(workers: Path) -> None:
+    """Delete the folders of workers that have ended, or that have not begun."""
+    for folder in workers.iterdir():
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
 
 
 def is_alive(folder: Path) -> bool:
@@ -102,7 +236,7 @@ def is_alive(folder: Path) -> bool:
 
 def attach(folder: Path) -> Process | None:
     """Return the process that has the lock of a job; None if it has not yet said which one it is."""
-    owner = _read(folder / OWNER)
+    owner = read_json(folder / OWNER)
     if owner is None:
         return None
     try:
@@ -117,7 +251,7 @@ def attach(folder: Path) -> Process | None:
 
 def has_begun(folder: Path, attempt: int) -> bool:
     """Return whether the process of an attempt has taken the lock of its job."""
-    owner = _read(folder / OWNER)
+    owner = read_json(folder / OWNER)
     return owner is not None and owner["attempt"] == attempt
 
 
@@ -126,15 +260,7 @@ def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
 
     If a process of an earlier attempt has completed the product, its result is returned.
     """
-    found = _read(folder / RESULT)
+    found = read_json(folder / RESULT)
     if found is None or (found["attempt"] != attempt and found["exit_code"] != 0):
-        return None
-    return found
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
         return None
     return found

@@ -1,7 +1,10 @@
-"""What a running job does now. Its process writes that to a file in its folder, and the server reads it."""
+"""What a running job does now. Its process writes that to a file in its folder, and the server reads it.
+
+The file is written in place, as all files of a job are (`job`). A reader that meets a part of it, or an empty
+file, finds nothing.
+"""
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +23,7 @@ def observer(plan: Any, path: Path) -> Callable[[Any], None]:
 
     recent: deque[Any] = deque(maxlen=MAX_RECENT)
     flops, written = 0, monotonic()
-    path.unlink(missing_ok=True)  # of the attempt before
+    path.write_bytes(b"")  # without what the attempt before did
 
     def observe(span: Any) -> None:
         nonlocal flops, written
@@ -30,10 +33,8 @@ def observer(plan: Any, path: Path) -> Callable[[Any], None]:
             return
         written = monotonic()
         busy, limit = recent_activity(recent, multiplied=flops >= plan.flops)
-        new = path.with_suffix(".new")
         with suppress(OSError):  # the job must not fail if the disk is full
-            new.write_text(json.dumps({"busy": busy, "limit": limit or None}))
-            os.rename(new, path)
+            path.write_text(json.dumps({"busy": busy, "limit": limit or None}))
 
     return observe
 

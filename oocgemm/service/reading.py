@@ -40,6 +40,8 @@ class Reader:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._changes = 0
+        # Called after each change, by the thread that has made it.
+        self.observers: list[Callable[[], object]] = []
         with self._errors():
             self._db = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False

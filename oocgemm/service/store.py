@@ -37,8 +37,14 @@ class Store(Reader):
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction; commit it at the end, or roll it back after an error."""
+        """Begin a transaction; commit it at the end, or roll it back after an error.
+
+        Within another transaction of this thread, this is a part of that one.
+        """
         with self._errors(), self._lock:
+            if self._db.in_transaction:
+                yield self._db
+                return
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -49,6 +55,14 @@ class Store(Reader):
                 raise
             self._changes += 1
             self._changed.notify_all()
+            for tell in self.observers:
+                tell()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all changes in the `with` block one transaction, which takes a single flush of the disk."""
+        with self._writing():
+            yield
 
     def check_writable(self) -> None:
         """Raise `StoreError` if the database cannot be written."""

@@ -134,7 +134,8 @@ class Client:
         """Return the devices of the service, with the memory that its jobs reserve.
 
         Returns:
-            ``devices``, each with ``index``, ``name``, ``memory``, ``reserved`` (bytes) and ``jobs``; the
+            ``devices``, each with ``index``, ``name``, ``state`` ("idle", "warm" or "running"), ``memory``,
+            ``reserved`` (bytes) and ``jobs``; the
             same of ``host`` and ``disk``; and ``draining``.
         """
         found: dict[str, Any] = self._transport.call("GET", "/v1/devices").json()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
@@ -26,6 +25,7 @@ from oocgemm.service.http.views import (
 )
 from oocgemm.service.schema import Job
 from oocgemm.service.states import Action, State
+from oocgemm.system.version import __version__
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=256)]
 Match = Annotated[str | None, Header(max_length=64)]
@@ -47,7 +47,7 @@ def create(service: Service) -> FastAPI:
     """Return the application of a service."""
     app = FastAPI(
         title="oocgemm",
-        version=version("oocgemm"),
+        version=__version__,
         description="A queue of matrix products in front of the GPUs of one machine.",
         responses=_ERRORS,
         docs_url=None,  # these pages load scripts from another origin

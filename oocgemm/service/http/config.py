@@ -9,6 +9,7 @@ from pathlib import Path
 
 from oocgemm.errors import InputError
 from oocgemm.service.confine.paths import Root
+from oocgemm.service.workers import KEEP
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -31,6 +32,7 @@ class Config:
         device_memory, host_memory, disk_quota: limits for all running jobs, in bytes or as "8GiB"; None for
             the defaults of `oocgemm.service.limits.limits`.
         share_device: whether several jobs run on a device at a time.
+        keep_warm: seconds for which the process of a job is kept for the next one; 0 for no time.
         max_jobs: jobs of one owner that have not ended. More are refused.
     """
 
@@ -49,6 +51,7 @@ class Config:
     host_memory: str | int | None = None
     disk_quota: str | int | None = None
     share_device: bool = False
+    keep_warm: float = KEEP
     max_jobs: int = 100_000
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ def routes() -> APIRouter:
 
 def devices(service: Service) -> DevicesView:
     """Return the devices, and what the running jobs reserve."""
-    limits, active = service.limits(), service.store.active()
+    limits, active, warm = service.limits(), service.store.active(), service.dispatcher.workers.warm
     shown = []
     for device in service.devices:
         jobs = [job for job in active if job.device == device.number]
@@ -89,6 +89,7 @@ def devices(service: Service) -> DevicesView:
             DeviceView(
                 index=device.number,
                 name=device.name,
+                state="running" if jobs else "warm" if device.number in warm else "idle",
                 memory=limits.devices.get(device.number, 0),
                 reserved=sum(job.need.device for job in jobs),
                 jobs=[job.id for job in jobs],

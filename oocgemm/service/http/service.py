@@ -250,7 +250,9 @@ def open_service(config: Config) -> Service:
     store = Tokens(config.state / DATABASE)
     confine = confinement(config.roots.values()) if config.confine else None
     try:
-        dispatcher = Dispatcher(store, config.state, lambda: _current(config, fixed), confine=confine)
+        dispatcher = Dispatcher(
+            store, config.state, lambda: _current(config, fixed), confine=confine, keep=config.keep_warm
+        )
     except InputError:
         store.close()
         raise

@@ -195,10 +195,14 @@ class TilesView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """A device: its memory, and what the running jobs reserve of it, in bytes."""
+    """A device: its memory, and what the running jobs reserve of it, in bytes.
+
+    It is warm if no job runs, and a process that has opened it waits for the next one.
+    """
 
     index: int
     name: str
+    state: Literal["idle", "warm", "running"]
     memory: int
     reserved: int
     jobs: list[str]
