@@ -1,48 +1,26 @@
 """Who may reach the server, and what they may do: with the real server, by TCP and by its unix socket."""
 
 import os
-import shutil
-import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
-from oocgemm.errors import InputError
-from oocgemm.service.client import Client
 from oocgemm.service.client.problems import ERRORS
-from oocgemm.service.confine.paths import Root
-from oocgemm.service.errors import AccessError
-from oocgemm.service.http import config as configuration
-from oocgemm.service.http import service as opening
-from oocgemm.service.http.config import Config, parse_address
 from oocgemm.service.http.problems import PROBLEMS
-from oocgemm.service.http.security import MAX_BODY
-from oocgemm.service.http.server import MAX_HEAD
-from oocgemm.service.limits import Device
 from tests.command import command
-from tests.real_server import JOB, SECONDS, RealServer, Reply, running_server
-from tests.suite import slow
+from tests.real_server import JOB, RealServer, Reply, running_server
 
-MAX_JOBS, MAX_REQUESTS = 3, 20
-MAX_RSS = 200 << 20
-# Timeouts as short as a busy machine allows.
-QUICKLY = {
-    "oocgemm.service.http.server:HEAD_SECONDS": 1.5,
-    "oocgemm.service.http.security:BODY_SECONDS": 1.5,
-    "oocgemm.service.http.security:MAX_REQUESTS": MAX_REQUESTS,
-}
+MAX_JOBS = 3
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("server")
-    with running_server(folder, "--max-jobs", str(MAX_JOBS), "--allow-host", "gpu1", set=QUICKLY) as found:
+    with running_server(folder, "--max-jobs", str(MAX_JOBS), "--allow-host", "gpu1") as found:
         yield found
 
 
@@ -299,250 +277,6 @@ def test_another_user_gets_no_answer_even_if_they_can_open_the_socket(server: Re
             path.chmod(mode)
     assert done.stdout == "b''\n"
     assert server.ask("GET", "/livez").status == 200
-
-
-# Limits
-
-
-def rss(server: RealServer) -> int:
-    """Return the largest resident memory that the server has had, in bytes."""
-    (line,) = (line for line in Path(f"/proc/{server.pid}/status").read_text().split("\n") if "VmHWM" in line)
-    return int(line.split()[1]) << 10
-
-
-def opened(server: RealServer) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), SECONDS)
-
-
-def answer(connection: socket.socket) -> bytes:
-    """Return all that a server sends until it closes a connection."""
-    found = b""
-    with suppress(ConnectionResetError):
-        while piece := connection.recv(1 << 16):
-            found += piece
-    return found
-
-
-def head(token: str, *more: str, path: str = "/v1/jobs") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {token}", *more]
-    return "\r\n".join([*lines, "Content-Type: application/json", "", ""]).encode()
-
-
-@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/x/cancel", "/nothing"])
-def test_a_body_that_is_too_large_is_refused_by_its_length(
-    server: RealServer, tokens: Mapping[str, str], path: str
-) -> None:
-    for length in (MAX_BODY + 1, 1 << 30, 10**18):
-        with opened(server) as connection:
-            connection.sendall(head(tokens["admin"], f"Content-Length: {length}", path=path))
-            found = answer(connection)
-        assert found.startswith(b"HTTP/1.1 413 ")
-        assert b"application/problem+json" in found
-
-
-@pytest.mark.parametrize("size", [64 << 20, *slow((1 << 30,))])
-@pytest.mark.parametrize("form", ["chunks", "length", "no route", "no token"])
-def test_a_huge_body_does_not_fill_the_memory(
-    server: RealServer, tokens: Mapping[str, str], form: str, size: int
-) -> None:
-    token = "wrong" if form == "no token" else tokens["admin"]
-    path = "/v1/jobs/x/cancel" if form == "no route" else "/v1/jobs"
-    piece = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
-    with opened(server) as connection:
-        length = f"Content-Length: {size}" if form == "length" else "Transfer-Encoding: chunked"
-        connection.sendall(head(token, length, path=path))
-        with suppress(ConnectionResetError, BrokenPipeError):
-            for _ in range(size >> 16):
-                connection.sendall(piece)
-            raise AssertionError("the server has taken the whole body")
-    print(form, size, rss(server) >> 20, "MiB")
-    assert rss(server) < MAX_RSS
-    assert server.ask("GET", "/livez").status == 200
-
-
-def test_a_head_that_is_too_large_or_no_http_is_refused(server: RealServer) -> None:
-    for sent in (
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (2 * MAX_HEAD) + b"\r\n\r\n",
-        b"GET /" + b"x" * (2 * MAX_HEAD) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100,
-        head("x", "Content-Length: 1", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
-    ):
-        with opened(server) as connection:
-            found = b""
-            with suppress(ConnectionResetError, BrokenPipeError):
-                connection.sendall(sent)
-                found = connection.recv(1 << 16)
-        assert found == b"" or found.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 ", b"HTTP/1.1 403 ")), found
-    assert server.ask("GET", "/livez").status == 200
-
-
-@pytest.mark.parametrize("count", [20, *slow((1000,))])
-def test_clients_that_send_slowly_are_disconnected(
-    server: RealServer, tokens: Mapping[str, str], count: int
-) -> None:
-    """Other clients are answered meanwhile."""
-    with ExitStack() as stack:
-        heads = [stack.enter_context(opened(server)) for _ in range(count)]
-        for connection in heads:
-            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-")
-        bodies = [stack.enter_context(opened(server)) for _ in range(MAX_REQUESTS // 2)]
-        for connection in bodies:
-            connection.sendall(head(tokens["admin"], "Content-Length: 100") + b"{")
-        late = [stack.enter_context(opened(server)) for _ in range(5)]
-        for connection in late:  # the second request of a connection
-            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /")
-        assert server.ask("GET", "/livez", tcp=True).status == 200
-        for connection in heads:  # bytes that drip in do not prolong the time
-            with suppress(OSError):
-                connection.sendall(b"x")
-        assert {answer(connection) for connection in heads} == {b""}
-        for connection in bodies:
-            assert answer(connection).startswith(b"HTTP/1.1 408 ")
-        for connection in late:
-            assert answer(connection).count(b"HTTP/1.1 200 ") == 1
-    assert rss(server) < MAX_RSS
-
-
-def test_more_requests_than_the_limit_are_asked_to_come_later(
-    server: RealServer, tokens: Mapping[str, str]
-) -> None:
-    request = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
-    with ExitStack() as stack:
-        streams = [stack.enter_context(opened(server)) for _ in range(MAX_REQUESTS)]
-        for connection in streams:
-            connection.sendall(request + tokens["read"].encode() + b"\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        reply = ask(server, tokens["read"], "GET", "/v1/jobs")
-        assert (reply.problem(503), reply.headers["Retry-After"]) == ("unavailable", "1")
-        assert server.ask("GET", "/v1/jobs").status == 200  # the socket has a limit of its own
-    end = time.monotonic() + SECONDS
-    while ask(server, tokens["read"], "GET", "/v1/jobs").status == 503:
-        assert time.monotonic() < end
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate")
-def test_a_server_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-out", str(certificate), "-keyout", str(key)]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, *files]
-    subprocess.run(made, check=True, capture_output=True)
-    with running_server(tmp_path, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        url = server.url.replace("127.0.0.1", "localhost")
-        with pytest.raises(AccessError, match="is not trusted"):
-            Client(url, token=server.token()).devices()
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        client = Client(url, token=server.token(name="ann"))
-        job = client.submit("data:A.npy", "data:B.npy", "out:C.npy").wait(SECONDS)
-        assert (job.state, job.info["owner"]) == ("succeeded", "ann")
-        server.check("C.npy")
-        plain = server.url.removeprefix("https://").split(":")
-        with socket.create_connection((plain[0], int(plain[1])), SECONDS) as connection:
-            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert not answer(connection).startswith(b"HTTP/1.1 200 ")
-        assert server.ask("GET", "/livez").status == 200
-
-
-# The configuration
-
-
-@pytest.fixture
-def roots(tmp_path: Path) -> dict[str, Root]:
-    (tmp_path / "out").mkdir()
-    return {"out": Root("out", tmp_path / "out", True)}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"roots": {}}, "no root"),
-        ({"listen": ("0.0.0.0", 1)}, r"0.0.0.0:1 is reachable from other machines: pass --allow-remote"),
-        ({"listen": ("::", 1)}, "pass --allow-remote"),
-        ({"listen": ("gpu1", 1)}, "pass --allow-remote"),
-        ({"listen": ("0.0.0.0", 1), "allow_remote": True}, "would receive tokens unencrypted"),
-        ({"listen": ("0.0.0.0", 1), "behind_proxy": True}, "pass --allow-remote"),
-        ({"certificate": Path("x")}, "needs both"),
-        ({"key": Path("x")}, "needs both"),
-    ],
-)
-def test_an_unsafe_configuration_is_refused(
-    tmp_path: Path, roots: dict[str, Root], values: dict[str, object], message: str
-) -> None:
-    whole = {"state": tmp_path / "state", "roots": roots, "socket": tmp_path / "socket"} | values
-    with pytest.raises(InputError, match=message):
-        Config(**whole)  # type: ignore[arg-type]
-
-
-def test_a_safe_configuration_is_accepted(tmp_path: Path, roots: dict[str, Root]) -> None:
-    whole = {"state": tmp_path / "state", "roots": roots, "socket": tmp_path / "socket"}
-    remote = {"listen": ("0.0.0.0", 1), "allow_remote": True}
-    for values in (
-        {"listen": ("127.0.0.2", 1)},
-        {"listen": ("::1", 1)},
-        {"listen": ("localhost", 1)},
-        remote | {"behind_proxy": True},
-        remote | {"certificate": Path("x"), "key": Path("x")},
-    ):
-        Config(**whole | values)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("state", ["out", "out/state", "."])
-def test_jobs_cannot_reach_the_state_folder(tmp_path: Path, roots: dict[str, Root], state: str) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / state)
-    for folder in (tmp_path / state, tmp_path / "link"):
-        with pytest.raises(InputError, match="contain one another"):
-            Config(state=folder, roots=roots, socket=tmp_path / "socket")
-
-
-def test_without_landlock_the_server_does_not_start_unless_it_is_told(
-    tmp_path: Path, roots: dict[str, Root], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "abi", lambda: 0)
-    whole = {"state": tmp_path / "state", "roots": roots, "socket": tmp_path / "socket", "backend": "host"}
-    with pytest.raises(InputError, match=r"this kernel has no Landlock .* pass --no-confine"):
-        opening.open_service(Config(**whole))  # type: ignore[arg-type]
-    opening.open_service(Config(**whole, confine=False)).close()  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["8642", "localhost", ":1", "localhost:x", "localhost:65536", "a:-1"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="write HOST:PORT"):
-        parse_address(text)
-
-
-def test_addresses() -> None:
-    assert parse_address("127.0.0.1:8642") == ("127.0.0.1", 8642)
-    assert parse_address("[::1]:0") == ("::1", 0)
-    assert configuration._is_loopback("LOCALHOST")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--listen", "0.0.0.0:0"], "pass --allow-remote"),
-        (["--listen", "192.0.2.1:0", "--allow-remote", "--behind-proxy"], "cannot be used"),
-        (["--socket", "/" + "x" * 200], "pass another --socket"),
-        (
-            ["--listen", "127.0.0.1:0", "--tls-cert", __file__, "--tls-key", __file__],
-            "cannot be used for TLS",
-        ),
-    ],
-)
-def test_a_server_that_cannot_start_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
-    monkeypatch.setattr(opening, "find_devices", lambda backend: ("host", [Device(0, "host", 0)]))
-    (tmp_path / "out").mkdir()
-    state = tmp_path / "state"
-    done = command("serve", "--root", f"out={tmp_path / 'out'}:rw", "--state", state, *options)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
-    assert not (state / "serve.sock").exists()
 
 
 def test_the_client_knows_every_problem() -> None:
