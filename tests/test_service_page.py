@@ -20,15 +20,12 @@ pytestmark = pytest.mark.skipif(
 TILES = {"tile": "16x16x16"}  # 16 tiles
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 # JavaScript that loses the answer to the next submission.
-LOSE_ANSWER = """(() => {
-  const right = window.fetch;
-  window.fetch = async (...sent) => {
-    const answer = await right(...sent);
-    if (sent[0] !== "/v1/jobs") return answer;
-    window.fetch = right;
-    throw new TypeError("lost");
-  };
-})()"""
+LOSE_ANSWER = """(() => { const right = window.fetch; window.fetch = async (...sent) => {
+  const answer = await right(...sent);
+  if (sent[0] !== "/v1/jobs") return answer;
+  window.fetch = right;
+  throw new TypeError("lost");
+}; })()"""
 # Whether a job's page shows a state.
 STATE = "document.querySelector('.named .chip')?.dataset.state === '{}'"
 
@@ -74,11 +71,9 @@ def next_login(server: RealServer) -> str:
 def complaints(page: Page, server: RealServer, *, refused: bool = False) -> list[object]:
     """Return errors and dialogs of the page, and its requests to other origins, since it was opened.
 
-    Args:
-        page, server: the page, and its server.
-        refused: whether answers with an error are expected. The browser logs each as an error of the network.
+    The browser logs each answer with an error. They are left out if `refused` is set.
     """
-    page.js("1")  # so that earlier events are received
+    page.js("1")  # receives earlier events
     found: list[object] = []
     for event in page.events:
         kind, values = event.get("method"), event.get("params", {})
