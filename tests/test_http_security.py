@@ -1,6 +1,7 @@
 """Who may reach the server, and what they may do: with the real server, by TCP and by its unix socket."""
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from oocgemm.errors import InputError
+from oocgemm.service.client import Client
 from oocgemm.service.client.problems import ERRORS
 from oocgemm.service.confine.paths import Root
+from oocgemm.service.errors import AccessError
 from oocgemm.service.http import config as configuration
 from oocgemm.service.http import service as opening
 from oocgemm.service.http.config import Config, parse_address
@@ -353,6 +356,7 @@ def test_a_huge_body_does_not_fill_the_memory(
             for _ in range(size >> 16):
                 connection.sendall(piece)
             raise AssertionError("the server has taken the whole body")
+    print(form, size, rss(server) >> 20, "MiB")
     assert rss(server) < MAX_RSS
     assert server.ask("GET", "/livez").status == 200
 
@@ -417,6 +421,31 @@ def test_more_requests_than_the_limit_are_asked_to_come_later(
     end = time.monotonic() + SECONDS
     while ask(server, tokens["read"], "GET", "/v1/jobs").status == 503:
         assert time.monotonic() < end
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate")
+def test_a_server_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-out", str(certificate), "-keyout", str(key)]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, *files]
+    subprocess.run(made, check=True, capture_output=True)
+    with running_server(tmp_path, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        url = server.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(AccessError, match="is not trusted"):
+            Client(url, token=server.token()).devices()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        client = Client(url, token=server.token(name="ann"))
+        job = client.submit("data:A.npy", "data:B.npy", "out:C.npy").wait(SECONDS)
+        assert (job.state, job.info["owner"]) == ("succeeded", "ann")
+        server.check("C.npy")
+        plain = server.url.removeprefix("https://").split(":")
+        with socket.create_connection((plain[0], int(plain[1])), SECONDS) as connection:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert not answer(connection).startswith(b"HTTP/1.1 200 ")
+        assert server.ask("GET", "/livez").status == 200
 
 
 # The configuration

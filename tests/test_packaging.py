@@ -50,8 +50,8 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     assert {p.relative_to(tree) for p in tree.glob("*/*.cu*")} == {
         p.relative_to(installed) for p in installed.rglob("*") if p.is_file()
     }
-    web = Path("oocgemm/reports/web")
-    assert {p.name for p in (TOP / web).iterdir()} == {p.name for p in (site / web).iterdir()}
+    for folder in (Path("oocgemm/reports/web"), Path("oocgemm/service/page")):
+        assert {p.name for p in (TOP / folder).iterdir()} == {p.name for p in (site / folder).iterdir()}
 
 
 def test_every_kernel_says_how_it_works() -> None:

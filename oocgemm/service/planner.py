@@ -140,13 +140,9 @@ def main(allowed: Mapping[str, Any] | None) -> None:
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     from oocgemm.service.spec import checked, planned
 
-    limits = request["limits"]
     try:
-        found = planned(
-            checked(request["spec"]),
-            Limits(**limits | {"devices": dict(limits["devices"])}),
-            request["backend"],
-        )
+        limits = Limits(**request["limits"] | {"devices": dict(request["limits"]["devices"])})
+        found = planned(checked(request["spec"]), limits, request["backend"])
     except BudgetError as error:
         return {"kind": "budget", "message": str(error), "needed": error.needed}
     except (InputError, OSError) as error:

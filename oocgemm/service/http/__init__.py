@@ -2,11 +2,11 @@
 
 - `config`: what `oocgemm serve` was told.
 - `service`: what all requests share: the database, the dispatcher, the feed of events.
-- `app`: the application. `jobs`, `changes`, `files`, `events`, `machine`, `page` have its routes.
+- `app`: the application, and the routes of jobs. `files`, `events`, `machine`, `page` have the other ones.
 - `views`: the JSON of requests and answers. `problems`: the JSON of errors.
 - `security`: what a request passes before its route. `identity`, `tokens`: who sends it.
 - `submission`: from a request to a job of the store.
 - `server`: sockets, the dispatcher's thread, signals.
 
-The event loop neither reads the database nor plans. Both are done in threads.
+The event loop neither reads the database nor plans. Threads do both, and ask a confined process for plans.
 """

@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from oocgemm.service.http.service import Service, open_service
 
 # Seconds in which a client must send the head of a request. Seconds for which requests go on at the end.
 HEAD_SECONDS, END_SECONDS = 10.0, 3
+# Seconds after which a thread gives the GIL to another one. The dispatcher decides about all queued
+# jobs at once, and a request must not wait for that.
+SWITCH_SECONDS = 0.001
 # Bytes of the head of a request. Connections at a time, of each socket. Open files, for all of these.
 MAX_HEAD, MAX_CONNECTIONS, MAX_FILES = 1 << 16, 2000, 8192
 
@@ -92,6 +96,7 @@ def serve(config: Config, ready: Callable[[Service, list[str]], None]) -> None:
         OocGemmError: as `open_service` raises it, or an address cannot be used.
     """
     service = open_service(config)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         _allow_files()
         with _sockets(config) as (sockets, addresses):

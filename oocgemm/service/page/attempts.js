@@ -9,7 +9,8 @@ export const attempts = () => {
   return [h("section", { class: "card" }, h("h2", {}, "Attempts"), list), (event) => {
     if (!event.seq || known.has(event.seq)) return;
     known.set(event.seq, event);
-    lines.set([...known.values()].sort((a, b) => a.seq - b.seq).map((one, place, all) => ({ ...one, before: all[place - 1] })));
+    const sorted = [...known.values()].sort((a, b) => a.seq - b.seq);
+    lines.set(sorted.map((one, place) => ({ ...one, before: sorted[place - 1] })));
   }];
 };
 
@@ -22,15 +23,17 @@ const line = (event) => {
   }];
 };
 
+const QUEUED = { held: "Released", paused: "Resumed", failed: "Retried", cancelled: "Retried" };
+const change = ([name, value]) => `${name.replaceAll("_", " ")} ${value ?? "none"}`;
+
 const words = ({ kind, data, before }) => {
   if (kind === "starting") return `Attempt ${data.attempt} starts on device ${data.device}`;
   if (kind === "queued" && !before) return `Submitted by ${data.owner}`;
   if (kind === "held" && !before) return `Submitted by ${data.owner}, held`;
   if (kind === "queued" && data.error) return `The attempt failed: ${data.error}. It will be tried again.`;
   if (kind === "failed") return data.error ? `Failed: ${data.error}` : "Failed";
-  if (kind === "updated") return `Changed: ${Object.entries(data).map(([name, value]) => `${name.replaceAll("_", " ")} ${value ?? "none"}`).join(", ")}`;
-  const from = before?.kind;
-  if (kind === "queued") return { held: "Released", paused: "Resumed", failed: "Retried", cancelled: "Retried" }[from] ?? "Queued again";
+  if (kind === "updated") return `Changed: ${Object.entries(data).map(change).join(", ")}`;
+  if (kind === "queued") return QUEUED[before.kind] ?? "Queued again";
   return {
     running: "Running", held: "Held", pausing: "Asked to pause", paused: "Paused", cancelling: "Asked to end",
     cancelled: "Cancelled", succeeded: "Succeeded",

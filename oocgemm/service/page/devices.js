@@ -7,7 +7,8 @@ import { left, size, title } from "./words.js";
 export const devices = () => {
   const cards = h("ul", { class: "cards" }), list = new Keyed(cards, (item) => item.key, (item) => item.card());
   return [cards, (found, jobs) => {
-    const device = (one) => ({ key: one.index, card: deviceCard, one, jobs: jobs.filter((job) => job.device === one.index) });
+    const on = (one) => jobs.filter((job) => job.device === one.index);
+    const device = (one) => ({ key: one.index, card: deviceCard, one, jobs: on(one) });
     list.set([...found.devices.map(device), { key: "host", card: hostCard, one: found }]);
   }];
 };
@@ -36,9 +37,9 @@ const deviceCard = () => {
 };
 
 const deviceJob = () => {
-  const link = h("a", { class: "title" }), tiles = h("p", { class: "meta between" }), done = h("span"), rest = h("span");
+  const link = h("a", { class: "title" }), done = h("span"), rest = h("span");
+  const tiles = h("p", { class: "meta between" }, done, rest);
   const [shown, setDone] = bar("Tiles of C that are finished"), [busy, setBusy] = lanes();
-  tiles.append(done, rest);
   return [h("li", {}, link, shown, tiles, busy), (job) => {
     const { done: finished, total } = job.progress ?? { done: 0, total: 1 };
     link.href = `#/jobs/${job.id}`;

@@ -34,7 +34,8 @@ export class Keyed {
       if (!this.known.has(key)) this.known.set(key, this.make(item));
       const [child, update] = this.known.get(key);
       update(item);
-      if (this.element.children[place] !== child) this.element.insertBefore(child, this.element.children[place] ?? null);
+      const there = this.element.children[place] ?? null;
+      if (there !== child) this.element.insertBefore(child, there);
     });
     if (focused !== document.activeElement && this.element.contains(focused)) focused.focus({ preventScroll: true });
   }

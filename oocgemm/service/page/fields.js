@@ -2,21 +2,23 @@
 
 const TRANSPOSE = [["", "as stored"], ["T", "transposed"], ["C", "conjugate transposed"]];
 const COMPUTE = [["", "native"], ["tf32", "tf32"], ["bf16", "bf16"], ["emulated", "emulated"]];
-const COMPRESSOR = ["", "none", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "no choice"]);
+const CHOSEN = "chosen by the service";
+const COMPRESSOR = ["", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "none"]);
 
-// Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder.
+// Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder,
+// and for a path, which roots it may be in. Paths are required.
 export const GROUPS = [
   ["Product", [
-    { name: "a", label: "A", help: "ROOT:PATH of the left operand.", place: "data:dir/A.zarr", required: true, root: "all" },
+    { name: "a", label: "A", help: "ROOT:PATH of the left operand.", place: "data:dir/A.zarr", root: "all" },
     { name: "trans_a", label: "Use A", kind: TRANSPOSE },
-    { name: "b", label: "B", help: "ROOT:PATH of the right operand.", place: "data:dir/B.zarr", required: true, root: "all" },
+    { name: "b", label: "B", help: "ROOT:PATH of the right operand.", place: "data:dir/B.zarr", root: "all" },
     { name: "trans_b", label: "Use B", kind: TRANSPOSE },
-    { name: "c", label: "C", help: "ROOT:PATH of the result, in a writable root.", place: "out:C.zarr", required: true, root: "writable" },
+    { name: "c", label: "C", help: "ROOT:PATH of the result, in a writable root.", place: "out:C.zarr", root: "rw" },
     { name: "overwrite", label: "Replace C", help: "if it exists", kind: "check" },
   ]],
   ["Budgets", [
-    { name: "device_memory", label: "Device memory", help: "Upper bound, such as 8GiB. Empty: chosen by the service.", place: "chosen by the service" },
-    { name: "host_memory", label: "Host memory", help: "Upper bound for buffers, such as 16GiB.", place: "chosen by the service" },
+    { name: "device_memory", label: "Device memory", help: "Upper bound, such as 8GiB.", place: CHOSEN },
+    { name: "host_memory", label: "Host memory", help: "Upper bound for buffers, such as 16GiB.", place: CHOSEN },
   ]],
   ["Job", [
     { name: "name", label: "Name", help: "How lists show the job.", place: "none" },
@@ -31,13 +33,13 @@ export const MORE = [
   { name: "kernel", label: "Kernel", help: "Empty: the fastest that is known.", place: "auto" },
   { name: "out_dtype", label: "dtype of C", help: "Such as float32.", place: "that of the operands" },
   { name: "tile", label: "Tile", help: "MxNxK, such as 4096x4096x512.", place: "chosen by the planner" },
-  { name: "chunks", label: "Chunks of C", help: "RxC of a new zarr array, such as 1024x1024.", place: "about 8 MiB each" },
+  { name: "chunks", label: "Chunks of C", help: "RxC of a new zarr array, as 1024x1024.", place: "about 8 MiB each" },
   { name: "compressor", label: "Compressor of C", help: "Of a new zarr array.", kind: COMPRESSOR },
   { name: "max_attempts", label: "Attempts", help: "Failures until the job is given up.", kind: "number", place: "3" },
   { name: "deadline", label: "Deadline", help: "The job fails if it has not succeeded by then.", kind: "time" },
   { name: "needs", label: "After jobs", help: "Ids of jobs that must succeed before.", place: "none" },
   { name: "verify", label: "Verify", help: "each tile by checksums of A and B", kind: "check" },
-  { name: "trust_operands", label: "Trust operands", help: "even if files of A or B have changed since an earlier attempt", kind: "check" },
+  { name: "trust_operands", label: "Trust operands", help: "even if files of A or B have changed", kind: "check" },
 ];
 export const FIELDS = [...GROUPS.flatMap(([, fields]) => fields), ...MORE];
 
@@ -71,15 +73,16 @@ export const textsOf = (job) => {
   return texts;
 };
 
-// Returns the names of the fields that a problem is about. Problems do not name fields. Their texts begin with the field
-// or its value, or quote the value.
+// Returns the names of the fields that a problem is about. Problems do not name fields. Their texts begin with the
+// field or its value, or quote the value.
 export const fieldsOf = (problem, texts) => {
   const { message } = problem;
   const located = /^body\.(?:options\.)?(\w+)/.exec(message) ?? /^option (\w+)/.exec(message);
   if (located && located[1] in texts) return [located[1]];
   if (message.startsWith("device memory")) return ["device_memory"];
   if (message.startsWith("host memory")) return ["host_memory"];
-  const value = Object.entries(texts).find(([, text]) => text && (message.startsWith(`${text}:`) || message.includes(`'${text}'`)));
+  const names = (text) => text && (message.startsWith(`${text}:`) || message.includes(`'${text}'`));
+  const value = Object.entries(texts).find(([, text]) => names(text));
   if (value) return [value[0]];
   if (message.startsWith("shapes do not match")) return ["a", "b"];
   return [];

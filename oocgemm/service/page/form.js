@@ -6,23 +6,31 @@ import { facts } from "./parts.js";
 import { tiles } from "./tiles.js";
 import { dtypes, duration, rate, shape, size, soon } from "./words.js";
 
-const PAUSE_MS = 400, REFRESH_MS = 10_000;
+const PAUSE_MS = 400, REFRESH_MS = 60_000;
 
 export const formView = (main, { from }) => {
   document.title = "New job - oocgemm";
-  const inputs = new Map(), errors = new Map(), lists = { all: h("datalist", { id: "roots" }), writable: h("datalist", { id: "roots-rw" }) };
+  const inputs = new Map(), errors = new Map();
+  const lists = { all: h("datalist", { id: "roots" }), writable: h("datalist", { id: "roots-rw" }) };
   const rows = (fields) => h("div", { class: "fields" }, fields.map((field) => row(field, inputs, errors)));
   const more = h("details", { class: "card" }, h("summary", {}, "More options"), rows(MORE));
   const roots = h("p", { class: "note" }), prediction = dryRun();
   const button = h("button", { class: "primary" }, "Submit job"), wrong = h("p", { class: "bad", role: "alert" });
-  const form = h("form", { class: "new", oninput: () => changed(), onsubmit: (event) => { event.preventDefault(); submit(); } },
-    h("div", { class: "inputs" },
-      GROUPS.map(([heading, fields]) => h("fieldset", { class: "card" }, h("legend", {}, heading), rows(fields), heading === "Product" ? roots : null)),
-      more),
-    h("aside", { class: "card dry", "aria-label": "Dry run" }, h("h2", {}, "Dry run"), prediction.element, wrong, button),
+  const group = ([heading, fields]) => h("fieldset", { class: "card" },
+    h("legend", {}, heading), rows(fields), heading === "Product" && roots);
+  const onsubmit = (event) => { event.preventDefault(); submit(); };
+  const form = h("form", { class: "new", oninput: () => changed(), onsubmit },
+    h("div", { class: "inputs" }, GROUPS.map(group), more),
+    h("aside", { class: "card dry", "aria-label": "Dry run" },
+      h("h2", {}, "Dry run"), prediction.element, wrong, button),
     lists.all, lists.writable);
-  main.replaceChildren(h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"), h("h1", { tabindex: -1 }, "New job"),
-    h("p", { class: "meta" }, "A product C = A × B of arrays beneath the roots of the service. Nothing is submitted before you press the button.")), form);
+  const what = "A product C = A × B of arrays beneath the roots of the service. "
+    + "Nothing is submitted before you press the button.";
+  main.replaceChildren(
+    h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"), h("h1", { tabindex: -1 }, "New job"),
+      h("p", { class: "meta" }, what)),
+    form,
+  );
 
   let timer = 0, asked = null, closed = false, sending = false, sent = { text: "", key: "" };
   const texts = () => Object.fromEntries(FIELDS.map(({ name }) => {
@@ -33,28 +41,30 @@ export const formView = (main, { from }) => {
   const changed = (pause = PAUSE_MS) => {
     clearTimeout(timer);
     setText(wrong, "");
-    timer = setTimeout(plan, pause);
+    timer = setTimeout(() => plan(), pause);
   };
 
-  const plan = async () => {
+  // `quiet` is set if nothing has been changed.
+  const plan = async (quiet = false) => {
     clearTimeout(timer);
     asked?.abort();
     asked = new AbortController();
     const now = texts(), mine = asked;
     const missing = ["a", "b", "c"].filter((name) => !now[name]);
     if (missing.length) { mark([], null); prediction.missing(missing); return; }
-    prediction.busy();
+    if (!quiet) prediction.busy();
     try {
       const found = await call("POST", "/v1/jobs?dry_run=1", { body: bodyOf(now), signal: mine.signal });
       if (closed || mine !== asked) return;
       mark([], null);
-      prediction.planned(found);
+      prediction.planned(found, quiet);
     } catch (problem) {
       if (closed || problem.name === "AbortError" || mine !== asked) return;
       refuse(problem, now);
     }
     // Starts change while others submit. A problem is asked about again when the form changes.
-    if (!closed && !inputs.get("a").matches("[aria-invalid]")) timer = setTimeout(() => { if (!document.hidden) plan(); }, REFRESH_MS);
+    const refused = prediction.element.dataset.state === "refused";
+    if (!closed && !refused) timer = setTimeout(() => { if (!document.hidden) plan(true); }, REFRESH_MS);
   };
 
   const refuse = (problem, now) => {
@@ -67,7 +77,8 @@ export const formView = (main, { from }) => {
     for (const [name, error] of errors) {
       const bad = names.includes(name);
       setText(error, bad ? messageOf(problem) : "");
-      if (bad) inputs.get(name).setAttribute("aria-invalid", "true"); else inputs.get(name).removeAttribute("aria-invalid");
+      if (bad) inputs.get(name).setAttribute("aria-invalid", "true");
+      else inputs.get(name).removeAttribute("aria-invalid");
     }
   };
   const useSmallest = (smallest) => {
@@ -99,7 +110,8 @@ export const formView = (main, { from }) => {
     } catch (problem) {
       if (closed) return;
       refuse(problem, now);
-      setText(wrong, problem.status ? "Not submitted." : `Not submitted: ${problem.title.toLowerCase()}. Press the button again: the job will not be submitted twice.`);
+      setText(wrong, problem.status ? "Not submitted."
+        : "No answer has come. Press the button again: the job will not be submitted twice.");
       const [name] = fieldsOf(problem, now);
       if (name) inputs.get(name).focus();
     } finally {
@@ -109,12 +121,14 @@ export const formView = (main, { from }) => {
   };
 
   const start = async () => {
-    const [found, job] = await Promise.all([call("GET", "/v1/roots"), from ? call("GET", `/v1/jobs/${encodeURIComponent(from)}`) : null]);
+    const earlier = from ? call("GET", `/v1/jobs/${encodeURIComponent(from)}`) : null;
+    const [found, job] = await Promise.all([call("GET", "/v1/roots"), earlier]);
     if (closed) return;
     const option = ({ name }) => h("option", { value: `${name}:` });
     lists.all.append(...found.roots.map(option));
     lists.writable.append(...found.roots.filter((root) => root.writable).map(option));
-    setText(roots, `Roots: ${found.roots.map((root) => `${root.name} (${root.writable ? "read and write" : "read only"})`).join(", ")}.`);
+    const described = ({ name, writable }) => `${name} (${writable ? "read and write" : "read only"})`;
+    setText(roots, `Roots: ${found.roots.map(described).join(", ")}.`);
     if (job) for (const [name, text] of Object.entries(textsOf(job))) {
       const input = inputs.get(name);
       if (input?.type === "checkbox") input.checked = text !== ""; else if (input) input.value = text;
@@ -125,53 +139,65 @@ export const formView = (main, { from }) => {
   return { close: () => { closed = true; clearTimeout(timer); asked?.abort(); } };
 };
 
-const row = ({ name, label, help, kind = "text", place, required, root }, inputs, errors) => {
+const row = ({ name, label, help, kind = "text", place, root }, inputs, errors) => {
   const id = `field-${name}`, error = h("p", { class: "bad", id: `${id}-error`, "aria-live": "polite" });
-  const shared = { id, name, required, "aria-describedby": `${id}-help ${id}-error`, autocomplete: "off" };
+  const described = `${id}-help ${id}-error`;
+  const shared = { id, name, required: Boolean(root), "aria-describedby": described, autocomplete: "off" };
   const input = Array.isArray(kind) ? h("select", shared, kind.map(([value, text]) => h("option", { value }, text)))
     : kind === "check" ? h("input", { ...shared, type: "checkbox" })
     : h("input", {
       ...shared, type: kind === "time" ? "datetime-local" : "text", inputmode: kind === "number" ? "numeric" : null,
-      placeholder: place, spellcheck: "false", autocapitalize: "off", list: { all: "roots", writable: "roots-rw" }[root],
+      placeholder: place, spellcheck: "false", autocapitalize: "off",
+      list: { all: "roots", rw: "roots-rw" }[root],
     });
   inputs.set(name, input);
   errors.set(name, error);
   const what = h("span", { class: "note", id: `${id}-help` }, help ?? "");
-  if (kind === "check") return h("div", { class: "field check", "data-field": name }, input, h("label", { for: id }, label, " "), what, error);
-  return h("div", { class: "field", "data-field": name }, h("label", { for: id }, label), input, what, error);
+  const named = h("label", { for: id }, label), order = kind === "check" ? [input, named] : [named, input];
+  return h("div", { class: kind === "check" ? "field check" : "field", "data-field": name }, order, what, error);
 };
 
 // The dry run: what is missing, the plan, or why the service refuses the job.
 const dryRun = () => {
-  const said = h("div", { "aria-live": "polite" }), [plan, setPlan] = facts("facts plan"), [grid, setGrid] = tiles({ planned: true });
-  const element = h("div", {}, said, plan, grid);
+  const said = h("div", { "aria-live": "polite" }), [plan, setPlan] = facts("facts plan");
+  const [grid, setGrid] = tiles({ planned: true }), planning = h("p", { class: "meta" }, "Planning…");
+  const element = h("div", {}, planning, said, plan, grid);
   const set = (state, ...children) => {
     element.dataset.state = state;
     said.replaceChildren(...children.filter(Boolean));
-    for (const part of [plan, grid]) show(part, state === "planned" || (state === "busy" && !part.hidden));
+    for (const part of [plan, grid]) show(part, state === "planned");
+    show(planning, state === "busy");
   };
   set("missing");
   return {
     element,
-    missing: (names) => set("missing", h("p", { class: "meta" }, `Name ${list(names.map((name) => name.toUpperCase()))} to see the plan, the time and the start.`)),
-    busy: () => { element.dataset.state = "busy"; if (!said.firstChild) set("busy", h("p", { class: "meta" }, "Planning…")); },
-    planned: (found) => {
-      const start = found.predicted_start ? `Predicted to start ${soon(found.predicted_start)}` : "Its start is not known";
-      set("planned", h("p", { class: "finding" }, start), h("p", { class: "meta" }, `and to take ${duration(found.predicted_s)}.`));
+    missing: (names) => {
+      const wanted = list(names.map((name) => name.toUpperCase()));
+      set("missing", h("p", { class: "meta" }, `Name ${wanted} to see the plan, the time and the start.`));
+    },
+    // The plan of before stays until there is another one.
+    busy: () => (element.dataset.state === "planned" ? show(planning, true) : set("busy")),
+    planned: (found, quiet) => {
+      said.setAttribute("aria-live", quiet ? "off" : "polite");
+      const start = found.predicted_start ? `starts ${soon(found.predicted_start)}` : "its start is not known";
+      set("planned", h("p", { class: "finding" }, `Takes about ${duration(found.predicted_s)}, ${start}`));
       setPlan([
         ["Product", shape(found.plan), dtypes(found.plan)],
         ["Rate", rate(found.plan.flops / Math.max(1e-9, found.predicted_s))],
-        ...(found.device_bytes ? [["Device memory", size(found.device_bytes)]] : []), ["Host memory", size(found.host_bytes)],
-        ["Disk space", size(found.disk_bytes)], ["Tile", found.plan.tile.join(" × ")],
+        ...(found.device_bytes ? [["Device memory", size(found.device_bytes)]] : []),
+        ["Host memory", size(found.host_bytes)], ["Disk space", size(found.disk_bytes)],
+        ["Tile", found.plan.tile.join(" × ")],
       ]);
       setGrid({ rows: found.plan.tiles[0], columns: found.plan.tiles[1], done: [] }, found.plan);
     },
     refused: (problem, names, go, use) => {
+      said.setAttribute("aria-live", "polite");
       const { smallest } = problem.body ?? {};
+      const button = (text, onclick) => h("button", { type: "button", onclick }, text);
+      const label = (name) => FIELDS.find((field) => field.name === name).label;
       set("refused", h("p", { class: "finding" }, problem.title), names.length === 0 && h("p", {}, messageOf(problem)),
-        h("div", { class: "actions" },
-          ...names.map((name) => h("button", { type: "button", onclick: () => go(name) }, `Go to ${FIELDS.find((field) => field.name === name).label}`)),
-          smallest && h("button", { type: "button", onclick: () => use(smallest) }, "Use the smallest budget")));
+        h("div", { class: "actions" }, names.map((name) => button(`Go to ${label(name)}`, () => go(name))),
+          smallest && button("Use the smallest budget", () => use(smallest))));
     },
   };
 };

@@ -1,6 +1,6 @@
 // The view of a job.
 import { call } from "./api.js";
-import { atMostEvery, h, say, setText, show } from "./dom.js";
+import { Keyed, atMostEvery, h, say, setText, show } from "./dom.js";
 import { attempts } from "./attempts.js";
 import { Live } from "./live.js";
 import { log } from "./log.js";
@@ -15,11 +15,14 @@ const LEAST_MS = 500, TILES_MS = 1000, REFRESH_MS = 5000;
 export const jobView = (main, { id, user, onState }) => {
   const path = `/v1/jobs/${encodeURIComponent(id)}`;
   document.title = "Job - oocgemm";
-  const name = h("h1", { tabindex: -1 }, "Job"), meta = h("p", { class: "meta" }), wrong = h("div"), said = h("p", { role: "alert", class: "bad" });
+  const name = h("h1", { tabindex: -1 }, "Job"), meta = h("p", { class: "meta" }), wrong = h("div");
+  const refused = h("p", { role: "alert", class: "bad" });
   const [state, setState] = chip(), actions = h("div", { class: "actions", role: "group", "aria-label": "Actions" });
-  const finding = h("p", { class: "finding" }), more = h("p", { class: "meta" }), [shown, setShare] = bar("Tiles of C that are finished");
+  const finding = h("p", { class: "finding" }), more = h("p", { class: "meta" });
+  const [shown, setShare] = bar("Tiles of C that are finished");
   const [figures, setFigures] = facts("figures"), [grid, setTiles] = tiles(), [busy, setBusy] = lanes();
-  const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id), report = h("section", { class: "card report" });
+  const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id);
+  const report = h("section", { class: "card report" });
   const now = h("section", { class: "card" }, h("h2", {}, "Lanes in the last seconds"), busy);
   const verdict = h("section", { class: "card verdict", "aria-label": "State" }, finding, more, shown);
   const parts = [
@@ -31,10 +34,17 @@ export const jobView = (main, { id, user, onState }) => {
   ];
   main.replaceChildren(
     h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"),
-      h("div", { class: "top" }, h("div", { class: "grow" }, h("div", { class: "named" }, name, state), meta), actions), said),
+      h("div", { class: "top" },
+        h("div", { class: "grow" }, h("div", { class: "named" }, name, state), meta), actions),
+      refused),
     wrong, ...parts,
   );
   for (const part of parts) show(part, false);
+  const button = (action) => h("button",
+    { type: "button", class: action === "cancel" && "danger", onclick: () => act(action) }, ACTIONS[action]);
+  const again = () => h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
+  const make = (action) => [action === "again" ? again() : button(action), () => {}];
+  const buttons = new Keyed(actions, (action) => action, make);
   let job = null, closed = false, tilesShown = "", last = 0, ended = false;
 
   const drawState = () => {
@@ -59,29 +69,24 @@ export const jobView = (main, { id, user, onState }) => {
     if (parts[0].hidden) for (const part of parts) show(part, part !== report);
     drawState();
     printed.follow(!FINAL.has(job.state) && job.attempt > 0);
+    show(printed.element, job.attempt > 0);
     drawReport();
   };
 
   const drawActions = () => {
-    const allowed = user.scope === "admin" || (user.scope === "submit" && user.name === job.owner) ? job.actions : [];
-    const wanted = [...allowed.filter((action) => action !== "cancel"), ...allowed.filter((action) => action === "cancel")];
-    const buttons = wanted.map((action) => actions.querySelector(`[data-action="${action}"]`)
-      ?? h("button", { type: "button", "data-action": action, class: action === "cancel" ? "danger" : null, onclick: () => act(action) }, ACTIONS[action]));
-    const again = actions.querySelector("a") ?? h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
-    const focused = document.activeElement, lost = actions.contains(focused) && ![...buttons, again].includes(focused);
-    const wantedNow = [...buttons, ...(user.scope === "read" ? [] : [again])];
-    if (wantedNow.some((one, place) => actions.children[place] !== one) || actions.children.length !== wantedNow.length) {
-      actions.replaceChildren(...wantedNow);
-      if (lost) name.focus(); else if (actions.contains(focused)) focused.focus();
-    }
+    const may = user.scope === "admin" || (user.scope === "submit" && user.name === job.owner);
+    const wanted = Object.keys(ACTIONS).filter((action) => may && job.actions.includes(action));
+    const focused = document.activeElement, had = actions.contains(focused);
+    buttons.set([...wanted, ...(user.scope === "read" ? [] : ["again"])]);
+    if (had && !actions.contains(focused)) name.focus(); // its button is gone
   };
 
   const act = async (action) => {
-    setText(said, "");
+    setText(refused, "");
     try {
       update(await call("POST", `${path}/${action}`));
     } catch (problem) {
-      setText(said, problem.message);
+      setText(refused, problem.message);
     }
   };
 
@@ -124,7 +129,8 @@ export const jobView = (main, { id, user, onState }) => {
       if (closed || !problem.status) return;
       if (problem.status === 404) {
         live.close();
-        main.replaceChildren(nothing("There is no such job", "Its records may have been deleted.", h("a", { class: "button", href: "#/" }, "See the queue")));
+        main.replaceChildren(nothing("There is no such job", "Its records may have been deleted.",
+          h("a", { class: "button", href: "#/" }, "See the queue")));
         main.focus();
       } else wrong.replaceChildren(problemBox(problem));
     }
@@ -168,7 +174,7 @@ export const jobView = (main, { id, user, onState }) => {
 const sentence = (job) => {
   const where = `on device ${job.device}`;
   switch (job.state) {
-    case "queued": return job.reason === "retry-at" ? `Waiting ${reason(job)}` : `Waiting: ${reason(job)}`;
+    case "queued": return `Waiting ${reason(job)}`;
     case "held": return "Held";
     case "paused": return "Paused";
     case "starting": return `Starting ${where}`;
@@ -182,7 +188,10 @@ const sentence = (job) => {
 };
 
 const detail = (job) => {
-  if (job.state === "queued" && job.predicted_start) return `Predicted to start ${soon(job.predicted_start)}.${job.error ? ` The last attempt failed: ${job.error}` : ""}`;
+  if (job.state === "queued") {
+    const start = job.predicted_start ? `Predicted to start ${soon(job.predicted_start)}.` : "";
+    return [start, job.error && `The last attempt failed: ${job.error}`].filter(Boolean).join(" ");
+  }
   if (job.state === "held") return "It stays in the queue until someone releases it.";
   if (job.state === "paused") return "Finished tiles are kept. It goes on with the others when someone resumes it.";
   if (job.state === "cancelled") return job.error ?? "Finished tiles are kept. Retry goes on with the others.";
@@ -206,13 +215,15 @@ const planOf = (job) => [
   ["A", job.a], ["B", job.b], ["C", job.c],
   ["tile", `${job.plan.tile[0]} × ${job.plan.tile[1]}, panels ${job.plan.tile[2]} deep`],
   ["grid", `${job.plan.tiles[0]} × ${job.plan.tiles[1]} tiles`],
-  ...Object.entries(job.options).filter(([option]) => option !== "tile").map(([option, value]) => [option.replaceAll("_", " "),
-    option.endsWith("_memory") && typeof value === "number" ? size(value) : String(value)]),
+  ...Object.entries(job.options).filter(([option]) => option !== "tile").map(optionOf),
   ["disk space", size(job.disk_bytes)],
   ["priority", String(job.priority)],
   ...(job.deadline ? [["deadline", time(job.deadline)]] : []),
   ...(job.needs.length ? [["needs", job.needs.join(" ")]] : []),
 ];
+
+const optionOf = ([name, value]) =>
+  [name.replaceAll("_", " "), name.endsWith("_memory") && typeof value === "number" ? size(value) : String(value)];
 
 // Returns a table of names and values, and the function that sets it.
 const table = () => {
@@ -222,6 +233,7 @@ const table = () => {
     const text = JSON.stringify(pairs);
     if (text === before) return;
     before = text;
-    body.replaceChildren(...pairs.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value))));
+    const line = ([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, value));
+    body.replaceChildren(...pairs.map(line));
   }];
 };

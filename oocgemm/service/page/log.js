@@ -6,7 +6,8 @@ const MOST = 65536, KEEP = 200_000, EVERY_MS = 1000;
 
 export const log = (id) => {
   const text = h("pre", { class: "log", tabindex: 0, role: "log", "aria-label": "Log", "aria-live": "off" });
-  const note = h("p", { class: "meta" }, "The job has printed nothing."), whole = h("a", { href: `/v1/jobs/${id}/log`, target: "_blank", rel: "noopener" }, "Whole log");
+  const note = h("p", { class: "meta" }, "The job has printed nothing.");
+  const whole = h("a", { href: `/v1/jobs/${id}/log`, target: "_blank", rel: "noopener" }, "Whole log");
   const decoder = new TextDecoder(), element = h("section", { class: "card" },
     h("div", { class: "between" }, h("h2", {}, "Log"), whole), note, text);
   let end = 0, timer = 0, closed = false, following = false, reading = false, again = false;

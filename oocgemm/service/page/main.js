@@ -8,8 +8,9 @@ import { queueView } from "./queue.js";
 import { signInView } from "./signin.js";
 import { time } from "./words.js";
 
-const main = document.getElementById("main"), connection = document.getElementById("connection");
-const lost = document.getElementById("lost"), userName = document.getElementById("user"), pages = document.querySelector("nav");
+const byId = (id) => document.getElementById(id);
+const [main, connection, lost, userName] = ["main", "connection", "lost", "user"].map(byId);
+const pages = document.querySelector("nav");
 let user = null, view = null, signedOut = false, since = 0, first = true;
 
 const onState = (state) => {
@@ -20,7 +21,8 @@ const onState = (state) => {
   if (state === "live") { since = 0; show(lost, false); }
   if (state === "lost") {
     since ||= Date.now() / 1000;
-    setText(lost, `The service cannot be reached since ${time(since)}. Jobs go on meanwhile. This page tries again by itself.`);
+    setText(lost, `The service cannot be reached since ${time(since)}. Jobs go on meanwhile. `
+      + "This page tries again by itself.");
     show(lost, true);
   }
 };
@@ -39,14 +41,19 @@ const route = async () => {
   const used = page === "login-code-used";
   if (!user && !(await signIn(used))) return;
   if (used) { history.replaceState(null, "", "#/"); return route(); }
+  const current = page === "" || page === "jobs" ? "queue" : page;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.dataset.page === (page === "" || page === "jobs" ? "queue" : page)) link.setAttribute("aria-current", "page");
+    if (link.dataset.page === current) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   if (page === "") showView(queueView);
   else if (page === "jobs" && id) showView(jobView, { id: decodeURIComponent(id) });
   else if (page === "new") showView(formView, { from: new URLSearchParams(query).get("from") });
-  else showView((to) => { to.replaceChildren(nothing("There is no such page", "The address may have been mistyped.")); return { close() {} }; });
+  else showView(noView);
+};
+const noView = (to) => {
+  to.replaceChildren(nothing("There is no such page", "The address may have been mistyped."));
+  return { close() {} };
 };
 
 // Finds out who the user is. Returns whether they are signed in.
@@ -77,6 +84,6 @@ const askForToken = (used = false) => {
 };
 onSignedOut(() => { if (!signedOut) askForToken(); });
 
-document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
+byId("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 addEventListener("hashchange", route);
 route();

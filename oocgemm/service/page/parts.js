@@ -22,15 +22,22 @@ export const bar = (label, role = "progressbar") => {
   }];
 };
 
+// In the order of data flow.
+const LANES = ["read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"];
+
 // Returns a list of lanes with the share of time in which each was busy, and what limited the job.
 export const lanes = () => {
-  const list = h("ul", { class: "busy", "aria-label": "Lanes, and how busy they are" }), limit = h("p", { class: "limit" });
+  const list = h("ul", { class: "busy", "aria-label": "Lanes, and how busy they are" });
+  const limit = h("p", { class: "limit" });
   const known = new Map();
   return [h("div", {}, list, limit), (activity) => {
-    for (const [name, share] of Object.entries(activity?.busy ?? {})) {
+    const idle = Object.fromEntries([...known.keys()].map((name) => [name, 0]));
+    for (const [name, share] of Object.entries({ ...idle, ...activity?.busy })) {
       if (!known.has(name)) {
         const [shown, set] = bar(name, "meter"), value = h("span", { class: "n" });
-        list.append(h("li", { class: `lane-${name}` }, h("span", {}, name), shown, value));
+        const line = h("li", { class: `lane-${name}`, "data-lane": name }, h("span", {}, name), shown, value);
+        const after = [...list.children].find((other) => LANES.indexOf(other.dataset.lane) > LANES.indexOf(name));
+        list.insertBefore(line, after ?? null);
         known.set(name, (part) => { set(part, percent(part)); setText(value, percent(part)); });
       }
       known.get(name)(share);
@@ -45,7 +52,9 @@ const sentence = (text) => text[0].toUpperCase() + text.slice(1);
 export const facts = (kind = "facts") => {
   const element = h("dl", { class: kind }), known = new Map();
   return [element, (pairs) => {
-    for (const [name, [box]] of known) if (!pairs.some(([other]) => other === name)) { box.remove(); known.delete(name); }
+    for (const [name, [box]] of known) {
+      if (!pairs.some(([other]) => other === name)) { box.remove(); known.delete(name); }
+    }
     for (const [name, value, what] of pairs) {
       if (!known.has(name)) {
         const shown = h("dd"), more = h("dd", { class: "what" }), box = h("div", {}, h("dt", {}, name), shown, more);

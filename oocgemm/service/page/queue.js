@@ -22,7 +22,8 @@ export const queueView = (main, { onState }) => {
   };
   const older = h("button", { type: "button", onclick: () => loadFinished(true) }, "Show older jobs");
   tables.finished.element.append(older);
-  const draining = h("p", { class: "card notice" }, "The service is draining: running jobs go on, and no others start.");
+  const draining = h("p", { class: "card notice" },
+    "The service is draining: running jobs go on, and no others start.");
   const empty = nothing("No jobs yet", "Submit a product of two matrices, and follow it here.",
     h("a", { class: "primary", href: "#/new" }, "New job"));
   const wrong = h("div");
@@ -97,7 +98,8 @@ const waitingCount = (counts) => counts.queued + counts.held + counts.paused;
 const summary = (counts) => {
   const active = [...ACTIVE].reduce((sum, state) => sum + counts[state], 0);
   const ended = [...FINAL].reduce((sum, state) => sum + counts[state], 0);
-  return `${active} running · ${waitingCount(counts).toLocaleString("en")} waiting · ${ended.toLocaleString("en")} finished`;
+  const parts = [[active, "running"], [waitingCount(counts), "waiting"], [ended, "finished"]];
+  return parts.map(([number, word]) => `${number.toLocaleString("en")} ${word}`).join(" · ");
 };
 
 // Returns a section with a table of jobs. Roles are given, since small screens do not display it as a table.
@@ -115,7 +117,7 @@ const table = (heading, columns, row) => {
     set(jobs, all = jobs.length) {
       show(element, jobs.length > 0);
       setText(number, heading === "Finished" ? "" : all.toLocaleString("en"));
-      setText(note, all > jobs.length ? `${count(all - jobs.length, "more job waits", "more jobs wait")} behind these.` : "");
+      setText(note, `${count(all - jobs.length, "more job waits", "more jobs wait")} behind these.`);
       show(note, all > jobs.length);
       rows.set(jobs);
     },
@@ -149,7 +151,7 @@ const activeRow = (columns) => {
   }];
 };
 
-const LATER = { held: "when it is released", paused: "when it is resumed" };
+const LATER = { held: "when released", paused: "when resumed" };
 
 const waitingRow = (columns) => {
   const [name, setName] = named(), [state, setState] = chip(), starts = h("span"), why = h("span");

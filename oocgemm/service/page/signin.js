@@ -28,12 +28,15 @@ export const signInView = (main, { used, onDone }) => {
   };
   main.replaceChildren(h("section", { class: "card signin" },
     h("h1", { tabindex: -1 }, "Sign in"),
-    used && h("p", { class: "notice" }, "That link has been used before. Each link works once: the server has printed a new one."),
+    used && h("p", { class: "notice" },
+      "That link has been used before. Each link works once: the server has printed a new one."),
     h("form", { onsubmit: submit }, name,
       h("label", { for: "token" }, "Token"), field, wrong,
-      h("p", { class: "note", id: "token-help" }, "A token comes from whoever runs this service: ", h("code", {}, "oocgemm token create NAME"), "."),
+      h("p", { class: "note", id: "token-help" },
+        "A token comes from whoever runs this service: ", h("code", {}, "oocgemm token create NAME"), "."),
       button),
-    h("p", { class: "note" }, "If you run it yourself, open the URL that ", h("code", {}, "oocgemm serve"), " has printed."),
+    h("p", { class: "note" },
+      "If you run it yourself, open the URL that ", h("code", {}, "oocgemm serve"), " has printed."),
   ));
   field.focus();
   return { close() {} };

@@ -1,5 +1,5 @@
-// The tiles of C: a grid whose squares fill as tiles are finished. Beyond MAX squares a side, a square stands for several
-// tiles, and is filled by the share of them that is finished.
+// The tiles of C: a grid whose squares fill as tiles are finished. Of a larger grid, a square stands for several tiles,
+// and is filled by the share of them that is finished.
 import { h, setText, svg } from "./dom.js";
 import { count } from "./words.js";
 
@@ -40,8 +40,10 @@ export const tiles = ({ planned = false } = {}) => {
       square.full.style.opacity = square.done === square.all ? 1 : 0.15 + (0.6 * square.done) / square.all;
       square.full.classList.toggle("fresh", !first);
     }
-    const grid = `${count(rows, "row")} and ${count(columns, "column")} of tiles, each of ${plan.tile[0]} × ${plan.tile[1]} elements`;
-    const text = planned ? `C in ${grid}` : `${done.length.toLocaleString("en")} of ${count(rows * columns, "tile")} of C finished`;
+    const grid = `${count(rows, "row")} and ${count(columns, "column")} of tiles, `
+      + `each of ${plan.tile[0]} × ${plan.tile[1]} elements`;
+    const text = planned ? `C in ${grid}`
+      : `${done.length.toLocaleString("en")} of ${count(rows * columns, "tile")} of C finished`;
     picture.setAttribute("aria-label", text);
     const each = across * down > 1 ? ` Each square stands for up to ${down} × ${across} tiles.` : "";
     setText(note, planned ? `${text}.${each}` : `${text}. C has ${grid}.${each}`);

@@ -8,13 +8,13 @@ export const FINAL = new Set(["succeeded", "failed", "cancelled"]);
 export const ACTIVE = new Set(["starting", "running", "pausing", "cancelling"]);
 
 const REASONS = {
-  priority: "others come first",
+  priority: "for jobs that come before it",
   "device-memory": "for room on a device",
   "host-memory": "for host memory",
   disk: "for disk space",
   dependency: "for another job to succeed",
   "retry-at": "to try again",
-  draining: "the service starts no jobs now",
+  draining: "for the service to start jobs again",
 };
 // Says why a job waits.
 export const reason = (job) => {
@@ -26,13 +26,14 @@ export const reason = (job) => {
 };
 
 export const ACTIONS = {
-  cancel: "Cancel", hold: "Hold", release: "Release", pause: "Pause", resume: "Resume", retry: "Retry",
+  hold: "Hold", release: "Release", pause: "Pause", resume: "Resume", retry: "Retry", cancel: "Cancel",
 };
 
 export const title = (job) => job.name || `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`;
 const last = (path) => path.split(/[:/]/).at(-1);
 export const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
-export const shape = (plan) => `${[plan.m, plan.n, plan.k].map((n) => n.toLocaleString("en").replaceAll(",", "\u202f")).join(" × ")}`;
+const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
+export const shape = (plan) => [plan.m, plan.n, plan.k].map(spaced).join(" × ");
 export const dtypes = (plan) => (plan.a_dtype === plan.c_dtype ? plan.a_dtype : `${plan.a_dtype} to ${plan.c_dtype}`);
 
 const scaled = (value, units, base) => {
@@ -82,7 +83,7 @@ export const stamp = (element, at) => { element.setAttribute("datetime", new Dat
 export const secondsLeft = (job) => {
   if (job.state !== "running" || !job.started || !job.progress) return null;
   const { done, total } = job.progress, passed = now() - job.started;
-  if (done - (job.kept ?? 0) < 2) return Math.max(0, job.predicted_s - passed);
+  if (done < 2) return Math.max(0, job.predicted_s - passed);
   return (passed / done) * (total - done);
 };
 export const left = (job) => {

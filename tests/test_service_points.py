@@ -1,0 +1,37 @@
+"""Processes of jobs are killed at each point between their start and their end."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.suite import slow
+from tests.test_service_kills import Victims
+
+POINTS = [f"{when} {name}" for name in ("lock", "owner.json", "result.json") for when in ("before", "after")]
+FIRST = "before result.json"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("point", "jobs"), [(FIRST, 2), *slow(*((point, 20) for point in POINTS))])
+def test_a_job_may_die_at_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, jobs: int
+) -> None:
+    """Each job dies once, and is started again. Only one that has left its result ends at once."""
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'dying'}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OOCGEMM_DIE", point)
+    monkeypatch.setenv("OOCGEMM_DEAD", str(dead))
+    victims = Victims(tmp_path, seed=3)
+    victims.submit(jobs)
+    victims.start()
+    try:
+        ended = victims.finish(0, 0, 800)
+        victims.check(ended)
+    finally:
+        victims.close()
+    assert {path.name for path in dead.iterdir()} == {job.id for job in ended}
+    completed = point == "after result.json"
+    assert {job.attempt for job in ended} == {1 if completed else 2}
+    assert {job.failures for job in ended} == {0 if completed else 1}
