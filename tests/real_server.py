@@ -32,7 +32,7 @@ from oocgemm.service.http.service import DATABASE
 from oocgemm.service.http.tokens import Tokens
 from tests.services import product_of, store_operands
 
-SECONDS = 60.0  # within which an answer must begin, on a busy machine
+SECONDS = 200.0  # within which an answer must begin, or a job end, on a busy machine
 JOB = {"a": "data:A.npy", "b": "data:B.npy"}
 
 

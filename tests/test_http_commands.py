@@ -17,7 +17,7 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.service.errors import AccessError, ConflictError, UnknownJobError
 from oocgemm.service.states import State
 from tests.command import Finished, command
-from tests.real_server import RealServer, running_server
+from tests.real_server import SECONDS, RealServer, running_server
 
 OPERANDS = ("data:A.npy", "data:B.npy")
 
@@ -109,7 +109,7 @@ def test_interrupting_a_wait_leaves_the_job(server: RealServer) -> None:
     assert waiting.stderr is not None
     shown = waiting.stderr.read(1)  # it shows the state when it waits
     waiting.send_signal(signal.SIGINT)
-    shown += waiting.communicate(timeout=60)[1]
+    shown += waiting.communicate(timeout=SECONDS)[1]
     assert waiting.returncode == 130
     assert f"oocgemm wait {job.id}" in shown
     assert job.refresh().state == "held"
@@ -139,7 +139,7 @@ def test_the_client_maps_products(server: RealServer) -> None:
         [(*OPERANDS, "out:chain0.npy"), {"a": "data:A.npy", "b": "data:B.npy", "c": "out:chain1.npy"}]
     )
     for job in chained:
-        assert job.wait(60).state == State.SUCCEEDED
+        assert job.wait(SECONDS).state == State.SUCCEEDED
     for job in jobs:
         assert job.cancel().state == State.CANCELLED
 
@@ -169,7 +169,7 @@ def test_a_client_of_another_machine_needs_a_token(server: RealServer) -> None:
     with pytest.raises(AccessError, match=r"set \$OOCGEMM_TOKEN, or pass token="):
         oocgemm.Client(server.url).submit(*OPERANDS, "out:remote.npy")
     client = oocgemm.Client(server.url, token=server.token("submit", name="ann"))
-    job = client.submit(*OPERANDS, "out:remote.npy").wait(60)
+    job = client.submit(*OPERANDS, "out:remote.npy").wait(SECONDS)
     assert (job.state, job.info["owner"]) == (State.SUCCEEDED, "ann")
     server.check("remote.npy")
     with pytest.raises(AccessError, match="belongs to"):
