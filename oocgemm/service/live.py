@@ -1,7 +1,6 @@
 """What a running job does now. Its process writes that to a file in its folder, and the server reads it.
 
-The file is written in place, as all files of a job are (`job`). A reader that meets a part of it, or an empty
-file, finds nothing.
+The file has one line. It is overwritten in place, by one write, so a reader sees a complete first line.
 """
 
 import json
@@ -23,7 +22,7 @@ def observer(plan: Any, path: Path) -> Callable[[Any], None]:
 
     recent: deque[Any] = deque(maxlen=MAX_RECENT)
     flops, written = 0, monotonic()
-    path.write_bytes(b"")  # without what the attempt before did
+    path.write_bytes(b"")  # what an earlier attempt did
 
     def observe(span: Any) -> None:
         nonlocal flops, written
@@ -33,8 +32,9 @@ def observer(plan: Any, path: Path) -> Callable[[Any], None]:
             return
         written = monotonic()
         busy, limit = recent_activity(recent, multiplied=flops >= plan.flops)
-        with suppress(OSError):  # the job must not fail if the disk is full
-            path.write_text(json.dumps({"busy": busy, "limit": limit or None}))
+        line = json.dumps({"busy": busy, "limit": limit or None}).encode() + b"\n"
+        with suppress(OSError), open(path, "r+b", buffering=0) as file:  # a full disk must not fail the job
+            file.write(line)
 
     return observe
 
@@ -42,7 +42,7 @@ def observer(plan: Any, path: Path) -> Callable[[Any], None]:
 def read(path: Path) -> dict[str, Any] | None:
     """Return what the file says: `busy`, the share of time in which each lane was busy, and `limit`."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
     except (FileNotFoundError, ValueError):
         return None
     return found
