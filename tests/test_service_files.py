@@ -1,5 +1,6 @@
 """The files in docs/service are valid. They work with a real server, where other programs are installed."""
 
+import doctest
 import http.client
 import re
 import shlex
@@ -77,6 +78,17 @@ def test_alerts_and_the_list_of_metrics_agree_with_the_server(tmp_path: Path) ->
     alerts = set(re.findall(r"\boocgemm_\w+", (FILES / "alerts.yml").read_text()))
     assert alerts
     assert alerts <= real
+
+
+def test_the_reference_of_the_api_shows_every_operation_and_type() -> None:
+    page = http_api.fill((FILES.parent / "reference" / "http-api.md").read_text())
+    described = http_api.described()
+    operations = [(path, method) for path, methods in described["paths"].items() for method in methods]
+    assert len(operations) > 20
+    assert all(f"### `{method.upper()} {path}`\n" in page for path, method in operations)
+    assert all(f"### {name}\n" in page for name in described["components"]["schemas"])
+    assert "<!-- http-api" not in page
+    assert doctest.testmod(http_api) == (0, 1)
 
 
 # A proxy
