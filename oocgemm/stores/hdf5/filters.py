@@ -1,0 +1,204 @@
+"""Decode the stored bytes of an HDF5 chunk: undo its filters, the last one first.
+
+Supported are the filters below: at most one compressor, shuffle at most once and before it, and any number of
+checksums (fletcher32). Datasets with other filters are read by h5py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oocgemm.stores.base import Array
+from oocgemm.stores.compressors import ZLIB, decompress_into, inflate
+from oocgemm.stores.hdf5 import frames
+
+# The registered numbers of the supported filters, and their names in messages.
+DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
+BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
+SUPPORTED = {
+    DEFLATE: "gzip",
+    SHUFFLE: "shuffle",
+    FLETCHER32: "fletcher32",
+    BLOSC: "blosc",
+    LZ4: "lz4",
+    BITSHUFFLE: "bitshuffle",
+    ZSTD: "zstd",
+}
+NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
+# The compressors of the filter bitshuffle, by their number in its parameters. Without one, h5py reads it.
+_OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
+CHECKSUM_BYTES = 4
+# Larger chunks do not fit the 32-bit sizes of blosc's frames.
+_MAX_BYTES = 1 << 30
+# A checksum is computed in parts of this many words, so that its sums are exact in double precision.
+_WORDS = 1 << 15
+_WEIGHTS = np.arange(_WORDS, 0, -1, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter of a dataset: its registered number, its name, and its parameters (cd_values)."""
+
+    number: int
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The filters of a dataset, in the order in which they were applied, and the bytes of a decoded chunk."""
+
+    filters: tuple[Filter, ...]
+    size: int
+
+    @property
+    def supported(self) -> bool:
+        """Whether `decode` can undo these filters. Raises `ValueError` for damaged parameters of a filter."""
+        numbers = [each.number for each in self.filters]
+        compressors = [i for i, number in enumerate(numbers) if number not in NOT_COMPRESSORS]
+        if not self.filters:
+            return True
+        if self.size > _MAX_BYTES or not set(numbers) <= set(SUPPORTED):
+            return False
+        if len(compressors) > 1 or numbers.count(SHUFFLE) > 1:
+            return False
+        if SHUFFLE in numbers and compressors and numbers.index(SHUFFLE) > compressors[0]:
+            return False
+        for each in self.filters:
+            if each.number in (SHUFFLE, BITSHUFFLE) and not 0 < _itemsize(each) < 256:
+                raise ValueError(f"the parameters {each.values} of its filter {each.name} are not valid")
+        return all(_bit_compressor(each) for each in self.filters if each.number == BITSHUFFLE)
+
+    def scratch_bytes(self, max_stored: int) -> int:
+        """Return the bytes of scratch memory that `decode` takes. `max_stored` is the largest stored chunk."""
+        if not self.filters:
+            return 0
+        return 2 * self._room + frames.scratch_bytes(self._room, max_stored)
+
+    @property
+    def decode_bytes(self) -> int:
+        """The bytes that decoding a chunk allocates besides scratch memory: zlib returns new memory."""
+        return self.size if any(each.number == DEFLATE for each in self.filters) else 0
+
+    @property
+    def _room(self) -> int:
+        """The largest size of a partly decoded chunk, rounded up to whole numbers of 64 bytes."""
+        checksums = sum(each.number == FLETCHER32 for each in self.filters)
+        return -(-(self.size + CHECKSUM_BYTES * checksums) // 64) * 64
+
+    def decode(self, stored: Array, mask: int, out: Array, memory: Array) -> None:
+        """Fill `out`, a contiguous array of the bytes of a chunk, from the chunk's stored bytes.
+
+        Arguments:
+            stored: the stored bytes
+            mask: bit i is set if filter i was not applied to this chunk (HDF5's filter_mask)
+            out: the destination, of `size` bytes
+            memory: scratch memory of `scratch_bytes`
+
+        Raises `ValueError` for a wrong size or checksum, and whatever a decompressor raises.
+        """
+        steps = [each for i, each in enumerate(self.filters) if not mask >> i & 1]
+        spare = [memory[: self._room], memory[self._room : 2 * self._room]]
+        rest, data = memory[2 * self._room :], stored
+        while steps:
+            step = steps.pop()
+            checksums = sum(each.number == FLETCHER32 for each in steps)
+            # The size before this filter was applied. What is left are shuffle and checksums, if any.
+            size = self.size + CHECKSUM_BYTES * checksums
+            if step.number == FLETCHER32:
+                data = checked_content(data)
+                continue
+            if step.number == SHUFFLE and data.nbytes != size:
+                raise ValueError(f"{data.nbytes} bytes instead of {size}")
+            target = spare.pop()[:size] if steps else out
+            _undo(step, data, target, rest)
+            data = target
+        if data is not out:
+            if data.nbytes != self.size:
+                raise ValueError(f"{data.nbytes} bytes instead of {self.size}")
+            out[:] = data
+
+
+def pipeline(filters: Sequence[tuple[int, tuple[int, ...], bytes]], size: int) -> Pipeline:
+    """Return the pipeline of filters, each given by number, parameters and the name that the file states."""
+    return Pipeline(
+        tuple(
+            Filter(number, SUPPORTED.get(number) or name.decode(errors="replace") or str(number), values)
+            for number, values, name in filters
+        ),
+        size,
+    )
+
+
+def checked_content(stored: Array) -> Array:
+    """Return stored bytes without the checksum at their end. Raises `ValueError` if it does not match.
+
+    As HDF5 does, accept checksums whose bytes are swapped in pairs: HDF5 before 1.6.3 wrote them.
+    """
+    content = stored[:-CHECKSUM_BYTES]
+    if stored.nbytes >= CHECKSUM_BYTES:
+        found = int.from_bytes(stored[-CHECKSUM_BYTES:].tobytes(), "little")
+        low, high = fletcher32(content)
+        for swapped in (False, True):
+            parts = (found & 0xFFFF, found >> 16)
+            one, other = (part << 8 & 0xFFFF | part >> 8 if swapped else part for part in parts)
+            if (one - low) % 0xFFFF == (other - high) % 0xFFFF == 0:
+                return content
+    raise ValueError("its checksum (fletcher32) does not match its content")
+
+
+def fletcher32(content: Array) -> tuple[int, int]:
+    """Return the two sums of Fletcher's checksum over 16-bit big-endian words, modulo 65535.
+
+    Source: J. G. Fletcher, "An Arithmetic Checksum for Serial Transmissions", IEEE Trans. Comm. 30 (1982). As
+    in HDF5, a last odd byte counts as the high byte of a word.
+    """
+    words = content[: content.nbytes // 2 * 2].view("<u2")
+    low = high = 0
+    for first in range(0, len(words), _WORDS):
+        part = words[first : first + _WORDS].astype(np.float64)
+        high += len(part) * low + int(np.dot(part, _WEIGHTS[-len(part) :]))
+        low += int(part.sum())
+    # To swap the bytes of a word is to multiply it by 256 modulo 65535.
+    low, high = low * 256, high * 256
+    if content.nbytes % 2:
+        low += int(content[-1]) << 8
+        high += low
+    return low % 0xFFFF, high % 0xFFFF
+
+
+def _undo(step: Filter, data: Array, out: Array, memory: Array) -> None:
+    """Undo one filter other than fletcher32: fill `out` with the bytes to which it was applied."""
+    match step.number:
+        case 1:
+            found = inflate(data, ZLIB, out.nbytes)
+            if len(found) != out.nbytes:
+                raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
+            out[:] = np.frombuffer(found, np.uint8)
+        case 2:
+            frames.unshuffle(data, _itemsize(step), out, memory)
+        case 32004:
+            frames.decode_blocks(data, frames.LZ4, 0, out, memory)
+        case 32008:
+            frames.decode_blocks(data, _bit_compressor(step), _itemsize(step), out, memory)
+        case _:
+            decompress_into(_codec(step.number), data, out)
+
+
+def _codec(number: int) -> Any:
+    import numcodecs
+
+    return numcodecs.Blosc() if number == BLOSC else numcodecs.Zstd()
+
+
+def _itemsize(step: Filter) -> int:
+    """Return the bytes per element that a filter shuffles, from its parameters; 0 if they lack it."""
+    values = step.values[2:] if step.number == BITSHUFFLE else step.values
+    return values[0] if values else 0
+
+
+def _bit_compressor(step: Filter) -> int:
+    """Return the number of the compressor of bitshuffled data in frames; 0 if it has none, or another."""
+    return _OF_BITSHUFFLE.get(step.values[4], 0) if len(step.values) > 4 else 0
