@@ -6,6 +6,7 @@ Small chunks, which are the default of h5py, then cost few calls each.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,18 +76,18 @@ class Chunks:
     def _decoded_bytes(self) -> int:
         return self.pipeline.size
 
-    @property
-    def _batch_bytes(self) -> int:
-        """The largest number of bytes that one system call reads into scratch memory."""
-        return -(-max(BATCH_BYTES, self.index.max_stored) // 64) * 64
+    @cached_property
+    def _stored_room(self) -> int:
+        """The scratch memory for the stored chunks of a run, in bytes."""
+        return _rounded(max(BATCH_BYTES, self.index.max_stored))
 
-    @property
+    @cached_property
     def _scratch_bytes(self) -> int:
-        """The scratch memory of a thread: stored chunks, a decoded one, and what the filters need."""
+        """The scratch memory of a thread: a run as stored and as decoded, and what the filters need."""
         if not self.pipeline.filters:
-            return self._batch_bytes if self._decoded_bytes < MIN_STRAIGHT else 0
-        decoded = -(-self._decoded_bytes // 64) * 64
-        return self._batch_bytes + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
+            return self._stored_room if self._decoded_bytes < MIN_STRAIGHT else 0
+        decoded = _rounded(max(BATCH_BYTES, self._decoded_bytes))
+        return self._stored_room + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read the block at these rows and columns into `out`.
@@ -113,8 +114,9 @@ class Chunks:
         for j in range(len(offsets)):
             follows = j > start and (offsets[start] < 0) == (offsets[j] < 0)
             if follows and offsets[j] >= 0:
-                follows = not straight and offsets[j] == offsets[j - 1] + sizes[j - 1]
-                follows = follows and size + sizes[j] <= BATCH_BYTES
+                adjacent = not straight and offsets[j] == offsets[j - 1] + sizes[j - 1]
+                decoded = (j + 1 - start) * self._decoded_bytes
+                follows = adjacent and max(size + sizes[j], decoded) <= BATCH_BYTES
             if not follows:
                 if j > start:
                     yield first + start, first + j
@@ -179,28 +181,30 @@ class Chunks:
         )
 
     def _decode(self, i: int, run: Range, memory: Array, lines: slice, cols: Range, band: Array) -> None:
-        """Decode the chunks `run`, whose stored bytes are at the start of `memory`, and copy their `lines`."""
-        height, width = self.chunk
-        room = memory[self._batch_bytes :]
-        decoded, rest = room[: self._decoded_bytes], room[-(-self._decoded_bytes // 64) * 64 :]
-        at = 0
-        for j in range(*run):
-            size = int(self.index.sizes[i, j])
-            left, right = j * width - cols[0], (j + 1) * width - cols[0]
-            target = band[:, max(0, left) : right]
-            # Decode in place where the destination is the whole chunk.
-            place = target.shape == self.chunk and target.flags.c_contiguous and self.dtype.isnative
-            out = target.reshape(-1).view(np.uint8) if place else decoded
+        """Decode the chunks `run`, whose stored bytes begin `memory`, and copy their rows `lines`."""
+        first, last = run
+        size = self._decoded_bytes
+        room = memory[self._stored_room :]
+        decoded, rest = room[: (last - first) * size], room[_rounded(max(BATCH_BYTES, size)) :]
+        # A single chunk that is the whole destination is decoded in place.
+        alone = last - first == 1 and band.shape == self.chunk and first * self.chunk[1] == cols[0]
+        place = alone and band.flags.c_contiguous and self.dtype.isnative
+        if place:
+            decoded = band.reshape(-1).view(np.uint8)
+        start = 0
+        sizes, masks = self.index.sizes[i, first:last].tolist(), self.index.masks[i, first:last].tolist()
+        for number, (stored, mask) in enumerate(zip(sizes, masks, strict=True)):
+            out = decoded[number * size : (number + 1) * size]
             try:
-                self.pipeline.decode(memory[at : at + size], int(self.index.masks[i, j]), out, rest)
+                self.pipeline.decode(memory[start : start + stored], mask, out, rest)
             except MemoryError:
                 raise
             except Exception as error:  # decompressors raise exceptions of many types
-                self._damaged(i, j, f"cannot be decoded: {error}", error)
-            at += size
-            if not place:
-                elements = decoded.view(self.dtype).reshape(1, height, width)
-                self._copy(elements[:, lines], (j, j + 1), cols, band)
+                self._damaged(i, first + number, f"cannot be decoded: {error}", error)
+            start += stored
+        if not place:
+            elements = decoded.view(self.dtype).reshape(last - first, *self.chunk)
+            self._copy(elements[:, lines], run, cols, band)
 
     def _copy(self, elements: Array, run: Range, cols: Range, band: Array) -> None:
         """Copy the elements of the chunks `run`, an array (chunks, rows, columns), to `band`."""
@@ -227,3 +231,8 @@ class Chunks:
         raise ExecutionError(
             f"the chunk at {place} in {self.path} {how}: it is damaged or truncated"
         ) from error
+
+
+def _rounded(size: int) -> int:
+    """Round a number of bytes up to whole cache lines."""
+    return -(-size // 64) * 64

@@ -4,16 +4,20 @@ Supported are the filters below: at most one compressor, shuffle at most once an
 checksums (fletcher32). Datasets with other filters are read by h5py.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import numcodecs
+import numcodecs.blosc
 import numpy as np
 
 from oocgemm.stores.base import Array
 from oocgemm.stores.compressors import ZLIB, decompress_into, inflate
 from oocgemm.stores.hdf5 import frames
 
+# Undoes a filter: takes the stored bytes, the destination, and scratch memory.
+Undo = Callable[[Array, Array, Array], None]
 # The registered numbers of the supported filters, and their names in messages.
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
@@ -30,6 +34,8 @@ NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
 # The compressors of the filter bitshuffle, by their number in its parameters. Without one, h5py reads it.
 _OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
 CHECKSUM_BYTES = 4
+# In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.
+_BLOSC = struct.Struct("<3I")
 # Larger chunks do not fit the 32-bit sizes of blosc's frames.
 _MAX_BYTES = 1 << 30
 # A checksum is computed in parts of this many words, so that its sums are exact in double precision.
@@ -52,6 +58,7 @@ class Pipeline:
 
     filters: tuple[Filter, ...]
     size: int
+    _known: dict[int, list[tuple[Undo | None, int, int]]] = field(default_factory=dict, compare=False)
 
     @property
     def supported(self) -> bool:
@@ -99,26 +106,36 @@ class Pipeline:
 
         Raises `ValueError` for a wrong size or checksum, and whatever a decompressor raises.
         """
-        steps = [each for i, each in enumerate(self.filters) if not mask >> i & 1]
-        spare = [memory[: self._room], memory[self._room : 2 * self._room]]
         rest, data = memory[2 * self._room :], stored
-        while steps:
-            step = steps.pop()
-            checksums = sum(each.number == FLETCHER32 for each in steps)
-            # The size before this filter was applied. What is left are shuffle and checksums, if any.
-            size = self.size + CHECKSUM_BYTES * checksums
-            if step.number == FLETCHER32:
+        for undo, size, place in self._steps(mask):
+            if undo is None:
                 data = checked_content(data)
                 continue
-            if step.number == SHUFFLE and data.nbytes != size:
-                raise ValueError(f"{data.nbytes} bytes instead of {size}")
-            target = spare.pop()[:size] if steps else out
-            _undo(step, data, target, rest)
+            target = out if place < 0 else memory[place * self._room :][:size]
+            undo(data, target, rest)
             data = target
         if data is not out:
             if data.nbytes != self.size:
                 raise ValueError(f"{data.nbytes} bytes instead of {self.size}")
             out[:] = data
+
+    def _steps(self, mask: int) -> list[tuple[Undo | None, int, int]]:
+        """Return what undoes the filters of a chunk, the last one first.
+
+        Each step is the function, the bytes that it returns, and the number of its part of the scratch memory,
+        -1 for the destination. The function is None for a checksum.
+        """
+        found = self._known.get(mask)
+        if found is None:
+            found = self._known[mask] = []
+            steps = [each for i, each in enumerate(self.filters) if not mask >> i & 1]
+            parts = [0, 1]
+            while steps:
+                step = steps.pop()
+                size = self.size + CHECKSUM_BYTES * sum(each.number == FLETCHER32 for each in steps)
+                place = -1 if not steps else 0 if step.number == FLETCHER32 else parts.pop()
+                found.append((_undo(step), size, place))
+        return found
 
 
 def pipeline(filters: Sequence[tuple[int, tuple[int, ...], bytes]], size: int) -> Pipeline:
@@ -169,28 +186,52 @@ def fletcher32(content: Array) -> tuple[int, int]:
     return low % 0xFFFF, high % 0xFFFF
 
 
-def _undo(step: Filter, data: Array, out: Array, memory: Array) -> None:
-    """Undo one filter other than fletcher32: fill `out` with the bytes to which it was applied."""
+def _undo(step: Filter) -> Undo | None:
+    """Return the function that undoes a filter; None for fletcher32, which has no destination.
+
+    The function fills its second argument with the bytes to which the filter was applied.
+    """
     match step.number:
         case 1:
-            found = inflate(data, ZLIB, out.nbytes)
-            if len(found) != out.nbytes:
-                raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
-            out[:] = np.frombuffer(found, np.uint8)
+            return _inflate
         case 2:
-            frames.unshuffle(data, _itemsize(step), out, memory)
-        case 32004:
-            frames.decode_blocks(data, frames.LZ4, 0, out, memory)
-        case 32008:
-            frames.decode_blocks(data, _bit_compressor(step), _itemsize(step), out, memory)
+            itemsize = _itemsize(step)
+            return lambda data, out, memory: _unshuffle(data, itemsize, out, memory)
+        case 3:
+            return None
+        case 32001:
+            return _decode_blosc
+        case 32015:
+            compressor = numcodecs.Zstd()
+            return lambda data, out, memory: decompress_into(compressor, data, out)
         case _:
-            decompress_into(_codec(step.number), data, out)
+            kind, itemsize = frames.LZ4, 0
+            if step.number == BITSHUFFLE:
+                kind, itemsize = _bit_compressor(step), _itemsize(step)
+            return lambda data, out, memory: frames.decode_blocks(data, kind, itemsize, out, memory)
 
 
-def _codec(number: int) -> Any:
-    import numcodecs
+def _inflate(data: Array, out: Array, memory: Array) -> None:
+    found = inflate(data, ZLIB, out.nbytes)
+    if len(found) != out.nbytes:
+        raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
+    out[:] = np.frombuffer(found, np.uint8)
 
-    return numcodecs.Blosc() if number == BLOSC else numcodecs.Zstd()
+
+def _unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
+    if data.nbytes != out.nbytes:
+        raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
+    frames.unshuffle(data, itemsize, out, memory)
+
+
+def _decode_blosc(data: Array, out: Array, memory: Array) -> None:
+    # The decoder does not know where `data` ends.
+    if data.nbytes < 16:
+        raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
+    size, _, stored = _BLOSC.unpack_from(data, 4)
+    if size != out.nbytes or stored > data.nbytes:
+        raise ValueError(f"blosc data of {stored} bytes for {size}, where {data.nbytes} and {out.nbytes} are")
+    numcodecs.blosc.decompress(data, out)
 
 
 def _itemsize(step: Filter) -> int:

@@ -1,4 +1,4 @@
-"""Undo HDF5's filters shuffle, LZ4 and bitshuffle with the decoder of blosc, whose loops use vector instructions.
+"""Undo HDF5's filters shuffle, LZ4 and bitshuffle with the decoder of blosc, which is vectorized.
 
 blosc data is a *frame*: a header of 16 bytes, the position of each block, and then the blocks. A block is the
 size of its compressed data, and this data. A size that equals the size of the decoded block means that the
@@ -12,9 +12,9 @@ All functions use the scratch memory that the caller passes. The decoder release
 """
 
 import struct
-from typing import Any
 
 import numpy as np
+from numcodecs import blosc, lz4, zstd
 
 from oocgemm.stores.base import Array
 
@@ -22,12 +22,15 @@ from oocgemm.stores.base import Array
 LZ4, ZSTD = 1, 4
 # Flags: how the bytes of a block are shuffled, and that a block is one stream for all bytes of its elements.
 _SHUFFLED, _BIT_SHUFFLED, _NOT_SPLIT = 0x01, 0x04, 0x10
-_HEADER_BYTES = 16
-# Shuffled data is gathered and unshuffled in parts of about this many bytes, which fit the processor's cache.
-UNSHUFFLE_BYTES = 256 << 10
+# A frame begins with its format, that of its compressed data, flags, and bytes per element. Then come the
+# decoded size of all blocks, the decoded size of one, and the size of the frame, all in bytes.
+_HEADER = struct.Struct("<4B3I")
+_FORMATS = 2, 1
 # The header of data of the filters LZ4 and bitshuffle: decoded size of the data, and of a block, in bytes.
 _PREFIX = struct.Struct(">QI")
-_SIZE = struct.Struct(">I")
+_SIZE, _SIZE_IN_FRAME = struct.Struct(">I"), struct.Struct("<I")
+# Shuffled data is gathered and unshuffled in parts of about this many bytes, which fit the processor's cache.
+UNSHUFFLE_BYTES = 256 << 10
 # Blocks have at least this many bytes, except in tiny chunks. `scratch_bytes` depends on it.
 _MIN_BLOCK = 128
 
@@ -37,7 +40,7 @@ def scratch_bytes(size: int, max_stored: int) -> int:
 
     `size` is the size of a decoded chunk, and `max_stored` the size of the largest stored one, in bytes.
     """
-    return max(UNSHUFFLE_BYTES, max_stored + 4 * (size // _MIN_BLOCK + 2)) + 2 * _HEADER_BYTES
+    return max(UNSHUFFLE_BYTES, max_stored + 4 * (size // _MIN_BLOCK + 2)) + 2 * _HEADER.size
 
 
 def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
@@ -50,18 +53,19 @@ def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
         memory: scratch memory of `scratch_bytes`
     """
     count = data.nbytes // itemsize
-    whole = count * itemsize
+    whole, step = count * itemsize, max(1, UNSHUFFLE_BYTES // itemsize)
     planes = data[:whole].reshape(itemsize, count)
-    step = max(1, UNSHUFFLE_BYTES // itemsize)
+    # Each part becomes a frame of one block, which is stored as it is.
+    start = _HEADER.size + 8
     for first in range(0, count, step):
         part = planes[:, first : first + step]
-        frame = _frame(memory, _SHUFFLED, itemsize, part.size, part.size, [4 + _HEADER_BYTES])
-        frame = frame[: 8 + _HEADER_BYTES + part.size]
-        frame[4 + _HEADER_BYTES : 8 + _HEADER_BYTES] = np.frombuffer(
-            part.size.to_bytes(4, "little"), np.uint8
-        )
-        np.copyto(frame[8 + _HEADER_BYTES :].reshape(part.shape), part)
-        _decode(frame, out[first * itemsize :][: part.size])
+        size = part.size
+        frame = memory[: start + size]
+        _HEADER.pack_into(frame, 0, *_FORMATS, _SHUFFLED | _NOT_SPLIT, itemsize, size, size, start + size)
+        _SIZE_IN_FRAME.pack_into(frame, _HEADER.size, start - 4)
+        _SIZE_IN_FRAME.pack_into(frame, start - 4, size)
+        frame[start:].reshape(part.shape)[...] = part
+        blosc.decompress(frame, out[first * itemsize :][:size])
     out[whole:] = data[whole:]
 
 
@@ -83,78 +87,49 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
     if size != out.nbytes:
         raise ValueError(f"{size} bytes instead of {out.nbytes}")
     # The filter bitshuffle stores groups of 8 elements in blocks. Up to 7 elements follow, as they are.
-    encoded = size - size % (8 * itemsize) if itemsize else size
-    if not 0 < block <= max(size, 1 << 30) or block % (8 * itemsize or 1):
+    group = 8 * itemsize or 1
+    encoded = size - size % group
+    if block == 0 or block % group or _MIN_BLOCK > block < encoded:
         raise ValueError(f"blocks of {block} bytes")
-    block = min(block, encoded) or 1
-    lengths = [min(block, encoded - start) for start in range(0, encoded, block)]
-    if block < _MIN_BLOCK and len(lengths) > 1:
-        raise ValueError(f"blocks of {block} bytes")
-    starts, at = [], _PREFIX.size
-    stored = memoryview(data)
-    for _ in lengths:
+    block = min(block, encoded)
+    count = -(-encoded // block) if block else 0
+    sizes, at = [], _PREFIX.size
+    for _ in range(count):
         if at + 4 > data.nbytes:
             raise ValueError("it is truncated")
-        starts.append(at)
-        at += 4 + _SIZE.unpack_from(stored, at)[0]
+        sizes.append(_SIZE.unpack_from(data, at)[0])
+        at += 4 + sizes[-1]
     if at + size - encoded > data.nbytes:
         raise ValueError("it is truncated")
-    if lengths:
-        flags = compressor << 5 | (_BIT_SHUFFLED if itemsize else 0)
-        moved = _HEADER_BYTES + 4 * len(starts) - _PREFIX.size
-        positions = np.asarray(starts) + moved
-        frame = _frame(memory, flags, itemsize or 1, encoded, block, positions)[: at + moved]
-        frame[_PREFIX.size + moved :] = data[_PREFIX.size : at]
-        sizes = positions[:, np.newaxis] + np.arange(4)
-        frame[sizes] = frame[sizes[:, ::-1]]
-        if itemsize:
-            _store_plain(frame, positions, lengths, compressor)
-        _decode(frame, out[:encoded])
+    if count:
+        start = _HEADER.size + 4 * count
+        frame = memory[: start + at - _PREFIX.size]
+        frame[start:] = data[_PREFIX.size : at]
+        flags = compressor << 5 | _NOT_SPLIT | (_BIT_SHUFFLED if itemsize else 0)
+        _HEADER.pack_into(frame, 0, *_FORMATS, flags, itemsize or 1, encoded, block, frame.nbytes)
+        for number, stored in enumerate(sizes):
+            _SIZE_IN_FRAME.pack_into(frame, _HEADER.size + 4 * number, start)
+            _SIZE_IN_FRAME.pack_into(frame, start, stored)
+            start += 4
+            if itemsize and stored == min(block, encoded - number * block):
+                # In a frame this size means that the block is not compressed. The filter bitshuffle compresses
+                # every block, so put the decompressed block in its place.
+                frame[start : start + stored] = _decompressed(frame[start : start + stored], compressor)
+            start += stored
+        blosc.decompress(frame, out[:encoded])
     out[encoded:] = data[at : at + size - encoded]
 
 
-def _store_plain(frame: Array, positions: Array, lengths: list[int], compressor: int) -> None:
-    """Decompress the blocks of a frame whose compressed data has the size of the decoded block, in place.
+def _decompressed(data: Array, compressor: int) -> Array:
+    """Return a block that decompresses to as many bytes as it has.
 
-    In a frame this size means that the block is not compressed, but the filter bitshuffle compresses always.
+    Raises `ValueError` if it has another size, and `RuntimeError` if it is damaged.
     """
-    sizes = frame[positions[:, np.newaxis] + np.arange(4)].view("<u4")[:, 0]
-    for number in np.flatnonzero(sizes == np.asarray(lengths)).tolist():
-        start, length = int(positions[number]) + 4, lengths[number]
-        data = frame[start : start + length]
-        data[:] = _decompressed(data.tobytes(), length, compressor)
-
-
-def _decompressed(data: bytes, size: int, compressor: int) -> Array:
-    """Return one decompressed block. Raises `ValueError` if it has another size, `RuntimeError` if damaged."""
-    from numcodecs import lz4, zstd
-
+    size = data.nbytes
     if compressor == LZ4:
-        found = lz4.decompress(size.to_bytes(4, "little") + data)
+        found = lz4.decompress(_SIZE_IN_FRAME.pack(size) + data.tobytes())
     else:
-        found = zstd.decompress(data)
+        found = zstd.decompress(data.tobytes())
     if len(found) != size:
         raise ValueError(f"a block of {len(found)} bytes instead of {size}")
     return np.frombuffer(found, np.uint8)
-
-
-def _frame(memory: Array, flags: int, itemsize: int, size: int, block: int, positions: Any) -> Array:
-    """Write the header and the positions of a frame to the start of scratch memory. Return this memory.
-
-    `size` and `block` are the decoded bytes of all blocks and of one, `positions` those of the blocks in it.
-    """
-    frame = memory[: memory.nbytes // 4 * 4]
-    numbers = frame.view("<u4")
-    # Format 2 of frames, format 1 of the compressed data.
-    frame[:4] = 2, 1, flags | _NOT_SPLIT, itemsize
-    numbers[1:4] = size, block, memory.nbytes
-    numbers[4 : 4 + len(positions)] = positions
-    return frame
-
-
-def _decode(frame: Array, out: Array) -> None:
-    """Decode a frame of blosc. Raises `RuntimeError` for damaged data."""
-    from numcodecs import blosc
-
-    frame[12:16] = np.frombuffer(frame.nbytes.to_bytes(4, "little"), np.uint8)
-    blosc.decompress(frame, out)
