@@ -96,12 +96,17 @@ def seconds(ways: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, d
             way()
             times[name].append((time.perf_counter() - started, time.process_time() - used))
     return {
-        name: {kind: statistics.median(each) for kind, each in zip(("wall", "cpu"), zip(*found), strict=True)}
+        name: {
+            kind: statistics.median(each)
+            for kind, each in zip(("wall", "cpu"), zip(*found, strict=True), strict=True)
+        }
         for name, found in times.items()
     }
 
 
-def measure(layout: str, values: Array, folder: Path, pool: ThreadPoolExecutor, repeats: int) -> dict[str, Any]:
+def measure(
+    layout: str, values: Array, folder: Path, pool: ThreadPoolExecutor, repeats: int
+) -> dict[str, Any]:
     """Store the matrix in a layout, and measure the ways to read it. Return rates in bytes/s."""
     path = folder / "x.h5"
     with h5py.File(path, "w") as file:
@@ -123,11 +128,16 @@ def measure(layout: str, values: Array, folder: Path, pool: ThreadPoolExecutor, 
     print(f"{layout:34}", *(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()))
     print(f"{'of processor time':34}", *(f"{values.nbytes / t['cpu'] / 1e9:.2f}" for t in measured.values()))
     os.unlink(path)
-    return {"rates": rates, "seconds": measured, "ratio": rates["ours"] / best, "compression": values.nbytes / stored}
+    return {
+        "rates": rates,
+        "seconds": measured,
+        "ratio": rates["ours"] / best,
+        "compression": values.nbytes / stored,
+    }
 
 
 def index(folder: Path, chunks: int) -> dict[str, Any]:
-    """Measure how long a dataset of many chunks takes to open, in seconds of wall time and of this process."""
+    """Measure how long a dataset of many chunks takes to open, in wall time and in processor time."""
     side = round(chunks**0.5)
     path = folder / "many.h5"
     with h5py.File(path, "w") as file:
@@ -145,7 +155,9 @@ def index(folder: Path, chunks: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--size", default=16384, show_default=True, help="Columns of the matrix; it has half as many rows.")
+@click.option(
+    "--size", default=16384, show_default=True, help="Columns of the matrix; it has half as many rows."
+)
 @click.option("--repeats", default=5, show_default=True, help="How often each way is measured.")
 @work
 @output

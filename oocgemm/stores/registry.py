@@ -1,8 +1,8 @@
 """Find the store (the class that opens one format) of an operand: the first in a list that matches it.
 
-The stores for .npy files, HDF5 datasets, open zarr arrays and NumPy arrays come first, so no other package can replace them.
-Then come the stores of other packages. The stores for zarr paths, lazy arrays and array-likes come last: they
-match everything else.
+The stores for .npy files, HDF5 datasets, open zarr arrays and NumPy arrays come first, so no other package
+can replace them. Then come the stores of other packages. The stores for zarr paths, lazy arrays and
+array-likes come last: they match everything else.
 
 A package adds a store by an entry point in its pyproject.toml, which names a subclass of
 `oocgemm.stores.Store` whose constructor takes no arguments::

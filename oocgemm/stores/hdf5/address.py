@@ -1,4 +1,4 @@
-"""Addresses of HDF5 datasets: the path of the file and the name of the dataset, such as ``file.h5::/group/x``."""
+"""Split addresses of HDF5 datasets, such as ``file.h5::/group/x``, into the file and the dataset."""
 
 import os
 
@@ -24,11 +24,14 @@ def split(path: str) -> tuple[str, str] | None:
     return None
 
 
-def is_hdf5(path: str) -> bool:
-    """Return whether a local path leads to a file with the signature of HDF5. Never raises."""
+def leads_to_file(path: str) -> bool:
+    """Return whether a local path leads to an HDF5 file, by its suffix or signature. Never raises."""
+    return os.path.isfile(path) and (path.lower().endswith(SUFFIXES) or has_signature(path))
+
+
+def has_signature(path: str) -> bool:
+    """Return whether a file has the signature of HDF5. Never raises."""
     try:
-        if not os.path.isfile(path):
-            return False
         with open(path, "rb") as file:
             offset = 0
             while offset <= MAX_USER_BLOCK:

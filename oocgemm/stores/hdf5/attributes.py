@@ -15,13 +15,13 @@ DEFAULT_FILL = 9.969209968386869e36
 
 
 def check(name: str, place: str, found: Any) -> None:
-    """Raise `InputError` if the stored numbers of a dataset are packed: their values are scaled or shifted."""
+    """Raise `InputError` if the values of a dataset are not the stored numbers: packed, or unsigned."""
     for attribute, neutral in (("scale_factor", 1), ("add_offset", 0)):
         value = _value(found, attribute)
         if value is not None and not np.all(value == neutral):
             raise InputError(
-                f"{name}: {place} has the attribute {attribute} = {value}, so its numbers are packed: unpack it, "
-                "with xarray.open_dataset(...)[...].to_netcdf or in NumPy, and store the values"
+                f"{name}: {place} has the attribute {attribute} = {value}, so its numbers are packed: "
+                "unpack it, with xarray or NumPy, and store the values"
             )
     unsigned = _value(found, "_Unsigned")
     if found.dtype.kind == "i" and unsigned is not None and str(unsigned).lower().strip("b'") == "true":
@@ -41,7 +41,8 @@ def missing(found: Any, dtype: np.dtype[Any]) -> Array:
         if value is not None and np.asarray(value).dtype.kind in "fiuc":
             with np.errstate(all="ignore"):
                 known += np.asarray(value).astype(dtype).ravel().tolist()
-    return np.unique(np.asarray([value for value in known if value == value], dtype))
+    found_values = np.asarray(known, dtype)
+    return np.unique(found_values[~np.isnan(found_values)])
 
 
 def _value(found: Any, attribute: str) -> Any:

@@ -1,7 +1,7 @@
 """Read the chunks of an HDF5 dataset by their offsets in the file, without HDF5.
 
-Chunks that are adjacent in the file and in a row of the grid are read by one system call, up to `BATCH_BYTES`.
-Small chunks, which are the default of h5py, then cost few calls each.
+A run of chunks that are adjacent in the file, and in a row of the grid, is read by one system call and copied
+by one call of NumPy, up to `BATCH_BYTES`. So small chunks, the default of h5py, cost few calls each.
 """
 
 from collections.abc import Iterator

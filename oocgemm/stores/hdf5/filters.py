@@ -79,7 +79,7 @@ class Pipeline:
         return all(_bit_compressor(each) for each in self.filters if each.number == BITSHUFFLE)
 
     def scratch_bytes(self, max_stored: int) -> int:
-        """Return the bytes of scratch memory that `decode` takes. `max_stored` is the largest stored chunk."""
+        """Return the bytes of scratch memory for `decode`. `max_stored` is the size of the largest chunk."""
         if not self.filters:
             return 0
         return 2 * self._room + frames.scratch_bytes(self._room, max_stored)
@@ -122,8 +122,8 @@ class Pipeline:
     def _steps(self, mask: int) -> list[tuple[Undo | None, int, int]]:
         """Return what undoes the filters of a chunk, the last one first.
 
-        Each step is the function, the bytes that it returns, and the number of its part of the scratch memory,
-        -1 for the destination. The function is None for a checksum.
+        Each step is the function, the bytes that it returns, and the number of its part of the scratch
+        memory, -1 for the destination. The function is None for a checksum.
         """
         found = self._known.get(mask)
         if found is None:
@@ -228,7 +228,7 @@ def _decode_blosc(data: Array, out: Array, memory: Array) -> None:
     # The decoder does not know where `data` ends.
     if data.nbytes < 16:
         raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
-    size, _, stored = _BLOSC.unpack_from(data, 4)
+    size, _, stored = _BLOSC.unpack_from(data.data, 4)
     if size != out.nbytes or stored > data.nbytes:
         raise ValueError(f"blosc data of {stored} bytes for {size}, where {data.nbytes} and {out.nbytes} are")
     numcodecs.blosc.decompress(data, out)

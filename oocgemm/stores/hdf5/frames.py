@@ -44,7 +44,7 @@ def scratch_bytes(size: int, max_stored: int) -> int:
 
 
 def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
-    """Undo the filter shuffle, which stores the first bytes of all elements, then all second bytes, and so on.
+    """Undo the filter shuffle, which stores all first bytes of elements, then all second bytes, and so on.
 
     Arguments:
         data: the shuffled bytes
@@ -61,9 +61,11 @@ def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
         part = planes[:, first : first + step]
         size = part.size
         frame = memory[: start + size]
-        _HEADER.pack_into(frame, 0, *_FORMATS, _SHUFFLED | _NOT_SPLIT, itemsize, size, size, start + size)
-        _SIZE_IN_FRAME.pack_into(frame, _HEADER.size, start - 4)
-        _SIZE_IN_FRAME.pack_into(frame, start - 4, size)
+        _HEADER.pack_into(
+            frame.data, 0, *_FORMATS, _SHUFFLED | _NOT_SPLIT, itemsize, size, size, start + size
+        )
+        _SIZE_IN_FRAME.pack_into(frame.data, _HEADER.size, start - 4)
+        _SIZE_IN_FRAME.pack_into(frame.data, start - 4, size)
         frame[start:].reshape(part.shape)[...] = part
         blosc.decompress(frame, out[first * itemsize :][:size])
     out[whole:] = data[whole:]
@@ -83,7 +85,7 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
     """
     if data.nbytes < _PREFIX.size:
         raise ValueError(f"{data.nbytes} bytes are too few for a header")
-    size, block = _PREFIX.unpack_from(data)
+    size, block = _PREFIX.unpack_from(data.data)
     if size != out.nbytes:
         raise ValueError(f"{size} bytes instead of {out.nbytes}")
     # The filter bitshuffle stores groups of 8 elements in blocks. Up to 7 elements follow, as they are.
@@ -97,7 +99,7 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
     for _ in range(count):
         if at + 4 > data.nbytes:
             raise ValueError("it is truncated")
-        sizes.append(_SIZE.unpack_from(data, at)[0])
+        sizes.append(_SIZE.unpack_from(data.data, at)[0])
         at += 4 + sizes[-1]
     if at + size - encoded > data.nbytes:
         raise ValueError("it is truncated")
@@ -106,14 +108,14 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
         frame = memory[: start + at - _PREFIX.size]
         frame[start:] = data[_PREFIX.size : at]
         flags = compressor << 5 | _NOT_SPLIT | (_BIT_SHUFFLED if itemsize else 0)
-        _HEADER.pack_into(frame, 0, *_FORMATS, flags, itemsize or 1, encoded, block, frame.nbytes)
+        _HEADER.pack_into(frame.data, 0, *_FORMATS, flags, itemsize or 1, encoded, block, frame.nbytes)
         for number, stored in enumerate(sizes):
-            _SIZE_IN_FRAME.pack_into(frame, _HEADER.size + 4 * number, start)
-            _SIZE_IN_FRAME.pack_into(frame, start, stored)
+            _SIZE_IN_FRAME.pack_into(frame.data, _HEADER.size + 4 * number, start)
+            _SIZE_IN_FRAME.pack_into(frame.data, start, stored)
             start += 4
             if itemsize and stored == min(block, encoded - number * block):
-                # In a frame this size means that the block is not compressed. The filter bitshuffle compresses
-                # every block, so put the decompressed block in its place.
+                # In a frame this size means that the block is not compressed. The filter bitshuffle
+                # compresses every block, so put the decompressed block in its place.
                 frame[start : start + stored] = _decompressed(frame[start : start + stored], compressor)
             start += stored
         blosc.decompress(frame, out[:encoded])

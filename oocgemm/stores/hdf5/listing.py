@@ -1,5 +1,6 @@
 """List the datasets of an HDF5 file that can be operands, for messages."""
 
+from contextlib import suppress
 from typing import Any
 
 import h5py
@@ -15,17 +16,13 @@ def hint(file: "h5py.File", path: str) -> str:
     found: list[str] = []
 
     def look(name: str, thing: Any) -> bool | None:
-        try:
+        with suppress(Exception):  # a damaged dataset is not listed
             if isinstance(thing, h5py.Dataset) and len(thing.shape or ()) == 2 and thing.dtype.kind in "fciu":
                 found.append(f"{path}{MARK}/{name} ({thing.shape[0]} x {thing.shape[1]} {thing.dtype})")
-        except Exception:  # a damaged dataset is not listed
-            return None
         return True if len(found) > MAX_LISTED else None
 
-    try:
+    with suppress(Exception):  # h5py raises exceptions of many types for damaged metadata
         file.visititems(look)
-    except Exception:  # h5py raises exceptions of many types for damaged metadata
-        pass
     if not found:
         return "it has no dataset of two dimensions with numbers"
     more = ", and more" if len(found) > MAX_LISTED else ""

@@ -21,7 +21,7 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.stores.base import checked
 from oocgemm.stores.files import worth_caching
 from oocgemm.stores.hdf5 import attributes, listing
-from oocgemm.stores.hdf5.address import MARK, is_hdf5
+from oocgemm.stores.hdf5.address import MARK, has_signature
 from oocgemm.stores.hdf5.chunks import Chunks, Index
 from oocgemm.stores.hdf5.filters import Pipeline, pipeline
 from oocgemm.stores.hdf5.matrix import Fill, HDF5Matrix, Reader
@@ -31,8 +31,8 @@ from oocgemm.stores.npy import NpyMatrix
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
     import hdf5plugin  # noqa: F401
 
-# HDF5's number for the address of storage that is not allocated.
-_UNDEFINED = (1 << 64) - 1
+# The most links and groups in the name of a dataset.
+_MAX_STEPS = 100
 # The first bytes of a file in netCDF's classic formats.
 _CLASSIC = b"CDF"
 
@@ -47,6 +47,7 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
     try:
         _check_writers(name, file, path)
         found = _dataset(name, file, path, dataset)
+        _check_here(f"{name}: {path}{MARK}{dataset}", found)
         if found.shape is None:
             raise InputError(f"{name}: {path}{MARK}{dataset} is empty: it has no elements and no shape")
         shape, dtype = checked(name, found.shape, found.dtype)
@@ -77,9 +78,10 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
         )
     except InputError:
         raise
-    except Exception as error:  # h5py raises exceptions of many types for damaged metadata
+    except Exception as error:  # h5py raises exceptions of many types
         raise InputError(
-            f"{name}: {path}{MARK}{dataset} cannot be opened, its metadata may be damaged: {_first_line(error)}"
+            f"{name}: {path}{MARK}{dataset} cannot be opened, its metadata may be damaged: "
+            f"{_first_line(error)}"
         ) from error
     finally:
         if not keep:
@@ -101,8 +103,10 @@ def _opened(name: str, path: str) -> "h5py.File":
                 "is marked as open for writing: close it in the process that writes to it, or if that was "
                 f"killed, check the file and run h5clear --status {path}"
             )
-        elif not is_hdf5(path):
+        elif not has_signature(path):
             problem = "is not an HDF5 file"
+            if path.lower().endswith(".mat"):
+                problem += ": save it in MATLAB with the option -v7.3"
             with suppress(OSError), open(path, "rb") as file:
                 if file.read(len(_CLASSIC)) == _CLASSIC:
                     stem = os.path.splitext(path)[0]
@@ -116,13 +120,13 @@ def _opened(name: str, path: str) -> "h5py.File":
 
 
 def _check_writers(name: str, file: "h5py.File", path: str) -> None:
-    """Raise `InputError` if this process has the file open for writing: h5py may not have written all data."""
+    """Raise `InputError` if this process has the file open for writing: some data may not be in the file."""
     if file.mode != "r":
         raise InputError(f"{name}: {path} is open for writing in this process: close that h5py.File first")
 
 
 def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
-    """Return the dataset. Raises `InputError` for anything else: the message lists the datasets of the file."""
+    """Return the dataset. Raises `InputError` for anything else; the message lists the file's datasets."""
     if not dataset.strip("/"):
         raise InputError(
             f"{name}: {path} is an HDF5 file, which can contain many arrays: {listing.hint(file, path)}"
@@ -130,14 +134,11 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
     if ".." in dataset.split("/") or "\0" in dataset:
         raise InputError(f"{name}: {dataset!r} is not the name of a dataset: {listing.hint(file, path)}")
     try:
-        found = file[dataset]
+        found = file[_resolved(name, file, path, dataset)]
     except KeyError as error:
         raise NotFoundError(
             f"{name}: there is no dataset {dataset} in {path}: {listing.hint(file, path)}"
         ) from error
-    if found.file.id != file.id:
-        other = f"{os.fsdecode(found.file.filename)}{MARK}{found.name}"
-        raise InputError(f"{name}: {path}{MARK}{dataset} is a link to another file: pass {other}")
     if isinstance(found, h5py.Dataset):
         return found
     kind = "a group"
@@ -148,16 +149,35 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
     raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {listing.hint(file, path)}")
 
 
+def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
+    """Return the name of a dataset after its soft links are followed.
+
+    Raises `InputError` for a link to another file, without opening that file.
+    """
+    found, left = "", [part for part in dataset.split("/") if part not in ("", ".")]
+    for _ in range(_MAX_STEPS):
+        if not left:
+            return found
+        step = f"{found}/{left.pop(0)}"
+        link = file.get(step, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            raise InputError(
+                f"{name}: {path}{MARK}{dataset} is a link to another file: "
+                f"pass {link.filename}{MARK}{link.path}, where the file is relative to that of the link"
+            )
+        if isinstance(link, h5py.SoftLink):
+            left = [part for part in link.path.split("/") if part not in ("", ".")] + left
+            found = "" if link.path.startswith("/") else found
+        else:
+            found = step
+    raise InputError(f"{name}: {path}{MARK}{dataset} has too many links: pass the name that they lead to")
+
+
 def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
     """Return what reads a dataset, and "" or the reason why it is h5py. Raises `InputError`."""
     place = f"{name}: {path}{MARK}{found.name}"
     plist = found.id.get_create_plist()
     layout = plist.get_layout()
-    if layout == h5py.h5d.VIRTUAL or plist.get_external_count():
-        where = "datasets of other files" if layout == h5py.h5d.VIRTUAL else "another file"
-        raise InputError(
-            f"{place} has its elements in {where}: copy it into a dataset of its own, with h5repack"
-        )
     filters = [plist.get_filter(number) for number in range(plist.get_nfilters())]
     dtype, fill = found.dtype, _fill(found, plist)
     if found.id.get_type() != h5py.h5t.py_create(dtype):
@@ -187,10 +207,20 @@ def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int])
     return _chunked(place, found, path, shape, steps, index, fill), ""
 
 
+def _check_here(place: str, found: "h5py.Dataset") -> None:
+    """Raise `InputError` if the elements of a dataset are in other files, or in other datasets."""
+    plist = found.id.get_create_plist()
+    is_virtual = plist.get_layout() == h5py.h5d.VIRTUAL
+    if is_virtual or plist.get_external_count():
+        where = "other datasets (it is virtual)" if is_virtual else "another file"
+        raise InputError(f"{place} has its elements in {where}: copy it into a dataset of its own, with h5py")
+
+
 def _contiguous(place: str, name: str, found: "h5py.Dataset", path: str, fill: Any) -> Reader:
     """Return the reader of a contiguous dataset, which reads it as a .npy file."""
     offset = found.id.get_offset()
-    if offset in (None, _UNDEFINED) or not found.size:
+    # Without storage the offset is undefined: with a user block it is some number.
+    if offset is None or not found.id.get_storage_size():
         return Fill(fill)
     size, end = os.path.getsize(path), offset + found.size * found.dtype.itemsize
     if end > size:
@@ -207,7 +237,7 @@ def _chunked(
     index: Index,
     fill: Any,
 ) -> Reader:
-    """Return the reader of a chunked dataset. Raises `InputError` if a chunk is beyond the end of the file."""
+    """Return the reader of a chunked dataset. Raises `InputError` if a chunk ends beyond the file."""
     if not (index.offsets >= 0).any():
         return Fill(fill)
     size = os.path.getsize(path)
@@ -216,8 +246,8 @@ def _chunked(
     if ends[i, j] > size:
         place_of_chunk = f"[{i * found.chunks[0]}, {j * found.chunks[1]}]"
         raise InputError(
-            f"{place} is truncated: its chunk at {place_of_chunk} ends at byte {ends[i, j]}, and the file has "
-            f"{size} bytes"
+            f"{place} is truncated: its chunk at {place_of_chunk} ends at byte {ends[i, j]}, and the file "
+            f"has {size} bytes"
         )
     return Chunks(
         path=Path(path),
@@ -257,8 +287,8 @@ def _index(found: "h5py.Dataset") -> Index:
 def _offsets_are_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
     """Return whether the offsets of chunks are relative to the start of the file.
 
-    In files with a user block, some versions of HDF5 state offsets relative to its end. The bytes of one chunk
-    show which.
+    In files with a user block, some versions of HDF5 state offsets relative to its end. The bytes of one
+    chunk show which.
     """
     numbers = np.argwhere(index.offsets >= 0)
     if not found.file.userblock_size or not len(numbers):

@@ -1,4 +1,4 @@
-"""The store for addresses of HDF5 datasets, such as ``file.h5::/group/x``. h5py is imported when one is opened."""
+"""Open addresses of HDF5 datasets, such as ``file.h5::/group/x``. h5py is imported only for these."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import Matrix, Store, is_path
 from oocgemm.stores.durable import found_locally
 from oocgemm.stores.formats import check_found, check_new
-from oocgemm.stores.hdf5.address import is_hdf5, split
+from oocgemm.stores.hdf5.address import leads_to_file, split
 
 
 class HDF5Files(Store):
@@ -27,7 +27,7 @@ class HDF5Files(Store):
         if not is_path(operand):
             return False
         path = os.fspath(operand)
-        return split(path) is not None or is_hdf5(path)
+        return split(path) is not None or leads_to_file(path)
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if writable:
