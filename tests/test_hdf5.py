@@ -34,7 +34,7 @@ def values(shape: tuple[int, ...], dtype: str, noise: bool = False) -> Any:
     """Return a matrix of small integers or, with `noise`, of random bytes, which no compressor makes smaller."""
     if noise:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.nan_to_num(_rng.bytes(size) and np.frombuffer(_rng.bytes(size), dtype).reshape(shape))
+        return np.nan_to_num(np.frombuffer(_rng.bytes(size), dtype).reshape(shape))
     return _rng.integers(-9, 9, shape).astype(dtype)
 
 
@@ -169,7 +169,9 @@ def _undefined_fill(plist: Any) -> None:
     """Set no fill value, as `H5Pset_fill_value` with NULL does, which h5py does not offer."""
     import ctypes
 
-    library = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libhdf5-" in line)
+    library = next(
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libhdf5-" in line
+    )
     call = ctypes.CDLL(library).H5Pset_fill_value
     call.argtypes = ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     assert call(plist.id, h5py.h5t.IEEE_F32LE.id, None) >= 0
