@@ -1,4 +1,4 @@
-"""HDF5 datasets of all supported layouts, filters and dtypes are read as h5py reads them, but without h5py."""
+"""HDF5 datasets of all supported layouts, filters and dtypes are read as h5py reads them."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _rng = np.random.default_rng(0)
 
 
 def values(shape: tuple[int, ...], dtype: str, noise: bool = False) -> Any:
-    """Return a matrix of small integers or, with `noise`, of random bytes, which no compressor makes smaller."""
+    """Return a matrix of small integers or, with `noise`, of random bytes, which do not compress."""
     if noise:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.nan_to_num(np.frombuffer(_rng.bytes(size), dtype).reshape(shape))
@@ -131,7 +131,7 @@ def test_a_block_of_its_own_size_is_decompressed() -> None:
 @pytest.mark.parametrize("mask", [0, 1, 2, 3])
 def test_filters_that_a_chunk_skips_are_not_undone(tmp_path: Path, mask: int) -> None:
     content = values((16, 16), "<f4")
-    options = {"chunks": (16, 16), "compression": "gzip", "shuffle": True}
+    options: dict[str, Any] = {"chunks": (16, 16), "compression": "gzip", "shuffle": True}
     address = write(tmp_path / "x.h5", content, **options)
     plain = content.tobytes()
     import zlib

@@ -1,4 +1,4 @@
-"""HDF5 files and datasets that cannot be operands are refused. The error says what is wrong and what to do."""
+"""HDF5 files and datasets that cannot be operands are refused. The error says what to do."""
 
 import re
 import struct

@@ -14,19 +14,19 @@ MISSING = ("_FillValue", "missing_value")
 DEFAULT_FILL = 9.969209968386869e36
 
 
-def check(name: str, place: str, found: Any) -> None:
+def check(place: str, found: Any) -> None:
     """Raise `InputError` if the values of a dataset are not the stored numbers: packed, or unsigned."""
     for attribute, neutral in (("scale_factor", 1), ("add_offset", 0)):
         value = _value(found, attribute)
         if value is not None and not np.all(value == neutral):
             raise InputError(
-                f"{name}: {place} has the attribute {attribute} = {value}, so its numbers are packed: "
+                f"{place} has the attribute {attribute} = {value}, so its numbers are packed: "
                 "unpack it, with xarray or NumPy, and store the values"
             )
     unsigned = _value(found, "_Unsigned")
     if found.dtype.kind == "i" and unsigned is not None and str(unsigned).lower().strip("b'") == "true":
         raise InputError(
-            f"{name}: {place} has the attribute _Unsigned, so its numbers are unsigned: convert it to a "
+            f"{place} has the attribute _Unsigned, so its numbers are unsigned: convert it to a "
             "floating-point dtype"
         )
 

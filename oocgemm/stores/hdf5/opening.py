@@ -40,42 +40,13 @@ _CLASSIC = b"CDF"
 def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
     """Open a dataset of a local file. `name` is its name in messages. Raises `InputError`.
 
-    Raises `DtypeError`, an `InputError`, for an unsupported dtype.
+    Raises `DtypeError`, an `InputError`, for an unsupported dtype. Warns if h5py has to read the dataset.
     """
     file = _opened(name, path)
-    keep = False
+    why = ""
     try:
         _check_writers(name, file, path)
-        found = _dataset(name, file, path, dataset)
-        _check_here(f"{name}: {path}{MARK}{dataset}", found)
-        if found.shape is None:
-            raise InputError(f"{name}: {path}{MARK}{dataset} is empty: it has no elements and no shape")
-        shape, dtype = checked(name, found.shape, found.dtype)
-        attributes.check(name, f"{path}{MARK}{dataset}", found)
-        reader, why = _reader(name, found, path, shape)
-        keep = bool(why)
-        if why:
-            warnings.warn(
-                f"{name} at {path}{MARK}{dataset} is read by h5py, in one thread at a time, since {why}: "
-                "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle",
-                stacklevel=2,
-            )
-        described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
-        if isinstance(reader, Chunks):
-            described["codecs"] = [each.name for each in reader.pipeline.filters]
-        if why:
-            described["through"] = "h5py"
-        return HDF5Matrix(
-            name,
-            path,
-            dataset,
-            shape,
-            dtype,
-            reader,
-            stored=f"{shape} {found.dtype.str} in chunks {found.chunks}",
-            missing=attributes.missing(found, dtype),
-            described=described,
-        )
+        matrix, why = _matrix(name, file, path, dataset)
     except InputError:
         raise
     except Exception as error:  # h5py raises exceptions of many types
@@ -84,8 +55,37 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
             f"{_first_line(error)}"
         ) from error
     finally:
-        if not keep:
+        if not why:
             file.close()
+    if why:
+        warnings.warn(
+            f"{name} at {path}{MARK}{dataset} is read by h5py, in one thread at a time, since {why}: "
+            "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle",
+            stacklevel=2,
+        )
+    return matrix
+
+
+def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5Matrix, str]:
+    """Return the matrix of a dataset, and "" or the reason why h5py has to read it."""
+    found = _dataset(name, file, path, dataset)
+    place = f"{name}: {path}{MARK}{dataset}"
+    _check_here(place, found)
+    if found.shape is None:
+        raise InputError(f"{place} is empty: it has no elements and no shape")
+    shape, dtype = checked(name, found.shape, found.dtype)
+    attributes.check(place, found)
+    reader, why = _reader(name, found, path, shape)
+    described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
+    if isinstance(reader, Chunks):
+        described["codecs"] = [each.name for each in reader.pipeline.filters]
+    if why:
+        described["through"] = "h5py"
+    stored, missing = f"{shape} {found.dtype.str} in chunks {found.chunks}", attributes.missing(found, dtype)
+    matrix = HDF5Matrix(
+        *(name, path, dataset, shape, dtype, reader), stored=stored, missing=missing, described=described
+    )
+    return matrix, why
 
 
 def _opened(name: str, path: str) -> "h5py.File":
