@@ -76,7 +76,8 @@ def test_a_damaged_chunk_is_an_error_or_has_the_right_size(
 ) -> None:
     """Where no checksum covers the bytes, other elements may come out, but not outside the destination.
 
-    gzip and fletcher32 have checksums. Then the elements are right or there is an error.
+    gzip and fletcher32 have checksums. Then the elements are right or there is an error. Fletcher's checksum
+    cannot distinguish words of zeros from words of ones.
     """
     pipeline, intact = chunk_of(compressor, before)
     checked = compressor == "gzip" or before in ("fletcher32", "both")
@@ -92,7 +93,9 @@ def test_a_damaged_chunk_is_an_error_or_has_the_right_size(
             except Exception:
                 errors += 1
             else:
-                assert not checked or out.tobytes() == VALUES.tobytes(), case
+                right = np.frombuffer(VALUES.tobytes(), np.uint8)
+                alike = np.isin(out, [0, 255]) & np.isin(right, [0, 255]) & (compressor == "none")
+                assert not checked or ((out == right) | alike).all(), case
             for outside in (room[:128], room[-128:], memory[:128], memory[-128:]):
                 assert (outside == 7).all(), case
     assert errors > CASES / 4

@@ -27,6 +27,8 @@ OPTIONAL = {
     "ml_dtypes": ("bfloat16 operands", "bfloat16"),
     "resvg_py": ("PNG pictures of reports", "png"),
     "zarrs": ("faster reads of arrays with filters", "zarrs"),
+    "h5py": ("HDF5, h5ad and netCDF4 operands", "hdf5"),
+    "isal": ("faster decompression of gzip", "hdf5"),
 }
 
 
@@ -170,5 +172,7 @@ def versions() -> Mapping[str, str]:
         "ml_dtypes",
         "resvg-py",
         "zarrs",
+        "h5py",
+        "isal",
     )
     return {"python": platform.python_version(), "oocgemm": __version__} | found
