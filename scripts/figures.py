@@ -69,6 +69,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "from-disk": tables.from_disk,
         "on-cores": tables.on_cores,
         "safeguards": tables.safeguards,
+        "hdf5": tables.hdf5,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,

@@ -207,6 +207,31 @@ def safeguards() -> list[str]:
     return table(["product", "on", "rounds", "with", "minimum", "median", "maximum"], rows)
 
 
+def hdf5() -> list[str]:
+    """Return the sentences and the table of `bench_hdf5.py`: how fast datasets are read, beside h5py."""
+    found = load("bench_hdf5.json")["hdf5"]
+    rows = []
+    for layout, case in found["layouts"].items():
+        rates = {name: f"{rate / 1e9:.2f}" for name, rate in case["rates"].items()}
+        size = found["rows"] * found["columns"] * 4
+        costs = [f"{size / case['seconds'][name]['cpu'] / 1e9:.2f}" for name in ("ours", "h5py, 1 thread")]
+        h5py = max(rate for name, rate in case["rates"].items() if name.startswith("h5py"))
+        rows.append(
+            [layout, rates["ours"], f"{h5py / 1e9:.2f}", f"{case['ratio']:.1f}", *costs, rates.get("npy", "")]
+        )
+    heads = ["dataset", "oocgemm", "h5py", "ratio", "oocgemm, per core", "h5py, per core", "`.npy`"]
+    index, machine = found["index"], found["machine"]
+    return [
+        f"Reading {found['rows']} x {found['columns']} float32 into slots, in GB/s of elements, on "
+        f"{machine['cores']} cores with a warm page cache. Chunks have 4 MiB where nothing else is said. h5py "
+        "reads with `read_direct` in one or two threads, whichever is faster. The columns per core divide by "
+        f"processor time instead. Opening a dataset of {index['chunks']:,} chunks takes {index['cpu']:.2f} s "
+        "of processor time.",
+        "",
+        *table(heads, rows),
+    ]
+
+
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []
