@@ -8,14 +8,14 @@ A float32 matrix is stored in several layouts. It is read panel by panel, with t
   and two threads counts.
 - npy: the same elements in a .npy file, by oocgemm.
 
-Rates are in bytes of elements per second. The ways take turns, and each counts with its fastest turn. Rates
-per processor second say what a way costs where other programs use the cores too.
+Rates are in bytes of elements per second. The ways take turns, and each counts with its fastest panel. Rates
+per second of processor time say what a way costs, also where other programs use the cores.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,55 +46,61 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def panels(matrix: Matrix) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def panels(shape: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Return the panels of a matrix: rows and columns."""
-    return list(pieces((0, matrix.shape[0]), (0, matrix.shape[1]), (PANEL, PANEL), 1))
+    return list(pieces((0, shape[0]), (0, shape[1]), (PANEL, PANEL), 1))
 
 
-def read_ours(matrix: Matrix, slot: Array, pool: ThreadPoolExecutor) -> None:
-    """Read all panels into a slot, in parts that threads take one at a time, as a run does."""
+def ours(matrix: Matrix, slot: Array, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Read the panels of a matrix into a slot, in parts that threads take one at a time, as a run does."""
     chunk = matrix.layout.read_chunk
     grouped = not matrix.layout.partial_reads and chunk[0] * chunk[1] * slot.itemsize >= BATCH_BYTES
-    for rows, cols in panels(matrix):
-        width = chunk[1] if grouped else cols[1] - cols[0]
+    for rows, cols in panels(matrix.shape):
+        width = chunk[1] if grouped else PANEL
         tasks = []
         for left in range(cols[0], cols[1], width):
             group = left, min(cols[1], left + width)
-            start, height = (rows[1] - rows[0]) * (left - cols[0]), rows[1] - rows[0]
-            data = slot[start : start + height * (group[1] - left)].reshape(height, -1)
+            data = slot[PANEL * (left - cols[0]) : PANEL * (group[1] - cols[0])].reshape(PANEL, -1)
             for r, c in parts(matrix, rows, group, THREADS, reading=True):
                 part = data[r[0] - rows[0] : r[1] - rows[0], c[0] - left : c[1] - left]
                 tasks.append(pool.submit(matrix.read, r, c, part))
         for task in tasks:
             task.result()
+        yield
 
 
-def read_h5py(path: Path, slot: Array, pool: ThreadPoolExecutor, threads: int, row: int) -> None:
-    """Read all panels with h5py, each half of the rows by one thread if there are two."""
+def with_h5py(path: Path, slot: Array, pool: ThreadPoolExecutor, threads: int, row: int) -> Iterator[None]:
+    """Read the panels of a dataset with h5py. With two threads, each reads half of the rows of a panel."""
     with h5py.File(path, rdcc_nbytes=max(row, 1 << 20), rdcc_nslots=10007) as file:
-        dataset = file["x"]
-        for top in range(0, dataset.shape[0], PANEL):
-            for left in range(0, dataset.shape[1], PANEL):
-                out = slot[: PANEL * PANEL].reshape(PANEL, PANEL)
-                step = PANEL // threads
+        dataset, out, step = file["x"], slot.reshape(PANEL, PANEL), PANEL // threads
 
-                def read(first: int, out: Array = out, top: int = top, left: int = left) -> None:
-                    source = np.s_[top + first : top + first + step, left : left + PANEL]  # noqa: B023
-                    dataset.read_direct(out, source, np.s_[first : first + step, :])  # noqa: B023
+        def read(top: int, left: int, first: int) -> None:
+            source = np.s_[top + first : top + first + step, left : left + PANEL]
+            dataset.read_direct(out, source, np.s_[first : first + step, :])
 
-                list(pool.map(read, range(0, PANEL, step))) if threads > 1 else read(0)
+        for (top, _), (left, _) in panels(dataset.shape):
+            tasks = [pool.submit(read, top, left, first) for first in range(0, PANEL, step)]
+            for task in tasks:
+                task.result()
+            yield
 
 
-def seconds(ways: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
-    """Return the seconds of the fastest turn of each way, in wall time and in processor time."""
+def seconds(ways: Mapping[str, Callable[[], Iterator[None]]], budget: float) -> dict[str, dict[str, float]]:
+    """Return the wall time and the processor time of the fastest panel of each way, in seconds.
+
+    The ways take turns, at least three times each, until `budget` seconds have passed.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    for _ in range(repeats):
+    began, turns = time.perf_counter(), 0
+    while turns < 3 or time.perf_counter() - began < budget:
+        turns += 1
         for name, way in ways.items():
-            started, used = time.perf_counter(), time.process_time()
-            way()
-            times[name].append((time.perf_counter() - started, time.process_time() - used))
+            read = way()
+            while True:
+                started, used = time.perf_counter(), time.process_time()
+                if next(read, read) is read:
+                    break
+                times[name].append((time.perf_counter() - started, time.process_time() - used))
     return {
         name: {kind: min(each) for kind, each in zip(("wall", "cpu"), zip(*found, strict=True), strict=True)}
         for name, found in times.items()
@@ -102,7 +108,7 @@ def seconds(ways: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, d
 
 
 def measure(
-    layout: str, values: Array, folder: Path, pool: ThreadPoolExecutor, repeats: int
+    layout: str, values: Array, folder: Path, pool: ThreadPoolExecutor, budget: float
 ) -> dict[str, Any]:
     """Store the matrix in a layout, and measure the ways to read it. Return rates in bytes/s."""
     path = folder / "x.h5"
@@ -110,20 +116,20 @@ def measure(
         file.create_dataset("x", data=values, **LAYOUTS[layout])
     stored = path.stat().st_size
     slot = np.ones(PANEL * PANEL, values.dtype)
-    ours, npy = open_matrix("A", f"{path}::/x"), open_matrix("A", folder / "x.npy")
+    matrix, npy = open_matrix("A", f"{path}::/x"), open_matrix("A", folder / "x.npy")
     row = LAYOUTS[layout].get("chunks", (1, 1))[0] * values.shape[1] * values.itemsize
-    ways: dict[str, Callable[[], None]] = {
-        "ours": lambda: read_ours(ours, slot, pool),
-        "h5py, 1 thread": lambda: read_h5py(path, slot, pool, 1, row),
-        "h5py, 2 threads": lambda: read_h5py(path, slot, pool, 2, row),
+    ways: dict[str, Callable[[], Iterator[None]]] = {
+        "ours": lambda: ours(matrix, slot, pool),
+        "h5py, 1 thread": lambda: with_h5py(path, slot, pool, 1, row),
+        "h5py, 2 threads": lambda: with_h5py(path, slot, pool, 2, row),
     }
     if layout == "contiguous":
-        ways["npy"] = lambda: read_ours(npy, slot, pool)
-    measured = seconds(ways, repeats)
-    rates = {name: values.nbytes / times["wall"] for name, times in measured.items()}
+        ways["npy"] = lambda: ours(npy, slot, pool)
+    measured = seconds(ways, budget)
+    rates = {name: slot.nbytes / times["wall"] for name, times in measured.items()}
     best = max(rates["h5py, 1 thread"], rates["h5py, 2 threads"])
-    print(f"{layout:34}", *(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()))
-    print(f"{'of processor time':34}", *(f"{values.nbytes / t['cpu'] / 1e9:.2f}" for t in measured.values()))
+    print(f"{layout:34}", *(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()), flush=True)
+    print(f"{'of processor time':34}", *(f"{slot.nbytes / t['cpu'] / 1e9:.2f}" for t in measured.values()))
     os.unlink(path)
     return {
         "rates": rates,
@@ -153,12 +159,14 @@ def index(folder: Path, chunks: int) -> dict[str, Any]:
 
 @click.command()
 @click.option(
-    "--size", default=16384, show_default=True, help="Columns of the matrix; it has half as many rows."
+    "--size", default=8192, show_default=True, help="Columns of the matrix; it has half as many rows."
 )
-@click.option("--repeats", default=5, show_default=True, help="How often each way is measured.")
+@click.option(
+    "--seconds", "budget", default=20.0, show_default=True, help="How long each layout is measured."
+)
 @work
 @output
-def main(size: int, repeats: int, work: Path | None, output: Path | None) -> None:
+def main(size: int, budget: float, work: Path | None, output: Path | None) -> None:
     """Measure all layouts, and print and store the rates."""
     rng = np.random.default_rng(0)
     values = (rng.integers(0, 1 << 12, (size // 2, size)) / 4096).astype("f4")
@@ -169,14 +177,15 @@ def main(size: int, repeats: int, work: Path | None, output: Path | None) -> Non
     ):
         folder = Path(name)
         np.save(folder / "x.npy", values)
-        found = {layout: measure(layout, values, folder, pool, repeats) for layout in LAYOUTS}
+        found = {layout: measure(layout, values, folder, pool, budget) for layout in LAYOUTS}
         keep(
             output,
             "hdf5",
             {
                 "rows": size // 2,
                 "columns": size,
-                "repeats": repeats,
+                "panel": PANEL,
+                "load": os.getloadavg()[1],
                 "layouts": found,
                 "index": index(folder, 102_400),
             },

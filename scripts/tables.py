@@ -213,7 +213,7 @@ def hdf5() -> list[str]:
     rows = []
     for layout, case in found["layouts"].items():
         rates = {name: f"{rate / 1e9:.2f}" for name, rate in case["rates"].items()}
-        size = found["rows"] * found["columns"] * 4
+        size = 4 * found["panel"] ** 2
         costs = [f"{size / case['seconds'][name]['cpu'] / 1e9:.2f}" for name in ("ours", "h5py, 1 thread")]
         h5py = max(rate for name, rate in case["rates"].items() if name.startswith("h5py"))
         rows.append(
@@ -222,11 +222,10 @@ def hdf5() -> list[str]:
     heads = ["dataset", "oocgemm", "h5py", "ratio", "oocgemm, per core", "h5py, per core", "`.npy`"]
     index, machine = found["index"], found["machine"]
     return [
-        f"Reading {found['rows']} x {found['columns']} float32 into slots, in GB/s of elements, on "
-        f"{machine['cores']} cores with a warm page cache. Chunks have 4 MiB where nothing else is said. h5py "
-        "reads with `read_direct` in one or two threads, whichever is faster. The columns per core divide by "
-        f"processor time instead. Opening a dataset of {index['chunks']:,} chunks takes {index['cpu']:.2f} s "
-        "of processor time.",
+        f"Reading panels of {found['panel']} x {found['panel']} float32 into slots, in GB/s of elements, on "
+        f"{machine['cores']} cores with a warm page cache. Chunks have 4 MiB where nothing else is said.",
+        "h5py is the faster of one and two threads with `read_direct`. Per core: divided by processor time.",
+        f"Opening a dataset of {index['chunks']:,} chunks takes {index['cpu']:.2f} s of processor time.",
         "",
         *table(heads, rows),
     ]

@@ -18,7 +18,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array
 from oocgemm.stores.files import OpenFile, scratch
 from oocgemm.stores.hdf5.filters import Pipeline
-from oocgemm.stores.lines import SCRATCH_BYTES, read_part
+from oocgemm.stores.lines import read_part, scratch_bytes
 
 # Chunks without filters that have at least this many bytes are read straight into their destination.
 MIN_STRAIGHT = 256 << 10
@@ -68,7 +68,7 @@ class Chunks:
             read_chunk=self.chunk,
             partial_reads=raw,
             itemsize=self.dtype.itemsize,
-            scratch_bytes=max(SCRATCH_BYTES, self._scratch_bytes) if raw else 0,
+            scratch_bytes=max(scratch_bytes(past_cache=self.past_cache), self._scratch_bytes) if raw else 0,
             decode_bytes=0 if raw else self._scratch_bytes + self.pipeline.decode_bytes,
         )
 
@@ -141,11 +141,13 @@ class Chunks:
         if end > file.size:
             self._damaged(i, last - 1, f"ends at byte {end}, and the file has {file.size} bytes")
         if not self.pipeline.filters:
-            for j in range(first, last):
-                if self.index.sizes[i, j] != self._decoded_bytes:
-                    self._damaged(
-                        i, j, f"has {self.index.sizes[i, j]} bytes instead of {self._decoded_bytes}"
-                    )
+            sizes = self.index.sizes[i, first:last]
+            wrong = np.flatnonzero(sizes != self._decoded_bytes)
+            if len(wrong):
+                number = int(wrong[0])
+                self._damaged(
+                    i, first + number, f"has {sizes[number]} bytes instead of {self._decoded_bytes}"
+                )
             if self._decoded_bytes >= MIN_STRAIGHT:
                 self._read_straight(file, start, first, lines, cols, band)
                 return
@@ -169,16 +171,8 @@ class Chunks:
         left, right = max(cols[0], j * width), min(cols[1], (j + 1) * width)
         part = (left - j * width, right - j * width)
         target = band[:, left - cols[0] : right - cols[0]]
-        read_part(
-            file,
-            start,
-            width,
-            self.dtype,
-            (lines.start, lines.stop),
-            part,
-            target,
-            past_cache=self.past_cache,
-        )
+        spans = (lines.start, lines.stop), part
+        read_part(file, start, width, self.dtype, *spans, target, past_cache=self.past_cache)
 
     def _decode(self, i: int, run: Range, memory: Array, lines: slice, cols: Range, band: Array) -> None:
         """Decode the chunks `run`, whose stored bytes begin `memory`, and copy their rows `lines`."""

@@ -16,8 +16,9 @@ from oocgemm.stores.base import Array
 from oocgemm.stores.compressors import ZLIB, decompress_into, inflate
 from oocgemm.stores.hdf5 import frames
 
-# Undoes a filter: takes the stored bytes, the destination, and scratch memory.
-Undo = Callable[[Array, Array, Array], None]
+# Undoes a filter: takes the stored bytes, the destination, and scratch memory. Returns the destination, or
+# new memory of its size.
+Undo = Callable[[Array, Array, Array], Array]
 # The registered numbers of the supported filters, and their names in messages.
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
@@ -112,8 +113,7 @@ class Pipeline:
                 data = checked_content(data)
                 continue
             target = out if place < 0 else memory[place * self._room :][:size]
-            undo(data, target, rest)
-            data = target
+            data = undo(data, target, rest)
         if data is not out:
             if data.nbytes != self.size:
                 raise ValueError(f"{data.nbytes} bytes instead of {self.size}")
@@ -187,10 +187,7 @@ def fletcher32(content: Array) -> tuple[int, int]:
 
 
 def _undo(step: Filter) -> Undo | None:
-    """Return the function that undoes a filter; None for fletcher32, which has no destination.
-
-    The function fills its second argument with the bytes to which the filter was applied.
-    """
+    """Return the function that undoes a filter; None for fletcher32, which has no destination."""
     match step.number:
         case 1:
             return _inflate
@@ -203,28 +200,39 @@ def _undo(step: Filter) -> Undo | None:
             return _decode_blosc
         case 32015:
             compressor = numcodecs.Zstd()
-            return lambda data, out, memory: decompress_into(compressor, data, out)
+
+            def decompress(data: Array, out: Array, memory: Array) -> Array:
+                decompress_into(compressor, data, out)
+                return out
+
+            return decompress
         case _:
             kind, itemsize = frames.LZ4, 0
             if step.number == BITSHUFFLE:
                 kind, itemsize = _bit_compressor(step), _itemsize(step)
-            return lambda data, out, memory: frames.decode_blocks(data, kind, itemsize, out, memory)
+
+            def decode(data: Array, out: Array, memory: Array) -> Array:
+                frames.decode_blocks(data, kind, itemsize, out, memory)
+                return out
+
+            return decode
 
 
-def _inflate(data: Array, out: Array, memory: Array) -> None:
+def _inflate(data: Array, out: Array, memory: Array) -> Array:
     found = inflate(data, ZLIB, out.nbytes)
     if len(found) != out.nbytes:
         raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
-    out[:] = np.frombuffer(found, np.uint8)
+    return np.frombuffer(found, np.uint8)
 
 
-def _unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
+def _unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> Array:
     if data.nbytes != out.nbytes:
         raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
     frames.unshuffle(data, itemsize, out, memory)
+    return out
 
 
-def _decode_blosc(data: Array, out: Array, memory: Array) -> None:
+def _decode_blosc(data: Array, out: Array, memory: Array) -> Array:
     # The decoder does not know where `data` ends.
     if data.nbytes < 16:
         raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
@@ -232,6 +240,7 @@ def _decode_blosc(data: Array, out: Array, memory: Array) -> None:
     if size != out.nbytes or stored > data.nbytes:
         raise ValueError(f"blosc data of {stored} bytes for {size}, where {data.nbytes} and {out.nbytes} are")
     numcodecs.blosc.decompress(data, out)
+    return out
 
 
 def _itemsize(step: Filter) -> int:
