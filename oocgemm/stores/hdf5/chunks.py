@@ -16,7 +16,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array
-from oocgemm.stores.files import OpenFile, scratch
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, scratch
 from oocgemm.stores.hdf5.filters import Pipeline
 from oocgemm.stores.lines import read_part, scratch_bytes
 
@@ -77,17 +77,12 @@ class Chunks:
         return self.pipeline.size
 
     @cached_property
-    def _stored_room(self) -> int:
-        """The scratch memory for the stored chunks of a run, in bytes."""
-        return _rounded(max(BATCH_BYTES, self.index.max_stored))
-
-    @cached_property
     def _scratch_bytes(self) -> int:
         """The scratch memory of a thread: a run as stored and as decoded, and what the filters need."""
         if not self.pipeline.filters:
-            return self._stored_room if self._decoded_bytes < MIN_STRAIGHT else 0
+            return MIN_DIRECT if self._decoded_bytes < MIN_STRAIGHT else 0
         decoded = _rounded(max(BATCH_BYTES, self._decoded_bytes))
-        return self._stored_room + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
+        return MIN_DIRECT + decoded + self.pipeline.scratch_bytes(self.index.max_stored)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read the block at these rows and columns into `out`.
@@ -152,13 +147,16 @@ class Chunks:
                 self._read_straight(file, start, first, lines, cols, band)
                 return
         memory = scratch(self._scratch_bytes)
-        stored = memory[: end - start].reshape(1, -1)
         try:
-            file.read(start, stored, past_cache=False)
+            if end - start >= MIN_DIRECT:  # use the bytes where they are in the page cache
+                stored = file.mapped(start, end - start)
+            else:
+                stored = memory[: end - start]
+                file.read(start, stored.reshape(1, -1), past_cache=False)
         except EOFError as error:
             self._damaged(i, first, str(error), error)
         if self.pipeline.filters:
-            self._decode(i, run, memory, lines, cols, band)
+            self._decode(i, run, stored, memory[MIN_DIRECT:], lines, cols, band)
         else:
             elements = stored.view(self.dtype).reshape(last - first, *self.chunk)
             self._copy(elements[:, lines], run, cols, band)
@@ -174,12 +172,13 @@ class Chunks:
         spans = (lines.start, lines.stop), part
         read_part(file, start, width, self.dtype, *spans, target, past_cache=self.past_cache)
 
-    def _decode(self, i: int, run: Range, memory: Array, lines: slice, cols: Range, band: Array) -> None:
-        """Decode the chunks `run`, whose stored bytes begin `memory`, and copy their rows `lines`."""
+    def _decode(
+        self, i: int, run: Range, stored: Array, memory: Array, lines: slice, cols: Range, band: Array
+    ) -> None:
+        """Decode the chunks `run` from their bytes `stored`, and copy their rows `lines`."""
         first, last = run
         size = self._decoded_bytes
-        room = memory[self._stored_room :]
-        decoded, rest = room[: (last - first) * size], room[_rounded(max(BATCH_BYTES, size)) :]
+        decoded, rest = memory[: (last - first) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
         # A single chunk that is the whole destination is decoded in place.
         alone = last - first == 1 and band.shape == self.chunk and first * self.chunk[1] == cols[0]
         place = alone and band.flags.c_contiguous and self.dtype.isnative
@@ -187,15 +186,15 @@ class Chunks:
             decoded = band.reshape(-1).view(np.uint8)
         start = 0
         sizes, masks = self.index.sizes[i, first:last].tolist(), self.index.masks[i, first:last].tolist()
-        for number, (stored, mask) in enumerate(zip(sizes, masks, strict=True)):
+        for number, (length, mask) in enumerate(zip(sizes, masks, strict=True)):
             out = decoded[number * size : (number + 1) * size]
             try:
-                self.pipeline.decode(memory[start : start + stored], mask, out, rest)
+                self.pipeline.decode(stored[start : start + length], mask, out, rest)
             except MemoryError:
                 raise
             except Exception as error:  # decompressors raise exceptions of many types
                 self._damaged(i, first + number, f"cannot be decoded: {error}", error)
-            start += stored
+            start += length
         if not place:
             elements = decoded.view(self.dtype).reshape(last - first, *self.chunk)
             self._copy(elements[:, lines], run, cols, band)

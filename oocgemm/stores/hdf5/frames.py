@@ -95,12 +95,13 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
         raise ValueError(f"blocks of {block} bytes")
     block = min(block, encoded)
     count = -(-encoded // block) if block else 0
-    sizes, at = [], _PREFIX.size
+    sizes, at, view = [], _PREFIX.size, data.data
     for _ in range(count):
         if at + 4 > data.nbytes:
             raise ValueError("it is truncated")
-        sizes.append(_SIZE.unpack_from(data.data, at)[0])
-        at += 4 + sizes[-1]
+        (stored,) = _SIZE.unpack_from(view, at)
+        sizes.append(stored)
+        at += 4 + stored
     if at + size - encoded > data.nbytes:
         raise ValueError("it is truncated")
     if count:
@@ -109,15 +110,17 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
         frame[start:] = data[_PREFIX.size : at]
         flags = compressor << 5 | _NOT_SPLIT | (_BIT_SHUFFLED if itemsize else 0)
         _HEADER.pack_into(frame.data, 0, *_FORMATS, flags, itemsize or 1, encoded, block, frame.nbytes)
-        for number, stored in enumerate(sizes):
-            _SIZE_IN_FRAME.pack_into(frame.data, _HEADER.size + 4 * number, start)
-            _SIZE_IN_FRAME.pack_into(frame.data, start, stored)
-            start += 4
-            if itemsize and stored == min(block, encoded - number * block):
-                # In a frame this size means that the block is not compressed. The filter bitshuffle
-                # compresses every block, so put the decompressed block in its place.
-                frame[start : start + stored] = _decompressed(frame[start : start + stored], compressor)
-            start += stored
+        lengths = np.asarray(sizes, "<u4")
+        positions = start + 4 * np.arange(count) + np.cumsum(lengths, dtype=np.int64) - lengths
+        frame[_HEADER.size : start].view("<u4")[:] = positions
+        frame[positions[:, np.newaxis] + np.arange(4)] = lengths.view(np.uint8).reshape(-1, 4)
+        if itemsize:
+            # In a frame the size of a decoded block means that the block is not compressed. The filter
+            # bitshuffle compresses every block, so put the decompressed block in its place.
+            whole = np.minimum(block, encoded - block * np.arange(count))
+            for number in np.flatnonzero(lengths == whole).tolist():
+                data_of_block = frame[positions[number] + 4 :][: sizes[number]]
+                data_of_block[:] = _decompressed(data_of_block, compressor)
         blosc.decompress(frame, out[:encoded])
     out[encoded:] = data[at : at + size - encoded]
 
