@@ -127,14 +127,14 @@ def test_a_killed_run_resumes_to_the_same_bits(here: Path) -> None:
         file.create_dataset("a", data=a, chunks=(64, 64), compression="gzip", shuffle=True)
         file.create_dataset("b", data=b, chunks=(64, 64), **hdf5plugin.Bitshuffle())
     command_line = [sys.executable, "-m", "oocgemm", "run", "x.h5::/a", "x.h5::/b", "C.zarr"]
-    command_line += ["--backend", "host", "--tile", "20x20x100"]
+    command_line += ["--backend", "host", "--tile", "40x40x100"]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     kills = 0
     while True:
         process = subprocess.Popen(command_line, env=environment, stderr=subprocess.PIPE)
         journal, before = here / "C.zarr/.oocgemm" / JOURNAL, _tiles(here)
         while process.poll() is None and kills < 3:
-            if journal.exists() and _tiles(here) >= before + 20:
+            if journal.exists() and _tiles(here) >= before + 15:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 kills += 1
@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_to_the_same_bits(here: Path) -> None:
         assert process.returncode == -signal.SIGKILL, error
         command_line += ["--resume"] if "--resume" not in command_line else []
     assert kills
-    whole = oocgemm.matmul("x.h5::/a", "x.h5::/b", backend="host", tile="20x20x100")
+    whole = oocgemm.matmul("x.h5::/a", "x.h5::/b", backend="host", tile="40x40x100")
     assert np.array_equal(zarr.open_array("C.zarr", mode="r")[:], whole)
     np.testing.assert_allclose(whole, a @ b)
 
@@ -186,6 +186,7 @@ def test_a_service_confines_addresses_as_other_paths(here: Path) -> None:
         resolve(roots, "data:dir/a.h5::/c", write=True)
 
 
+@pytest.mark.slow
 def test_workers_read_datasets_by_address() -> None:
     with h5py.File("x.h5", "w") as file:
         file.create_dataset("a", data=A, chunks=(16, 25))
