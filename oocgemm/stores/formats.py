@@ -12,13 +12,16 @@ import numpy as np
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
+from oocgemm.stores.hdf5.address import MARK
 
 # File formats that this package can neither read nor write, by the suffix of the file name. Error messages
 # say how to convert such files.
 FORMATS = {
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",
+    ".h5ad": "an HDF5 file",
     ".nc": "a netCDF file",
+    ".nc4": "a netCDF file",
     ".npz": "an archive of NumPy arrays",
     ".csv": "a text file",
     ".tsv": "a text file",
@@ -147,7 +150,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
     """Return the remedy "convert X by ...", with a shell command for a path and Python code for an object.
 
     The command works for files that are larger than memory. For a zarr array it loads one chunk or shard at a
-    time, and for a .npy file it uses memory maps.
+    time, for an HDF5 dataset one row of chunks, and for a .npy file it uses memory maps.
     """
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
@@ -158,9 +161,11 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
-    if store not in ("npy", "zarr"):
+    if store not in ("npy", "zarr", "hdf5"):
         return f"convert {path} to {dtype}"
     path = path.rstrip("/")
+    if store == "hdf5":
+        return _conversion_from_hdf5(name, path, dtype)
     new = os.path.splitext(path)[0] + f"-{dtype}" + os.path.splitext(path)[1]
     old, made = json.dumps(path), json.dumps(new)
     if store == "npy":
@@ -177,16 +182,24 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
     return f"convert {name} by {_command(code)} and pass {new}"
 
 
+def _conversion_from_hdf5(name: str, path: str, dtype: str) -> str:
+    """Return the remedy for an HDF5 dataset at an address: a command that copies it to a zarr array."""
+    file, _, dataset = path.partition(MARK)
+    new = f"{os.path.splitext(file)[0]}-{dtype}.zarr"
+    code = (
+        f'import h5py, zarr; a = h5py.File({json.dumps(file)}, "r")[{json.dumps(dataset)}]; '
+        "c = a.chunks or (min(256, len(a)), a.shape[1]); "
+        f'b = zarr.create_array({json.dumps(new)}, shape=a.shape, chunks=c, dtype="{dtype}"); '
+        "any(b.__setitem__(slice(i, i + c[0]), a[i : i + c[0]]) for i in range(0, len(a), c[0]))"
+    )
+    return f"convert {name} by {_command(code)} and pass {new}"
+
+
 def _remedy(path: str) -> str:
-    """Return the remedy for a file in one of `FORMATS`: how to convert it, or how to open it in Python."""
+    """Return the remedy for a file in one of `FORMATS`: how to convert it."""
     suffix, stem = Path(path).suffix.lower(), os.fspath(Path(path).with_suffix(""))
     old, new = json.dumps(path), json.dumps(stem + ".npy")
     match suffix:
-        case ".h5" | ".hdf5":
-            return f"in Python pass h5py.File({old})[NAME] to oocgemm.matmul, which reads it chunk by chunk"
-        case ".nc":
-            opened = f"xarray.open_dataset({old})[NAME]"
-            return f"in Python pass {opened} to oocgemm.matmul, which reads it chunk by chunk"
         case ".npz":
             load = f"numpy.load({old})[{json.dumps(_first_array(path))}]"
         case ".csv":

@@ -21,7 +21,7 @@ import numpy as np
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
+from oocgemm.stores.files import MIN_SEGMENT, O_DIRECT, SECTOR, OpenFile, scratch
 
 # Lines of at most this many bytes are read whole, and the needed elements are copied from them. For lines of
 # 8 KiB, this takes about as long as one read per line of only the needed elements.
@@ -106,6 +106,32 @@ def read_block(
             stored = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
             _read_segments(file, start + top * stride + left * dtype.itemsize, stride, stored.view(np.uint8))
             np.copyto(piece, stored, casting="equiv")
+
+
+def read_part(
+    file: OpenFile,
+    offset: int,
+    line: int,
+    dtype: np.dtype[Any],
+    lines: Range,
+    part: Range,
+    out: Array,
+    *,
+    past_cache: bool = False,
+) -> None:
+    """Read a block of an uncompressed chunk, which begins at the byte `offset` of a file.
+
+    The arguments are those of `read_block`. Whole lines that preadv cannot read in place, or only slowly, are
+    copied from a memory map: preadv cannot transpose or byte-swap elements, and it is slow for lines of fewer
+    than `MIN_SEGMENT` bytes that are not adjacent in `out`.
+    """
+    size = line * dtype.itemsize
+    in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
+    if part == (0, line) and not in_place:
+        stored = file.mapped(offset + lines[0] * size, out.shape[0] * size).view(dtype)
+        np.copyto(out, stored.reshape(out.shape), casting="equiv")
+    else:
+        read_block(file, offset, line, dtype, lines, part, out, past_cache=past_cache)
 
 
 def write_block(

@@ -1,8 +1,8 @@
 """Find the store (the class that opens one format) of an operand: the first in a list that matches it.
 
-The stores for .npy files, open zarr arrays and NumPy arrays come first, so no other package can replace them.
-Then come the stores of other packages. The stores for zarr paths, lazy arrays and array-likes come last: they
-match everything else.
+The stores for .npy files, HDF5 datasets, open zarr arrays and NumPy arrays come first, so no other package
+can replace them. Then come the stores of other packages. The stores for zarr paths, lazy arrays and
+array-likes come last: they match everything else.
 
 A package adds a store by an entry point in its pyproject.toml, which names a subclass of
 `oocgemm.stores.Store` whose constructor takes no arguments::
@@ -18,6 +18,7 @@ from typing import Any
 
 from oocgemm.stores.arrays import ArrayLikes, Arrays
 from oocgemm.stores.base import Store
+from oocgemm.stores.hdf5.store import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.zarr.store import ZarrArrays, ZarrPaths
@@ -26,7 +27,7 @@ from oocgemm.system.version import any_entry_point
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
 # These stores are tried before those of other packages.
-SPECIFIC: tuple[Store, ...] = (NpyFiles(), ZarrArrays(), ARRAYS)
+SPECIFIC: tuple[Store, ...] = (NpyFiles(), HDF5Files(), ZarrArrays(), ARRAYS)
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ZarrPaths(), LazyArrays(), ArrayLikes())
 

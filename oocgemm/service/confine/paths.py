@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oocgemm.errors import InputError
+from oocgemm.stores.hdf5.address import MARK, split
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES = {"ro": False, "rw": True}
@@ -94,6 +95,9 @@ def confinement(roots: Iterable[Root]) -> dict[str, list[str]]:
 def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
     """Return the absolute path of an array that a user has named. Symbolic links in it are resolved.
 
+    For an address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, this is the address with the absolute
+    path of the file. The name of the dataset is unchanged.
+
     Args:
         roots: the roots by name.
         text: a path such as ``data:dir/A.zarr``. Nothing in it is decoded: ``%2e`` is three characters.
@@ -104,6 +108,13 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
             `write` is false; or `write` is true and the root is read-only.
     """
     root, parts = _parsed(roots, text)
+    address = split(f"{root.folder}/{text.partition(':')[2]}")
+    dataset = ""
+    if address is not None:
+        if write:
+            raise PathError(f"{text}: HDF5 datasets are read-only: give a path that ends in .zarr or .npy")
+        dataset = f"{MARK}{address[1]}"
+        root, parts = _parsed(roots, text.removesuffix(dataset))
     if write and not root.writable:
         others = ", ".join(name for name, each in roots.items() if each.writable) or "none"
         raise PathError(f"{text}: root {root.name} is read-only: use a writable root ({others})")
@@ -120,7 +131,7 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
         raise PathError(f"{text}: it links to a name that is not UTF-8: rename that") from None
     if root.folder not in found.parents:
         raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
-    return found
+    return Path(f"{found}{dataset}")
 
 
 def display(roots: Mapping[str, Root], path: str | Path) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_SEGMENT, OpenFile, folder_mtime, publish
-from oocgemm.stores.lines import copies_bytes, read_block
+from oocgemm.stores.files import OpenFile, folder_mtime, publish
+from oocgemm.stores.lines import read_part
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
@@ -180,22 +180,13 @@ class DirectChunks:
         encoding, (height, width) = self.encoding, self.chunk
         by_rows = encoding.order == "C"
         (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)
-        row = line * encoding.dtype.itemsize
-        whole = block.shape[1] == line
-        in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
-        if whole and not in_place:
-            # Copy the rows from a memory map. preadv cannot transpose or byte-swap elements, and it is slow
-            # for rows of fewer than MIN_SEGMENT bytes that are not adjacent in `out`.
-            stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
-            np.copyto(block, stored.reshape(block.shape), casting="equiv")
-            return
         past_cache = not self.worth_caching
-        if whole:
-            start = offset + lines.start * row
+        if block.shape[1] == line:
+            start = offset + lines.start * line * encoding.dtype.itemsize
             past_cache = not ((number, start) in self._seen and self.worth_caching)
             self._seen.add((number, start))
         spans = (lines.start, lines.stop), (part.start, part.stop)
-        read_block(file, offset, line, encoding.dtype, *spans, block, past_cache=past_cache)
+        read_part(file, offset, line, encoding.dtype, *spans, block, past_cache=past_cache)
 
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array

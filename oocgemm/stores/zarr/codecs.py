@@ -9,7 +9,6 @@ Zarr formats 2 and 3 encode a chunk by the same steps. The last two are optional
 Arrays with other codecs are read and written by zarr.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,12 +16,11 @@ from typing import Any, Literal
 import numpy as np
 
 from oocgemm.stores.base import Array
+from oocgemm.stores.compressors import INTO_MEMORY, decoded_size, decompressed
 from oocgemm.stores.files import padded, scratch, sector_aligned
 
 # The compressors of zarr format 2 that this module calls directly, without zarr. All are lossless.
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
-# The compressors that can decode into a given buffer, and whose data states the decoded size.
-_INTO_MEMORY = ("zstd", "blosc", "lz4")
 # The size of a CRC (crc32c).
 CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
@@ -66,7 +64,7 @@ class Encoding:
         if self.compressor is None:
             return 0
         # bz2 and lzma decode parts of a chunk and then join them, so that the chunk is in memory twice.
-        return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
+        return size if self.compressor.codec_id in (*INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
         """Return the bytes of temporary memory that encoding and writing a chunk takes, without the input.
@@ -89,14 +87,14 @@ class Encoding:
         size = shape[0] * shape[1] * self.dtype.itemsize
         if self.compressor is None:
             elements = stored
-        elif self.compressor.codec_id in _INTO_MEMORY and _decoded_size(self.compressor, stored) == size:
+        elif self.compressor.codec_id in INTO_MEMORY and decoded_size(self.compressor, stored) == size:
             direct = into is not None and self.in_place
             elements = into.reshape(-1).view(np.uint8) if into is not None and direct else scratch(size)
             self.compressor.decode(stored, out=elements)
             if into is not None and direct:
                 return into
         else:
-            elements = _decoded(self.compressor, stored, size)
+            elements = decompressed(self.compressor, stored, size)
         if elements.nbytes != size:
             raise ValueError(f"{elements.nbytes} bytes instead of {size}")
         return elements.view(self.dtype).reshape(shape, order=self.order)
@@ -204,45 +202,6 @@ def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
             # The setting "typesize" is not passed on: the codec takes it from the array that it encodes.
             return numcodecs.Blosc(settings["cname"], settings["clevel"], shuffle, settings["blocksize"])
     return None
-
-
-def _decoded_size(compressor: Any, stored: Array) -> int | None:
-    """Return the decoded size in bytes that the header of a compressed chunk states; None if it states none.
-
-    Raises `ValueError` for truncated blosc data. The blosc decoder does not check this, and would read beyond
-    the end of the data.
-    """
-    head = stored[:18].tobytes()
-    match compressor.codec_id:
-        case "blosc":
-            if len(head) < 16 or int.from_bytes(head[12:16], "little") > stored.nbytes:
-                raise ValueError(f"blosc data of {stored.nbytes} bytes is truncated")
-            return int.from_bytes(head[4:8], "little")
-        case "lz4":
-            return int.from_bytes(head[:4], "little")
-        case "zstd" if len(head) > 5 and head[:4] == b"\x28\xb5\x2f\xfd":
-            flags = head[4]
-            single, width = bool(flags & 0x20), (0, 2, 4, 8)[flags >> 6]
-            width = width or int(single)
-            if not width:
-                return None
-            start = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
-            size = int.from_bytes(head[start : start + width], "little")
-            return size + 256 if width == 2 else size
-    return None
-
-
-def _decoded(compressor: Any, stored: Array, size: int) -> Array:
-    """Decompress a chunk into new memory. `size` is the number of bytes that a valid chunk decodes to."""
-    if compressor.codec_id == "gzip":
-        # zlib.decompress allocates the whole result at once. The gzip codec of numcodecs would decode in
-        # parts and join the parts.
-        data = zlib.decompress(stored.data, 31, size + 1)
-        if len(data) == size:
-            return np.frombuffer(data, np.uint8)
-    elif compressor.codec_id == "zlib":
-        return np.frombuffer(zlib.decompress(stored.data, 15, size + 1), np.uint8)
-    return np.frombuffer(compressor.decode(stored), np.uint8)
 
 
 def checked_content(stored: Array) -> Array:

@@ -1,0 +1,254 @@
+"""Decode the stored bytes of an HDF5 chunk: undo its filters, the last one first.
+
+Supported are the filters below: at most one compressor, shuffle at most once and before it, and any number of
+checksums (fletcher32). Datasets with other filters are read by h5py.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numcodecs
+import numcodecs.blosc
+import numpy as np
+
+from oocgemm.stores.base import Array
+from oocgemm.stores.compressors import ZLIB, decompress_into, inflate
+from oocgemm.stores.hdf5 import frames
+
+# Undoes a filter: takes the stored bytes, the destination, and scratch memory. Returns the destination, or
+# new memory of its size.
+Undo = Callable[[Array, Array, Array], Array]
+# The registered numbers of the supported filters, and their names in messages.
+DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
+BLOSC, LZ4, BITSHUFFLE, ZSTD = 32001, 32004, 32008, 32015
+SUPPORTED = {
+    DEFLATE: "gzip",
+    SHUFFLE: "shuffle",
+    FLETCHER32: "fletcher32",
+    BLOSC: "blosc",
+    LZ4: "lz4",
+    BITSHUFFLE: "bitshuffle",
+    ZSTD: "zstd",
+}
+NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
+# The compressors of the filter bitshuffle, by their number in its parameters. Without one, h5py reads it.
+_OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
+CHECKSUM_BYTES = 4
+# In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.
+_BLOSC = struct.Struct("<3I")
+# Larger chunks do not fit the 32-bit sizes of blosc's frames.
+_MAX_BYTES = 1 << 30
+# A checksum is computed in parts of this many words, so that its sums are exact in double precision.
+_WORDS = 1 << 15
+_WEIGHTS = np.arange(_WORDS, 0, -1, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter of a dataset: its registered number, its name, and its parameters (cd_values)."""
+
+    number: int
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The filters of a dataset, in the order in which they were applied, and the bytes of a decoded chunk."""
+
+    filters: tuple[Filter, ...]
+    size: int
+    _known: dict[int, list[tuple[Undo | None, int, int]]] = field(default_factory=dict, compare=False)
+
+    @property
+    def supported(self) -> bool:
+        """Whether `decode` can undo these filters. Raises `ValueError` for damaged parameters of a filter."""
+        numbers = [each.number for each in self.filters]
+        compressors = [i for i, number in enumerate(numbers) if number not in NOT_COMPRESSORS]
+        if not self.filters:
+            return True
+        if self.size > _MAX_BYTES or not set(numbers) <= set(SUPPORTED):
+            return False
+        if len(compressors) > 1 or numbers.count(SHUFFLE) > 1:
+            return False
+        if SHUFFLE in numbers and compressors and numbers.index(SHUFFLE) > compressors[0]:
+            return False
+        for each in self.filters:
+            if each.number in (SHUFFLE, BITSHUFFLE) and not 0 < _itemsize(each) < 256:
+                raise ValueError(f"the parameters {each.values} of its filter {each.name} are not valid")
+        return all(_bit_compressor(each) for each in self.filters if each.number == BITSHUFFLE)
+
+    def scratch_bytes(self, max_stored: int) -> int:
+        """Return the bytes of scratch memory for `decode`. `max_stored` is the size of the largest chunk."""
+        if not self.filters:
+            return 0
+        return 2 * self._room + frames.scratch_bytes(self._room, max_stored)
+
+    @property
+    def decode_bytes(self) -> int:
+        """The bytes that decoding a chunk allocates besides scratch memory: zlib returns new memory."""
+        return self.size if any(each.number == DEFLATE for each in self.filters) else 0
+
+    @property
+    def _room(self) -> int:
+        """The largest size of a partly decoded chunk, rounded up to whole numbers of 64 bytes."""
+        checksums = sum(each.number == FLETCHER32 for each in self.filters)
+        return -(-(self.size + CHECKSUM_BYTES * checksums) // 64) * 64
+
+    def decode(self, stored: Array, mask: int, out: Array, memory: Array) -> None:
+        """Fill `out`, a contiguous array of the bytes of a chunk, from the chunk's stored bytes.
+
+        Arguments:
+            stored: the stored bytes
+            mask: bit i is set if filter i was not applied to this chunk (HDF5's filter_mask)
+            out: the destination, of `size` bytes
+            memory: scratch memory of `scratch_bytes`
+
+        Raises `ValueError` for a wrong size or checksum, and whatever a decompressor raises.
+        """
+        rest, data = memory[2 * self._room :], stored
+        for undo, size, place in self._steps(mask):
+            if undo is None:
+                data = checked_content(data)
+                continue
+            target = out if place < 0 else memory[place * self._room :][:size]
+            data = undo(data, target, rest)
+        if data is not out:
+            if data.nbytes != self.size:
+                raise ValueError(f"{data.nbytes} bytes instead of {self.size}")
+            out[:] = data
+
+    def _steps(self, mask: int) -> list[tuple[Undo | None, int, int]]:
+        """Return what undoes the filters of a chunk, the last one first.
+
+        Each step is the function, the bytes that it returns, and the number of its part of the scratch
+        memory, -1 for the destination. The function is None for a checksum.
+        """
+        found = self._known.get(mask)
+        if found is None:
+            found = self._known[mask] = []
+            steps = [each for i, each in enumerate(self.filters) if not mask >> i & 1]
+            parts = [0, 1]
+            while steps:
+                step = steps.pop()
+                size = self.size + CHECKSUM_BYTES * sum(each.number == FLETCHER32 for each in steps)
+                place = -1 if not steps else 0 if step.number == FLETCHER32 else parts.pop()
+                found.append((_undo(step), size, place))
+        return found
+
+
+def pipeline(filters: Sequence[tuple[int, tuple[int, ...], bytes]], size: int) -> Pipeline:
+    """Return the pipeline of filters, each given by number, parameters and the name that the file states."""
+    return Pipeline(
+        tuple(
+            Filter(number, SUPPORTED.get(number) or name.decode(errors="replace") or str(number), values)
+            for number, values, name in filters
+        ),
+        size,
+    )
+
+
+def checked_content(stored: Array) -> Array:
+    """Return stored bytes without the checksum at their end. Raises `ValueError` if it does not match.
+
+    As HDF5 does, accept checksums whose bytes are swapped in pairs: HDF5 before 1.6.3 wrote them.
+    """
+    content = stored[:-CHECKSUM_BYTES]
+    if stored.nbytes >= CHECKSUM_BYTES:
+        found = int.from_bytes(stored[-CHECKSUM_BYTES:].tobytes(), "little")
+        low, high = fletcher32(content)
+        for swapped in (False, True):
+            parts = (found & 0xFFFF, found >> 16)
+            one, other = (part << 8 & 0xFFFF | part >> 8 if swapped else part for part in parts)
+            if (one - low) % 0xFFFF == (other - high) % 0xFFFF == 0:
+                return content
+    raise ValueError("its checksum (fletcher32) does not match its content")
+
+
+def fletcher32(content: Array) -> tuple[int, int]:
+    """Return the two sums of Fletcher's checksum over 16-bit big-endian words, modulo 65535.
+
+    Source: J. G. Fletcher, "An Arithmetic Checksum for Serial Transmissions", IEEE Trans. Comm. 30 (1982). As
+    in HDF5, a last odd byte counts as the high byte of a word.
+    """
+    words = content[: content.nbytes // 2 * 2].view("<u2")
+    low = high = 0
+    for first in range(0, len(words), _WORDS):
+        part = words[first : first + _WORDS].astype(np.float64)
+        high += len(part) * low + int(np.dot(part, _WEIGHTS[-len(part) :]))
+        low += int(part.sum())
+    # To swap the bytes of a word is to multiply it by 256 modulo 65535.
+    low, high = low * 256, high * 256
+    if content.nbytes % 2:
+        low += int(content[-1]) << 8
+        high += low
+    return low % 0xFFFF, high % 0xFFFF
+
+
+def _undo(step: Filter) -> Undo | None:
+    """Return the function that undoes a filter; None for fletcher32, which has no destination."""
+    match step.number:
+        case 1:
+            return _inflate
+        case 2:
+            itemsize = _itemsize(step)
+            return lambda data, out, memory: _unshuffle(data, itemsize, out, memory)
+        case 3:
+            return None
+        case 32001:
+            return _decode_blosc
+        case 32015:
+            compressor = numcodecs.Zstd()
+
+            def decompress(data: Array, out: Array, memory: Array) -> Array:
+                decompress_into(compressor, data, out)
+                return out
+
+            return decompress
+        case _:
+            kind, itemsize = frames.LZ4, 0
+            if step.number == BITSHUFFLE:
+                kind, itemsize = _bit_compressor(step), _itemsize(step)
+
+            def decode(data: Array, out: Array, memory: Array) -> Array:
+                frames.decode_blocks(data, kind, itemsize, out, memory)
+                return out
+
+            return decode
+
+
+def _inflate(data: Array, out: Array, memory: Array) -> Array:
+    found = inflate(data, ZLIB, out.nbytes)
+    if len(found) != out.nbytes:
+        raise ValueError(f"{len(found)} bytes instead of {out.nbytes}")
+    return np.frombuffer(found, np.uint8)
+
+
+def _unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> Array:
+    if data.nbytes != out.nbytes:
+        raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
+    frames.unshuffle(data, itemsize, out, memory)
+    return out
+
+
+def _decode_blosc(data: Array, out: Array, memory: Array) -> Array:
+    # The decoder does not know where `data` ends.
+    if data.nbytes < 16:
+        raise ValueError(f"blosc data of {data.nbytes} bytes is truncated")
+    size, _, stored = _BLOSC.unpack_from(data.data, 4)
+    if size != out.nbytes or stored > data.nbytes:
+        raise ValueError(f"blosc data of {stored} bytes for {size}, where {data.nbytes} and {out.nbytes} are")
+    numcodecs.blosc.decompress(data, out)
+    return out
+
+
+def _itemsize(step: Filter) -> int:
+    """Return the bytes per element that a filter shuffles, from its parameters; 0 if they lack it."""
+    values = step.values[2:] if step.number == BITSHUFFLE else step.values
+    return values[0] if values else 0
+
+
+def _bit_compressor(step: Filter) -> int:
+    """Return the number of the compressor of bitshuffled data in frames; 0 if it has none, or another."""
+    return _OF_BITSHUFFLE.get(step.values[4], 0) if len(step.values) > 4 else 0

@@ -1,0 +1,311 @@
+"""Open an HDF5 dataset with h5py, check that it can be read, and choose how.
+
+h5py reads only metadata, and the file is closed again. Then the elements are read by their offsets in the
+file: as those of a .npy file if they are contiguous, chunk by chunk otherwise. h5py reads the rest, under its
+global lock: datasets with filters that oocgemm does not know, and those whose stored elements must be
+converted or are inside the metadata.
+"""
+
+import errno
+import os
+import warnings
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from oocgemm.errors import InputError, NotFoundError
+from oocgemm.stores.base import checked
+from oocgemm.stores.files import worth_caching
+from oocgemm.stores.hdf5 import attributes, listing
+from oocgemm.stores.hdf5.address import MARK, has_signature
+from oocgemm.stores.hdf5.chunks import Chunks, Index
+from oocgemm.stores.hdf5.filters import Pipeline, pipeline
+from oocgemm.stores.hdf5.matrix import Fill, HDF5Matrix, Reader
+from oocgemm.stores.lazy import LazyMatrix
+from oocgemm.stores.npy import NpyMatrix
+
+with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
+    import hdf5plugin  # noqa: F401
+
+# The most links and groups in the name of a dataset.
+_MAX_STEPS = 100
+# The first bytes of a file in netCDF's classic formats.
+_CLASSIC = b"CDF"
+
+
+def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
+    """Open a dataset of a local file. `name` is its name in messages. Raises `InputError`.
+
+    Raises `DtypeError`, an `InputError`, for an unsupported dtype. Warns if h5py has to read the dataset.
+    """
+    file = _opened(name, path)
+    why = ""
+    try:
+        _check_writers(name, file, path)
+        matrix, why = _matrix(name, file, path, dataset)
+    except InputError:
+        raise
+    except Exception as error:  # h5py raises exceptions of many types
+        raise InputError(
+            f"{name}: {path}{MARK}{dataset} cannot be opened, its metadata may be damaged: "
+            f"{_first_line(error)}"
+        ) from error
+    finally:
+        if not why:
+            file.close()
+    if why:
+        warnings.warn(
+            f"{name} at {path}{MARK}{dataset} is read by h5py, in one thread at a time, since {why}: "
+            "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle",
+            stacklevel=2,
+        )
+    return matrix
+
+
+def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5Matrix, str]:
+    """Return the matrix of a dataset, and "" or the reason why h5py has to read it."""
+    found = _dataset(name, file, path, dataset)
+    place = f"{name}: {path}{MARK}{dataset}"
+    _check_here(place, found)
+    if found.shape is None:
+        raise InputError(f"{place} is empty: it has no elements and no shape")
+    shape, dtype = checked(name, found.shape, found.dtype)
+    attributes.check(place, found)
+    reader, why = _reader(name, found, path, shape)
+    described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
+    if isinstance(reader, Chunks):
+        described["codecs"] = [each.name for each in reader.pipeline.filters]
+    if why:
+        described["through"] = "h5py"
+    stored, missing = f"{shape} {found.dtype.str} in chunks {found.chunks}", attributes.missing(found, dtype)
+    matrix = HDF5Matrix(
+        *(name, path, dataset, shape, dtype, reader), stored=stored, missing=missing, described=described
+    )
+    return matrix, why
+
+
+def _opened(name: str, path: str) -> "h5py.File":
+    """Open a file with h5py. Raises `InputError` with the remedy if that fails."""
+    try:
+        return h5py.File(path, "r")
+    except Exception as error:  # h5py raises exceptions of many types
+        reason = _first_line(error)
+        if isinstance(error, PermissionError):
+            problem = "cannot be opened: permission denied"
+        elif isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
+            problem = "is open in a process that writes to it: close it there, and try again"
+        elif "already open for write" in reason:
+            problem = (
+                "is marked as open for writing: close it in the process that writes to it, or if that was "
+                f"killed, check the file and run h5clear --status {path}"
+            )
+        elif not has_signature(path):
+            problem = "is not an HDF5 file"
+            if path.lower().endswith(".mat"):
+                problem += ": save it in MATLAB with the option -v7.3"
+            with suppress(OSError), open(path, "rb") as file:
+                if file.read(len(_CLASSIC)) == _CLASSIC:
+                    stem = os.path.splitext(path)[0]
+                    problem = (
+                        "is in netCDF's classic format, not in netCDF4: convert it by "
+                        f"nccopy -k nc4 {path} {stem}.nc4 and pass {stem}.nc4{MARK}NAME"
+                    )
+        else:
+            problem = f"cannot be opened, it may be truncated or damaged: {reason}"
+        raise InputError(f"{name}: {path} {problem}") from error
+
+
+def _check_writers(name: str, file: "h5py.File", path: str) -> None:
+    """Raise `InputError` if this process has the file open for writing: some data may not be in the file."""
+    if file.mode != "r":
+        raise InputError(f"{name}: {path} is open for writing in this process: close that h5py.File first")
+
+
+def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
+    """Return the dataset. Raises `InputError` for anything else; the message lists the file's datasets."""
+    if not dataset.strip("/"):
+        raise InputError(
+            f"{name}: {path} is an HDF5 file, which can contain many arrays: {listing.hint(file, path)}"
+        )
+    if ".." in dataset.split("/") or "\0" in dataset:
+        raise InputError(f"{name}: {dataset!r} is not the name of a dataset: {listing.hint(file, path)}")
+    try:
+        found = file[_resolved(name, file, path, dataset)]
+    except KeyError as error:
+        raise NotFoundError(
+            f"{name}: there is no dataset {dataset} in {path}: {listing.hint(file, path)}"
+        ) from error
+    if isinstance(found, h5py.Dataset):
+        return found
+    kind = "a group"
+    if isinstance(found, h5py.Group) and {"data", "indices", "indptr"} <= set(found):
+        kind = "a sparse matrix, and a product needs a dense one"
+    elif isinstance(found, h5py.Datatype):
+        kind = "a type"
+    raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {listing.hint(file, path)}")
+
+
+def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
+    """Return the name of a dataset after its soft links are followed.
+
+    Raises `InputError` for a link to another file, without opening that file.
+    """
+    found, left = "", [part for part in dataset.split("/") if part not in ("", ".")]
+    for _ in range(_MAX_STEPS):
+        if not left:
+            return found
+        step = f"{found}/{left.pop(0)}"
+        link = file.get(step, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            raise InputError(
+                f"{name}: {path}{MARK}{dataset} is a link to another file: "
+                f"pass {link.filename}{MARK}{link.path}, where the file is relative to that of the link"
+            )
+        if isinstance(link, h5py.SoftLink):
+            left = [part for part in link.path.split("/") if part not in ("", ".")] + left
+            found = "" if link.path.startswith("/") else found
+        else:
+            found = step
+    raise InputError(f"{name}: {path}{MARK}{dataset} has too many links: pass the name that they lead to")
+
+
+def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
+    """Return what reads a dataset, and "" or the reason why it is h5py. Raises `InputError`."""
+    place = f"{name}: {path}{MARK}{found.name}"
+    plist = found.id.get_create_plist()
+    layout = plist.get_layout()
+    filters = [plist.get_filter(number) for number in range(plist.get_nfilters())]
+    dtype, fill = found.dtype, _fill(found, plist)
+    if found.id.get_type() != h5py.h5t.py_create(dtype):
+        return LazyMatrix(name, found), "its elements are stored in a format that NumPy does not have"
+    if layout == h5py.h5d.COMPACT:
+        return LazyMatrix(name, found), "its elements are stored inside the metadata"
+    if layout == h5py.h5d.CONTIGUOUS:
+        return _contiguous(place, name, found, path, fill), ""
+    steps = pipeline([(number, values, text) for number, _, values, text in filters], _chunk_bytes(found))
+    unavailable = [step for step in steps.filters if not h5py.h5z.filter_avail(step.number)]
+    try:
+        supported = steps.supported
+    except ValueError as error:
+        raise InputError(f"{place} cannot be read: {error}: the file is damaged") from error
+    if not supported and unavailable:
+        step = unavailable[0]
+        raise InputError(
+            f"{place} needs the filter {step.name} (number {step.number}), which is not installed: "
+            "pip install hdf5plugin"
+        )
+    names = ", ".join(step.name for step in steps.filters)
+    if not supported:
+        return LazyMatrix(name, found), f"oocgemm does not decode its filters ({names})"
+    index = _index(found)
+    if not _offsets_are_right(found, path, index):
+        return LazyMatrix(name, found), "this version of h5py does not state where its chunks are"
+    return _chunked(place, found, path, shape, steps, index, fill), ""
+
+
+def _check_here(place: str, found: "h5py.Dataset") -> None:
+    """Raise `InputError` if the elements of a dataset are in other files, or in other datasets."""
+    plist = found.id.get_create_plist()
+    is_virtual = plist.get_layout() == h5py.h5d.VIRTUAL
+    if is_virtual or plist.get_external_count():
+        where = "other datasets (it is virtual)" if is_virtual else "another file"
+        raise InputError(f"{place} has its elements in {where}: copy it into a dataset of its own, with h5py")
+
+
+def _contiguous(place: str, name: str, found: "h5py.Dataset", path: str, fill: Any) -> Reader:
+    """Return the reader of a contiguous dataset, which reads it as a .npy file."""
+    offset = found.id.get_offset()
+    # Without storage the offset is undefined: with a user block it is some number.
+    if offset is None or not found.id.get_storage_size():
+        return Fill(fill)
+    size, end = os.path.getsize(path), offset + found.size * found.dtype.itemsize
+    if end > size:
+        raise InputError(f"{place} ends at byte {end}, and the file has {size} bytes: it is truncated")
+    return NpyMatrix(name, Path(path), found.shape, found.dtype, offset)
+
+
+def _chunked(
+    place: str,
+    found: "h5py.Dataset",
+    path: str,
+    shape: tuple[int, int],
+    steps: Pipeline,
+    index: Index,
+    fill: Any,
+) -> Reader:
+    """Return the reader of a chunked dataset. Raises `InputError` if a chunk ends beyond the file."""
+    if not (index.offsets >= 0).any():
+        return Fill(fill)
+    size = os.path.getsize(path)
+    ends = index.offsets + index.sizes
+    i, j = divmod(int(ends.argmax()), ends.shape[1])
+    if ends[i, j] > size:
+        place_of_chunk = f"[{i * found.chunks[0]}, {j * found.chunks[1]}]"
+        raise InputError(
+            f"{place} is truncated: its chunk at {place_of_chunk} ends at byte {ends[i, j]}, and the file "
+            f"has {size} bytes"
+        )
+    return Chunks(
+        path=Path(path),
+        shape=shape,
+        chunk=(int(found.chunks[0]), int(found.chunks[1])),
+        dtype=found.dtype,
+        pipeline=steps,
+        index=index,
+        fill=fill,
+        past_cache=not worth_caching(int(index.sizes.sum(dtype=np.int64))),
+    )
+
+
+def _chunk_bytes(found: "h5py.Dataset") -> int:
+    return int(found.chunks[0]) * int(found.chunks[1]) * int(found.dtype.itemsize)
+
+
+def _index(found: "h5py.Dataset") -> Index:
+    """Return where all chunks are. One call lists them: a call per chunk would take quadratic time."""
+    height, width = found.chunks
+    grid = -(-found.shape[0] // height), -(-found.shape[1] // width)
+    index = Index(np.full(grid, -1, np.int64), np.zeros(grid, np.int64), np.zeros(grid, np.uint32))
+    listed = array("Q")
+
+    def add(chunk: Any) -> None:
+        (top, left), mask, offset, size = chunk
+        listed.extend((top, left, mask, offset, size))
+
+    if 0 not in grid:
+        found.id.chunk_iter(add)
+    top, left, mask, offset, size = np.frombuffer(listed, np.uint64).astype(np.int64).reshape(-1, 5).T
+    at = top // height, left // width
+    index.offsets[at], index.sizes[at], index.masks[at] = offset, size, mask
+    return index
+
+
+def _offsets_are_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
+    """Return whether the offsets of chunks are relative to the start of the file.
+
+    In files with a user block, some versions of HDF5 state offsets relative to its end. The bytes of one
+    chunk show which.
+    """
+    numbers = np.argwhere(index.offsets >= 0)
+    if not found.file.userblock_size or not len(numbers):
+        return True
+    i, j = (int(number) for number in numbers[0])
+    _, stored = found.id.read_direct_chunk((i * found.chunks[0], j * found.chunks[1]))
+    with open(path, "rb") as file:
+        file.seek(int(index.offsets[i, j]))
+        return file.read(int(index.sizes[i, j])) == bytes(stored)
+
+
+def _fill(found: "h5py.Dataset", plist: Any) -> Any:
+    """Return the fill value of a dataset; None if it has none."""
+    defined = plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
+    return found.fillvalue if defined else None
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the message of an exception."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
