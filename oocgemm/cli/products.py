@@ -105,8 +105,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     if not quiet:
         _note_clipped(options["tile"], planned)
     if live and planned.done:
-        tiles = planned.grid.shape[0] * planned.grid.shape[1]
-        print_note(f"{len(planned.done)} of {tiles} tiles were done already")
+        print_note(f"{len(planned.done)} of {planned.grid.count} tiles were done already")
     if as_json:
         print_json(
             {

@@ -7,6 +7,7 @@ from functools import partial
 from threading import Event
 
 from oocgemm.engine.blocks import located, parts
+from oocgemm.engine.mirror import adjoint, complete, mirrored
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Operation, Plan
 from oocgemm.planning.tiling import Range
@@ -18,6 +19,8 @@ RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
+# Reads or writes one part of a block.
+Work = Callable[[], None]
 
 
 class Transfers:
@@ -47,12 +50,24 @@ class Transfers:
         self._each(operation, columns, self._readers, partial(self._read, on_part), reading=True)
 
     def write(self, operation: Operation, columns: Sequence[Array]) -> None:
-        """Write a block from `columns` to its store.
+        """Write a block from `columns` to its store. Strips of a Gram matrix are mirrored first.
 
         Raises:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
-        self._each(operation, columns, self._writers, self.write_part, reading=False)
+        again: list[Work] = []
+        if self._plan.problem.gram:
+            complete(self._plan, operation, columns)
+            matrix = self._operands[operation.operand]
+            strip = list(located(self._plan, operation, columns))
+            for rows, cols, block in mirrored(self._plan, operation, strip):
+                for r, c in parts(matrix, rows, cols, self._threads, reading=False):
+                    part = block[c[0] - cols[0] : c[1] - cols[0], r[0] - rows[0] : r[1] - rows[0]]
+                    again.append(partial(self._write_adjoint, matrix, r, c, part))
+        self._each(operation, columns, self._writers, self.write_part, reading=False, again=again)
+
+    def _write_adjoint(self, matrix: Matrix, rows: Range, cols: Range, block: Array) -> None:
+        self.write_part(matrix, rows, cols, adjoint(block))
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
@@ -72,18 +87,25 @@ class Transfers:
         act: Callable[[Matrix, Range, Range, Array], None],
         *,
         reading: bool,
+        again: Sequence["Work"] = (),
     ) -> None:
-        """Call `act` for each part of a block, in the threads of a pool; return when all calls have ended."""
+        """Call `act` for each part of a block, in the threads of a pool; return when all calls have ended.
+
+        `again` are further calls to make.
+        """
         matrix = self._operands[operation.operand]
-        work = [
-            (r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+        work: list[Work] = [
+            partial(
+                act, matrix, r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
+            )
             for rows, cols, group in located(self._plan, operation, columns)
             for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
         ]
+        work += again
         # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
         # must run in the pool's threads, because the budget contains scratch memory only for these.
         if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
-            act(matrix, *work[0])
+            work[0]()
             return
         left = iter(work)
 
@@ -94,7 +116,7 @@ class Transfers:
             """
             try:
                 for part in left:
-                    act(matrix, *part)
+                    part()
             except BaseException:
                 deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise

@@ -136,8 +136,8 @@ class Plan:
         return ceil_div(self.tiles.count, self.devices)
 
     def tile_bytes(self, tile: Tile) -> int:
-        """Size of a tile in bytes, in C's dtype."""
-        return self.grid.elements(tile) * self.problem.itemsizes["C"]
+        """Bytes of C that are written for a tile."""
+        return self.grid.written(tile) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:

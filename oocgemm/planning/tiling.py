@@ -142,7 +142,7 @@ class TileGrid:
         return (rows[0], end) if self.gram == "upper" else (first, rows[1])
 
     def mirrored(self, tile: Tile, rows: Range) -> Range:
-        """Return the columns of a strip that are also stored as rows, right of the diagonal; empty if none."""
+        """Return the columns of a strip that are also stored as rows right of the diagonal, if any."""
         first, end = self.cols(tile[1])
         return (first, min(end, rows[0])) if self.gram == "full" else (first, first)
 
@@ -160,6 +160,13 @@ class TileGrid:
     def elements(self, tile: Tile) -> int:
         """Count the elements of C that are computed in a tile."""
         return self.above(tile, self.rows(tile[0])[1])
+
+    def written(self, tile: Tile) -> int:
+        """Count the elements of C that are written for a tile. With "full", mirrored ones count too."""
+        if self.gram != "full":
+            return self.elements(tile)
+        height = length(self.rows(tile[0]))
+        return height * height if tile[0] == tile[1] else 2 * self.elements(tile)
 
     def blocks(self, tile: Tile) -> list[tuple[Range, Range]]:
         """Return the blocks of C, each as ranges of rows and columns, into which a tile is written."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
@@ -23,6 +23,8 @@ HOST_ALIGNMENT = 4096
 # MIN_FINISH_PIECE and FINISH_PIECE elements, as the workspace permits, and needs FINISH_ARRAYS temporary
 # arrays of its length.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
+# Maximum bytes of the parts of a strip that are written again as mirrored ones, unless a chunk is larger.
+MIRRORED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
         panels = zip(sources, ((m, k), (k, n), (m, n)), strict=False)
         reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
+    if setting.problem.gram == "full":
+        # A thread transposes a part of a strip before it writes the part a second time.
+        part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
+        writing += max(MIRRORED_BYTES, part)
     return io_threads * (reading + writing)
 
 

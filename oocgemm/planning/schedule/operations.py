@@ -180,10 +180,7 @@ class Schedule:
     @property
     def elements_written(self) -> int:
         """Elements of C that the schedule writes. Mirrored elements count twice."""
-        again = 0
-        for tile in self.tiles if self.grid.gram == "full" else ():
-            again += sum(length(x) * length(self.grid.mirrored(tile, x)) for x in self._strips(tile))
-        return self.elements + again
+        return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
 
     def _placing(self) -> Placing:
         kind = LinePlacing if self.problem.gram else Placing
