@@ -77,6 +77,5 @@ def mirrored(
     """
     _, end = plan.grid.mirrored(operation.tile, operation.m)
     for rows, (left, right), group in located:
-        right = min(right, end)
-        if left < right:
-            yield (left, right), rows, group[:, : right - left]
+        if left < min(right, end):
+            yield (left, min(right, end)), rows, group[:, : min(right, end) - left]

@@ -265,7 +265,7 @@ def _planned(request: Request) -> Plan:
 def _run(request: Request) -> Result:
     if request.gram and (request.is_distributed or request.devices is not None):
         raise InputError(
-            "a Gram matrix is computed on one device: drop workers, client, executor and devices"
+            "a Gram matrix is computed by one device: drop workers, client, executor and devices"
         )
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed

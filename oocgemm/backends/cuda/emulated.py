@@ -117,13 +117,13 @@ class Emulated:
         offsets: Offsets,
         work: int,
         rows: tuple[int, int],
-        cols: tuple[int, int],
         shape: tuple[int, int, int],
         number: int,
         alpha: float,
         beta: float,
         c: int,
         ldc: int,
+        cols: tuple[int, int] | None = None,
     ) -> None:
         """Compute C = alpha op(A) @ op(B) + beta C for a block of C, from residues that `prepare` computed.
 
@@ -133,21 +133,22 @@ class Emulated:
             work: device address of a workspace of min(4096, rows[1] - rows[0]) * round_up(n, 16) *
                 (number + 4) bytes.
             rows: the first row to compute, and the row after the last one.
-            cols: the first column to compute, and the column after the last one.
             shape: (m, n, k) of the panels.
             number: the number of moduli that `prepare` returned; not 0.
             alpha, beta: scalars. beta = 0 never reads C.
             c: device address of the first element of this block of C.
             ldc: leading dimension of C, in elements.
+            cols: the first column to compute, and the column after the last one; None for all.
         """
         m, n, k = shape
-        width = cols[1] - cols[0]
+        start, stop = cols or (0, n)
+        width = stop - start
         ld, pitch = round_up(k, 16), round_up(width, 16)
         combine = self._combine(number)
         for top in range(*rows, STRIP_ROWS):
             count = min(STRIP_ROWS, rows[1] - top)
             plane = count * pitch
-            left, right = slot + offsets.a + top * ld, slot + offsets.b + cols[0] * ld
+            left, right = slot + offsets.a + top * ld, slot + offsets.b + start * ld
             if self._kernels.device.capability == (9, 0):
                 self._residues(left, right, work, (m, n, ld), (count, width), number)
             else:
@@ -163,7 +164,7 @@ class Emulated:
                 (-(-width // 1024), count, 1),
                 *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(width)),
                 _pointer(slot + offsets.a_exponents + 4 * top),
-                _pointer(slot + offsets.b_exponents + 4 * cols[0]),
+                _pointer(slot + offsets.b_exponents + 4 * start),
                 *(ctypes.c_double(alpha), ctypes.c_double(beta)),
                 *(_pointer(c + (top - rows[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
             )

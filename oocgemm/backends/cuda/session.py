@@ -348,7 +348,7 @@ class CudaSession:
             alpha, beta = step_scalars(problem, op.first)
             work = self._arena + self._work
             offsets = self._plane_offsets(op)
-            arguments = planes, offsets, work, rows, cols, shape, number, alpha.real, beta.real, c, n
+            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n, cols
             return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
         call = self._call((m, n, k), (bottom - top, right - left), (a, b, c), first=op.first)
         if problem.exact and problem.acc_dtype == "float64":
