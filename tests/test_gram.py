@@ -1,5 +1,8 @@
 """`oocgemm.gram`: exact on small integers, on both backends, in every triangle, order and dtype."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.errors import InputError
+from oocgemm.stores import open_matrix
+from oocgemm.stores.mirrored import MirroredMatrix
+from tests.command import command
 from tests.fake_cuda import fake_cuda
 from tests.problems import integers
 from tests.suite import examples
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
+from tests.unfinished_runs import TOP, failing_after, stored
 
 TRIANGLES: dict[str, Any] = {"lower": np.tril, "upper": np.triu, "full": np.asarray}
 
@@ -48,7 +55,7 @@ def check(found: Any, x: Any, uplo: str, axis: int = 0) -> None:
     columns=st.booleans(),
     verify=st.booleans(),
 )
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100, quick=30), deadline=None)
 def test_a_gram_matrix_is_exact(
     n: int, k: int, uplo: str, axis: int, dtype: str, tile: str | None, columns: bool, verify: bool
 ) -> None:
@@ -68,7 +75,7 @@ def test_a_gram_matrix_is_exact(
     verify=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(100, quick=12), deadline=None)
+@settings(max_examples=examples(60, quick=4), deadline=None)
 def test_a_gram_matrix_is_exact_in_any_order_of_the_streams_of_a_gpu(
     n: int, uplo: str, beta: int, dtype: str, tile: str, verify: bool, seed: int
 ) -> None:
@@ -186,3 +193,83 @@ def test_a_plan_of_a_gram_matrix_runs() -> None:
     plan = oocgemm.plan_gram(x, uplo="upper", backend="host")
     assert str(plan).startswith("C 60 x 60 float64 = op(X) 60 x 20 @ its adjoint, upper")
     check(plan.run().out, x, "upper")
+
+
+def test_the_command_computes_verifies_and_reports(tmp_path: Path) -> None:
+    x, path, c = operand((60, 30), "float64"), str(tmp_path / "x.npy"), str(tmp_path / "k.zarr")
+    np.save(path, x)
+    options = ("--backend", "host", "--tile", "24x24x30")
+    planned = command("gram", path, "--dry-run", *options, "--json")
+    assert (planned.code, planned.json()["problem"]["gram"], planned.json()["tiles"]) == (0, "lower", [3, 3])
+    assert "@  its adjoint, lower" in command("gram", path, "--dry-run", *options).out
+    done = command("gram", path, c, *options, "--uplo", "upper", "--verify", "--json")
+    assert done.code == 0, done.err
+    assert done.json()["report"]["flops"] == done.json()["plan"]["flops"]
+    check(zarr.open_array(c, mode="r")[:], x, "upper")
+    given = ("verify", path, path, c, "--transpose-b", "--gram")
+    assert command(*given, "upper").code == 0
+    assert command(*given, "lower").code == 1
+    array = zarr.open_array(c, mode="r+")
+    array[3, 50] += 1
+    wrong = command(*given, "upper")
+    assert wrong.code == 1
+    assert "C[3:51, 3:51] is wrong" in wrong.err
+    missing = command("gram", path)
+    assert (missing.code, "pass --dry-run" in missing.err) == (2, True)
+
+
+@pytest.mark.parametrize(("uplo", "beta"), [("lower", 0), ("upper", 2), ("full", 0), ("full", 2)])
+def test_an_unfinished_gram_matrix_is_resumed_with_the_same_bits(
+    uplo: str, beta: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(7).standard_normal((24, 24))
+    np.save("x.npy", x)
+    options = ("--backend", "host", "--tile", "8x8x8", "--uplo", uplo, "--beta", str(beta))
+    for name in ("right", "c"):
+        if beta:
+            zarr.create_array(name, data=x @ x.T, chunks=(4, 4), compressors=None)
+    assert command("gram", "x.npy", "right", *options).code == 0
+    with failing_after(2):
+        failed = command("gram", "x.npy", "c", *options)
+    assert "2 of 6 tiles are done" in failed.err
+    other = command("run", "x.npy", "x.npy", "c", *options[:4], *options[6:], "--transpose-b", "--resume")
+    assert f"gram is no and was {uplo}" in other.err
+    other = command("gram", "x.npy", "c", *options[:4], "--uplo", "lower", "--beta", "7", "--resume")
+    assert "differs from this one" in other.err
+    resumed = command("gram", "x.npy", "c", *options, "--resume", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json()["plan"]["tiles_done_before"] == 2
+    assert stored("c") == stored("right")
+    again = command("gram", "x.npy", "c", *options, "--resume", "--json")
+    assert (again.code, again.json()["plan"]["steps"]) == (0, 0)
+    kept = TRIANGLES[uplo]
+    np.testing.assert_allclose(
+        kept(zarr.open_array("c", mode="r")[:]), kept((1 + beta) * (x @ x.T)), atol=1e-12
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_gram_matrix_killed_at_random_has_the_same_bits(tmp_path: Path) -> None:
+    line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", "50"]
+    line += ["--output", str(tmp_path / "torture.json")]
+    line += [argument for number in (10, 11, 12, 13) for argument in ("--case", str(number))]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "torture.json").read_text())["host"]
+    assert found["kills"] >= 50
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_a_mirrored_matrix_reads_as_the_whole_one(upper: bool, dtype: str) -> None:
+    x = operand((12, 5), dtype)
+    whole: Any = product(x).astype(dtype)
+    half = np.triu(whole) if upper else np.tril(whole)
+    matrix = MirroredMatrix(open_matrix("C", half), upper=upper)
+    for rows in ((0, 12), (0, 3), (2, 9), (7, 12), (5, 6)):
+        for cols in ((0, 12), (0, 4), (3, 8), (6, 12), (5, 6)):
+            out = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype)
+            matrix.read(rows, cols, out)
+            np.testing.assert_array_equal(out, whole[slice(*rows), slice(*cols)])

@@ -1,6 +1,7 @@
 """Schedules of Gram matrices: one set of slots for both roles, and staircases on the diagonal."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,8 @@ def test_staircases_cover_the_triangle_and_are_stored_without_gaps(
     side = min(n, side)
     grid = TileGrid.of(problem(n, 1, gram), TileShape(side, side, 1), strip=min(side, strip))
     covered, tiles = np.zeros((n, n), int), TileSet.of(grid)
-    assert tiles.is_whole and sorted(tiles) == sorted(triangle(grid.shape[0], 1, upper=gram == "upper"))
+    assert tiles.is_whole
+    assert sorted(tiles) == sorted(triangle(grid.shape[0], 1, upper=gram == "upper"))
     for tile in tiles:
         top, bottom = grid.rows(tile[0])
         stored = 0
@@ -151,5 +153,5 @@ def test_staircases_cover_the_triangle_and_are_stored_without_gaps(
 def test_successive_tiles_of_a_triangle_have_a_line_in_common(band: int) -> None:
     tiles = triangle(7, band)
     assert sorted(tiles) == [(i, j) for i in range(7) for j in range(i + 1)]
-    apart = sum(not set(x) & set(y) for x, y in zip(tiles, tiles[1:], strict=False))
+    apart = sum(not set(x) & set(y) for x, y in pairwise(tiles))
     assert apart <= 7
