@@ -136,9 +136,9 @@ def test_chunks_of_the_other_triangle_do_not_exist(uplo: str, compressor: str | 
 
 
 def test_half_of_the_work_is_done_and_every_panel_is_read_once() -> None:
-    x = operand((320, 64), "float64")
+    x = operand((640, 64), "float64")
     result = oocgemm.gram(x, backend="host", memory="64MiB", verify=True)
-    report, whole = result.report.to_dict(), 2 * 320 * 320 * 64
+    report, whole = result.report.to_dict(), 2 * 640 * 640 * 64
     assert whole / 2 <= report["flops"] == result.plan.flops < 0.6 * whole
     assert result.plan.traffic["read"] == x.nbytes == result.plan.least["read"]
     assert result.plan.traffic["write"] < 0.6 * result.out.nbytes

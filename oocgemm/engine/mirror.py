@@ -73,9 +73,37 @@ def mirrored(
         located: the arrays of the strip, each with its rows and columns in C.
 
     Yields:
-        The rows and columns in C where the conjugate transpose is stored, and the block itself.
+        The rows and columns in C where the conjugate transpose is stored, and a view of the block that is
+        transposed but not conjugated.
     """
     _, end = plan.grid.mirrored(operation.tile, operation.m)
     for rows, (left, right), group in located:
         if left < min(right, end):
-            yield (left, min(right, end)), rows, group[:, : min(right, end) - left]
+            yield (left, min(right, end)), rows, group[:, : min(right, end) - left].T
+
+
+def trimmed(
+    plan: Plan, operation: Operation, located: Sequence[tuple[Range, Range, Array]]
+) -> Iterator[tuple[Range, Range, Array]]:
+    """Yield the blocks of a strip without the chunks of C that lie wholly in a triangle that is not stored.
+
+    Args:
+        plan: of a Gram matrix.
+        operation: the Write of the strip.
+        located: the arrays of the strip, each with its rows and columns in C.
+    """
+    height, width = plan.chunks
+    gram = plan.problem.gram
+    if gram == "full" or height == 1 or not plan.grid.is_staircase(operation.tile):
+        yield from located
+        return
+    for (top, bottom), (left, right), block in located:
+        for first in range(top, bottom, height):
+            end = min(first + height, bottom)
+            start, stop = left, right
+            if gram == "lower":
+                stop = min(right, -(-end // width) * width)
+            else:
+                start = max(left, first // width * width)
+            if start < stop:
+                yield (first, end), (start, stop), block[first - top : end - top, start - left : stop - left]

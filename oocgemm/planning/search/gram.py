@@ -25,6 +25,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 DENSE_COUNTS, MAX_COUNT = 12, 64
 # For this many sides of tiles, the best ones, all depths and numbers of strips are tried.
 REFINED = 3
+# Minimum rows of a strip. Thinner ones would take longer to issue than they save.
+MIN_STRIP = 64
 # Numbers of strips into which C is divided, as multiples of `GRAM_STRIPS`. Those in SCARCE_FACTORS are tried
 # only if memory for larger strips is missing.
 STRIP_FACTORS, SCARCE_FACTORS = (1, 2), (4, 8, 16, 32)
@@ -132,7 +134,7 @@ def _strip(setting: Setting, tile: TileShape, factor: int) -> int:
     """Return the height of strips if C is divided into `factor` * `GRAM_STRIPS` of them."""
     n, unit = setting.problem.m, _step_unit(setting, tile)
     side = min(tile.m, n)
-    height = ceil_div(side, ceil_div(factor * GRAM_STRIPS * side, n))
+    height = max(min(side, MIN_STRIP), ceil_div(side, ceil_div(factor * GRAM_STRIPS * side, n)))
     if unit == 1:
         unit = LARGE_UNIT if height >= LARGE_UNIT else 16 if height >= 64 else 1
     return min(side, round_up(height, unit))
