@@ -205,13 +205,14 @@ class Triangle:
     depth: int
     device: int
     host: int | None = None
-    max_steps: float = float("inf")
+    max_lines: int = 16
 
 
 def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
     """Return the fewest bytes of panels over the link, and the triangle tiling that attains them.
 
-    The search covers square tiles of every side, and every band of tile rows. In each, it tries columns from
+    The search covers square tiles of every side that gives at most `max_lines` tile rows, and every band of
+    tile rows. In each, it tries columns from
     the diagonal to the left and from the left, tiles of a column in one direction and in both, and steps in
     one direction along k and in alternate ones. The panels of a line of tiles, a tile row and the column with
     its number, serve in both roles. All of the memory that one tile leaves stores panels, of which Belady's
@@ -222,7 +223,7 @@ def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
     for side in map(int, extents(c.n)):
         lines = -(-c.n // side)
         tiles = lines * (lines + 1) // 2
-        if tiles * steps > c.max_steps:
+        if lines > c.max_lines:
             break
         tile = (c.n * (c.n + 1) // 2 if lines == 1 else side * side) * c.itemsize
         panel = side * c.depth * c.itemsize

@@ -5,6 +5,8 @@ matrix differ mainly in their numbers of tiles and strips, and in the bytes that
 suffice to compare them.
 """
 
+from functools import lru_cache
+
 from oocgemm.planning.cost import clock
 from oocgemm.planning.cost.clock import LANES, Prediction
 from oocgemm.planning.cost.footprint import Candidate
@@ -13,26 +15,63 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.slots import Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.schedule.triangle import LinePlacing, triangle
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, length
 
+# Loads of panels are counted for at most this many placements of a panel in slots, which take about 10 ms.
+MAX_COUNTED = 2000
 
-def predict(setting: Setting, candidate: Candidate, prices: Prices | None = None) -> Prediction:
-    """Predict the seconds of a run of a candidate over all of C, by the clock or by formulas."""
+
+def predict(
+    setting: Setting, candidate: Candidate, prices: Prices | None = None, *, rough: bool = False
+) -> Prediction:
+    """Predict the seconds of a run of a candidate over all of C, by the clock or by formulas.
+
+    The loads of panels are counted if that takes little time, and otherwise estimated. With `rough`, they are
+    always estimated.
+    """
     if not setting.problem.gram:
         return clock.predict(setting, candidate, prices)
     grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp, candidate.slots.strip)
     if 0 in grid.shape:
         return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
-    return _Formulas(prices or Prices(setting), candidate, grid).prediction()
+    lines, steps, slots = grid.shape[0], grid.steps, candidate.slots
+    counted = None
+    if not rough and 2 * grid.count * steps <= MAX_COUNTED:
+        counted = _counted(
+            lines, steps, slots.a, 0 if slots.unified else slots.host_a, candidate.traversal.band
+        )
+    return _Formulas(prices or Prices(setting), candidate, grid, counted).prediction()
 
 
-def estimate_line_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
-    """Estimate the bytes that `Schedule.loads` counts for all tiles of a Gram matrix."""
+@lru_cache(1024)
+def _counted(lines: int, steps: int, device: int, host: int, band: int) -> tuple[float, float]:
+    """Count the lines that are uploaded and read, if all lines and panels are of equal size."""
+    tiles = triangle(lines, band)
+    slots = Slots(a=device, b=0, host_a=host, host_b=0)
+    found = LinePlacing(tiles, steps, slots).loads([1] * steps, lambda i: 1, lambda j: 1)
+    assert found is not None
+    return found[0][0] / steps, found[0][1] / steps
+
+
+def estimate_line_loads(
+    problem: GemmProblem,
+    grid: TileGrid,
+    slots: Slots,
+    traversal: Traversal,
+    counted: tuple[float, float] | None = None,
+) -> Loads:
+    """Estimate the bytes that `Schedule.loads` counts for all tiles of a Gram matrix.
+
+    `counted` are the numbers of lines that are uploaded and read, if they are known.
+    """
     lines, steps = grid.shape[0], grid.steps
     if not lines:
         return Loads(0, 0, 0, 0)
     line = problem.m * problem.depth * problem.itemsizes["A"] / lines
+    if counted is not None:
+        return Loads(line * counted[0], 0, line * counted[1], 0)
     up = line * _lines_loaded(lines, steps, slots.a, traversal.band)
     if slots.unified:
         return Loads(up, 0, up, 0)
@@ -44,34 +83,35 @@ def estimate_line_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, trav
 def _lines_loaded(lines: int, steps: int, slots: int, band: int) -> float:
     """Estimate how many lines of `steps` panels are loaded if `slots` panels are cached.
 
-    A band loads its own lines once, and the lines left of it once per band. Of these, it finds those in slots
-    that the band and the current column leave over. The column at which a band starts is one of the lines
-    of the band before it.
+    Successive tiles have a line in common, whose panels are found if they are cached. A band loads its own
+    lines, and per column the line of the column and those of its own lines that are not cached. The column at
+    which it starts is a line of the band before it. Slots that are left over keep lines of other columns.
 
-    >>> _lines_loaded(4, 10, 10**6, 1), _lines_loaded(4, 10, 22, 1), _lines_loaded(4, 10, 4, 1)
-    (4.0, 7.0, 14.8)
+    >>> _lines_loaded(4, 10, 40, 1), _lines_loaded(4, 10, 12, 1), _lines_loaded(4, 10, 7, 1)
+    (4.0, 7.0, 11.5)
     """
-    cached = slots / steps
-    if cached >= lines:
+    if slots >= lines * steps:
         return float(lines)
-    spare = cached - band - 1
-    if spare >= 0:
-        tops = range(band, lines, band)
-        return lines + sum(top - min(top, 1 + spare) for top in tops)
-    if cached >= band:  # the panels of a column pass through the slots left over, once per tile of the band
-        again = 1 - max(0.0, (slots - 2) / steps - band)
-        return lines + sum(
-            top * (1 + again * (min(band, lines - top) - 1)) for top in range(band, lines, band)
-        )
-    # Successive tiles have one line in common, of which the panels at the turn are cached.
+    cached = (slots - 2) / steps  # two panels pass through
     tiles = lines * (lines + 1) // 2
-    return 2 * tiles - lines - (tiles - 1) * min(1.0, max(0, slots - 2) / steps)
+    if cached < 1:
+        return 2 * tiles - lines - (tiles - 1) * max(0.0, cached)
+    loaded = 0.0
+    for top in range(0, lines, band):
+        height = min(band, lines - top)
+        missing, spare = max(0.0, height - cached), max(0.0, cached - height)
+        loaded += height + missing * (height - 1) / 2
+        loaded += max(0, top - 1) * (1 + missing) - min(max(0, top - 1), spare)
+    return loaded
 
 
 class _Formulas:
     """The times of the lanes of one candidate."""
 
-    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid) -> None:
+    def __init__(
+        self, prices: Prices, candidate: Candidate, grid: TileGrid, counted: tuple[float, float] | None
+    ) -> None:
+        self._counted = counted
         self._prices, self._setting, self._grid = prices, prices.setting, grid
         self._slots, self._tile, self._band = candidate.slots, candidate.tile, candidate.traversal
         lines, self._last = grid.shape[0] - 1, length(grid.rows(grid.shape[0] - 1))
@@ -85,7 +125,7 @@ class _Formulas:
         prices, slots, grid, setting = self._prices, self._slots, self._grid, self._setting
         problem, machine = setting.problem, setting.machine
         depth = min(grid.tile.k, grid.k)
-        loads = estimate_line_loads(problem, grid, slots, self._band)
+        loads = estimate_line_loads(problem, grid, slots, self._band, self._counted)
         busy = dict.fromkeys(LANES, 0.0)
         steps = problem.depth / max(1, depth)
         busy["compute"] = steps * sum(

@@ -25,6 +25,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 DENSE_COUNTS, MAX_COUNT = 12, 64
 # For this many sides of tiles, the best ones, all depths and numbers of strips are tried.
 REFINED = 3
+# Of all candidates, the loads of this many, the best ones, are counted where that takes little time.
+MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
 # Numbers of strips into which C is divided, as multiples of `GRAM_STRIPS`. Those in SCARCE_FACTORS are tried
@@ -58,7 +60,7 @@ def gram_candidates(
         """Predict the candidates with a tile shape. Returns whether there are any."""
         before = len(found)
         for candidate in _filled(prices, shape, io_threads, factors):
-            found[candidate] = predict(setting, candidate, prices).total
+            found[candidate] = predict(setting, candidate, prices, rough=True).total
         return len(found) > before
 
     for count in () if tile else _counts(n):
@@ -73,8 +75,8 @@ def gram_candidates(
     refined = [TileShape(side, side, k) for side in list(sides)[:REFINED] for k in depths]
     for shape in [tile] if tile else refined:
         try_shape(shape, STRIP_FACTORS)
-    for candidate, seconds in found.items():
-        yield seconds, candidate
+    for candidate in sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]:
+        yield predict(setting, candidate, prices).total, candidate
 
 
 def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
