@@ -216,7 +216,8 @@ def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
     the diagonal to the left and from the left, tiles of a column in one direction and in both, and steps in
     one direction along k and in alternate ones. The panels of a line of tiles, a tile row and the column with
     its number, serve in both roles. All of the memory that one tile leaves stores panels, of which Belady's
-    policy evicts one. If the matrix is one tile, this tile needs only the memory of a triangle.
+    policy evicts one. If the matrix is one tile, this tile needs only the memory of a triangle. As in `min_panels`, panels are
+    in the slots of the device or in those of the host, whichever are more.
     """
     best, how = float("inf"), {}
     steps = -(-c.k // c.depth)
@@ -231,7 +232,7 @@ def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
         if slots < (2 if lines == 1 else 4):
             continue
         if c.host is not None:
-            slots += max(0, c.host // panel)
+            slots = max(slots, c.host // panel)
         heights = [min(side, c.n - line * side) for line in range(lines)]
         # A tile finds at most `slots` of its panels cached, and every panel is loaded once.
         passes = 2 * tiles - lines - (tiles - 1) * min(2.0, slots / steps)

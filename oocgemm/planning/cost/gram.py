@@ -75,8 +75,8 @@ def estimate_line_loads(
     up = line * _lines_loaded(lines, steps, slots.a, traversal.band)
     if slots.unified:
         return Loads(up, 0, up, 0)
-    # A panel that is cached on the device needs no host slot.
-    read = line * _lines_loaded(lines, steps, slots.a + slots.host_a, traversal.band)
+    # Both tiers cache the panels that are used next, so that their slots do not add up.
+    read = line * _lines_loaded(lines, steps, slots.host_a, traversal.band)
     return Loads(up, 0, min(up, read), 0)
 
 

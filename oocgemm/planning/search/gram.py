@@ -214,14 +214,13 @@ def _cached(setting: Setting, candidate: Candidate) -> Iterator[Candidate]:
         more = min(more, host_free // checks if checks else more, max(0, lines * steps - slots.a))
         slots, host_free = replace(slots, a=slots.a + more), host_free - more * checks
         if slots.host_a and setting.host_caches_panels:
-            wanted = max(0, lines * steps - slots.a - slots.host_a)
+            wanted = max(0, lines * steps - slots.host_a) if lines * steps > slots.a else 0
             slots = replace(
                 slots, host_a=slots.host_a + min(wanted, host_free // (size["host", "A"] + checks))
             )
     candidate = replace(candidate, slots=slots)
-    # Bands whose lines, and one column, are cached on the device, or on device and host together.
-    cached = {1, slots.a // steps - 1, (slots.a + slots.host_a) // steps - 1}
-    for band in sorted({1, *(min(lines, width) for width in cached if width > 1)}):
-        # Bands of equal height.
-        even = ceil_div(lines, ceil_div(lines, band))
-        yield replace(candidate, traversal=Traversal(0, even))
+    # Bands of equal height, whose lines are cached on the device, or on the host, or nearly so.
+    widths = {1, *(count // steps + more for count in (slots.a, slots.host_a) for more in (-1, 0))}
+    even = {ceil_div(lines, ceil_div(lines, min(lines, width))) for width in widths if width >= 1}
+    for band in sorted(even):
+        yield replace(candidate, traversal=Traversal(0, band))
