@@ -216,8 +216,8 @@ def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
     the diagonal to the left and from the left, tiles of a column in one direction and in both, and steps in
     one direction along k and in alternate ones. The panels of a line of tiles, a tile row and the column with
     its number, serve in both roles. All of the memory that one tile leaves stores panels, of which Belady's
-    policy evicts one. If the matrix is one tile, this tile needs only the memory of a triangle. As in `min_panels`, panels are
-    in the slots of the device or in those of the host, whichever are more.
+    policy evicts one. If the matrix is one tile, this tile needs only the memory of a triangle. As in
+    `min_panels`, panels are in the slots of the device or in those of the host, whichever are more.
     """
     best, how = float("inf"), {}
     steps = -(-c.k // c.depth)

@@ -19,8 +19,8 @@ from oocgemm.planning.schedule.triangle import LinePlacing, triangle
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, length
 
-# Loads of panels are counted for at most this many placements of a panel in slots, which take about 10 ms.
-MAX_COUNTED = 2000
+# Loads of panels are counted for at most this many placements of a panel in slots, which take about 30 ms.
+MAX_COUNTED = 6000
 
 
 def predict(

@@ -24,7 +24,7 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # none of them fits, larger ones are tried until one fits.
 DENSE_COUNTS, MAX_COUNT = 12, 64
 # For this many sides of tiles, the best ones, all depths and numbers of strips are tried.
-REFINED = 3
+REFINED = 4
 # Of all candidates, the loads of this many, the best ones, are counted where that takes little time.
 MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
