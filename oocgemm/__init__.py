@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         OocGemmError,
         OutOfMemoryError,
     )
-    from oocgemm.jobs.api import gemm, matmul, plan
+    from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
@@ -61,8 +61,10 @@ __all__ = [
     "Timeline",
     "Verification",
     "gemm",
+    "gram",
     "matmul",
     "plan",
+    "plan_gram",
     "read_log",
     "release",
     "report",
@@ -76,7 +78,7 @@ _HOMES = {
         *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
     ),
     "backends": ("release",),
-    "jobs.api": ("gemm", "matmul", "plan"),
+    "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),

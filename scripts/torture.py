@@ -51,7 +51,10 @@ MAX_SECONDS_TO_END = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """A product: the kind of its C, beta, and the number of tiles along m, n and k."""
+    """A product: the kind of its C, beta, and the number of tiles along m, n and k.
+
+    `command` is run, or gram for the Gram matrix of A.
+    """
 
     kind: str
     beta: str = "0"
@@ -59,11 +62,13 @@ class Case:
     dtype: str = "float64"
     tiles: tuple[int, int, int] = (TILES, TILES, TILES)
     options: tuple[str, ...] = ()
+    command: str = "run"
 
     @property
     def name(self) -> str:
         how = f"beta = {self.beta}, in place" if self.beta != "0" else "replaced" if self.existing else "new"
-        return " ".join((self.kind, self.dtype, "x".join(map(str, self.tiles)), *self.options, f"({how})"))
+        kind = self.kind if self.command == "run" else f"{self.command} {self.kind}"
+        return " ".join((kind, self.dtype, "x".join(map(str, self.tiles)), *self.options, f"({how})"))
 
 
 CASES = (
@@ -77,6 +82,10 @@ CASES = (
     Case("npy", beta="0.5", existing=True),
     Case("raw", beta="0.5", existing=True, dtype="float16", tiles=(6, 4, 4), options=("--transpose-b",)),
     Case("raw", dtype="complex64", tiles=(6, 6, 2), options=("--adjoint-a", "--alpha", "0.7")),
+    Case("raw", command="gram"),
+    Case("zstd", command="gram", dtype="complex64", options=("--uplo", "full"), tiles=(4, 4, 3)),
+    Case("npy", beta="0.5", existing=True, command="gram", options=("--uplo", "upper")),
+    Case("raw", beta="0.5", existing=True, command="gram", options=("--uplo", "full"), tiles=(3, 3, 6)),
 )
 
 
@@ -137,8 +146,9 @@ class Torture:
         reserve = default_model(backend, len(os.sched_getaffinity(0))).device_reserve
         memory = reserve + max(8 << 20, 3 * extent * extent * itemsize)
         self.command = [
-            *(sys.executable, "-m", "oocgemm", "run"),
-            *(str(folder / "A.zarr"), str(folder / "B.zarr"), str(self.c), "--quiet", "--backend", backend),
+            *(sys.executable, "-m", "oocgemm", case.command, str(folder / "A.zarr")),
+            *(() if case.command == "gram" else (str(folder / "B.zarr"),)),
+            *(str(self.c), "--quiet", "--backend", backend),
             *("--tile", tile, "--beta", case.beta, *case.options),
             *("--device-memory", str(memory), "--host-memory", str(2 * memory)),
             *(("--overwrite",) if case.existing and case.beta == "0" else ()),
@@ -284,8 +294,7 @@ def pause(process: "subprocess.Popen[str]", seconds: float) -> None:
 
 
 def tiles_of(record: journal.Record) -> int:
-    down, across = record.header["tiles"]
-    return int(down * across)
+    return int(record.header["count"])
 
 
 def written(path: Path) -> tuple[int, int]:

@@ -21,6 +21,7 @@ lower bound.
 """
 
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -192,3 +193,94 @@ def _moved(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, a_slots: A
     columns = columns + np.minimum(b_resident, c.k * (c.n - (across - 1) * tile_n) * size)
     b_found = (down - bands) * columns + (bands - 1) * np.minimum(b_resident, b_once)
     return a_once * across - (across - 1) * a_found + b_once * down - b_found
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """The Gram matrix of an n x k matrix, with panels `depth` deep, as `Case` is for a product."""
+
+    n: int
+    k: int
+    itemsize: int
+    depth: int
+    device: int
+    host: int | None = None
+    max_lines: int = 16
+
+
+def min_triangle_panels(c: Triangle) -> tuple[float, dict[str, int]]:
+    """Return the fewest bytes of panels over the link, and the triangle tiling that attains them.
+
+    The search covers square tiles of every side that gives at most `max_lines` tile rows, and every band of
+    tile rows. In each, it tries columns from
+    the diagonal to the left and from the left, tiles of a column in one direction and in both, and steps in
+    one direction along k and in alternate ones. The panels of a line of tiles, a tile row and the column with
+    its number, serve in both roles. All of the memory that one tile leaves stores panels, of which Belady's
+    policy evicts one. If the matrix is one tile, this tile needs only the memory of a triangle. As in
+    `min_panels`, panels are in the slots of the device or in those of the host, whichever are more.
+    """
+    best, how = float("inf"), {}
+    steps = -(-c.k // c.depth)
+    for side in map(int, extents(c.n)):
+        lines = -(-c.n // side)
+        tiles = lines * (lines + 1) // 2
+        if lines > c.max_lines:
+            break
+        tile = (c.n * (c.n + 1) // 2 if lines == 1 else side * side) * c.itemsize
+        panel = side * c.depth * c.itemsize
+        slots = (c.device - tile) // panel
+        if slots < (2 if lines == 1 else 4):
+            continue
+        if c.host is not None:
+            slots = max(slots, c.host // panel)
+        heights = [min(side, c.n - line * side) for line in range(lines)]
+        # A tile finds at most `slots` of its panels cached, and every panel is loaded once.
+        passes = 2 * tiles - lines - (tiles - 1) * min(2.0, slots / steps)
+        if max(lines, passes) * heights[-1] * c.k * c.itemsize >= best:
+            continue
+        bands = [1] if slots >= lines * steps else map(int, extents(lines))
+        for band, order in ((band, order) for band in bands for order in range(8)):
+            loaded = _evicted(_uses(lines, band, steps, order), slots)
+            moved = sum(heights[line] * min(c.depth, c.k - step * c.depth) for line, step in loaded)
+            if moved * c.itemsize < best:
+                best, how = float(moved * c.itemsize), {"side": side, "band": band, "order": order}
+    return best, how
+
+
+def _uses(lines: int, band: int, steps: int, order: int) -> list[tuple[int, int]]:
+    """List the panels, each a line and a step, in the order in which the tiles of a triangle use them."""
+    from_diagonal, turns, alternates = order & 1, order & 2, order & 4
+    tiles, down = [], True
+    for top in range(0, lines, band):
+        bottom = min(top + band, lines)
+        left = range(top)[:: -1 if from_diagonal else 1]
+        for col in (*left, *range(top, bottom)):
+            rows = range(max(top, col), bottom)
+            tiles += [(row, col) for row in (rows if down or not turns else rows[::-1])]
+            down = not down
+    found = []
+    for row, col in tiles:
+        backwards = alternates and (row + col) % 2
+        for step in range(steps)[:: -1 if backwards else 1]:
+            found += [(line, step) for line in dict.fromkeys((row, col))]
+    return found
+
+
+def _evicted(uses: list[tuple[int, int]], slots: int) -> list[tuple[int, int]]:
+    """Return the panels that are loaded, in order, with Belady's policy in `slots` slots."""
+    never = len(uses)
+    following, later = [never] * never, dict[tuple[int, int], int]()
+    for position in range(never - 1, -1, -1):
+        following[position] = later.get(uses[position], never)
+        later[uses[position]] = position
+    cached, heap, loaded = dict[tuple[int, int], int](), list[tuple[int, tuple[int, int]]](), []
+    for position, panel in enumerate(uses):
+        if panel not in cached:
+            loaded.append(panel)
+            while len(cached) >= slots:
+                next_use, victim = heappop(heap)
+                if cached.get(victim) == -next_use:
+                    del cached[victim]
+        cached[panel] = following[position]
+        heappush(heap, (-following[position], panel))
+    return loaded

@@ -26,7 +26,10 @@ POISON = np.nan
 
 @dataclass
 class Simulator:
-    """Runs a schedule on op(A), op(B) and C, which are float64 matrices. C is updated in place."""
+    """Runs a schedule on op(A), op(B) and C, which are float64 matrices. C is updated in place.
+
+    For a Gram matrix, nothing is mirrored: that is done when a strip is written.
+    """
 
     schedule: Schedule
     a: Array
@@ -154,10 +157,17 @@ class Simulator:
             if self.schedule.slots.planes:
                 assert inputs[2] == _fingerprint(inputs[:2]), f"{op} finds residues of other panels"
             panel = inputs[0].reshape(bottom - top, k)[op.m[0] - top : op.m[1] - top]
-            value = alpha * (panel @ inputs[1].reshape(k, n))
+            right = inputs[1].reshape(k, n) if not self.schedule.grid.gram else self._right(op, inputs[1])
+            value = alpha * (panel @ right)
         if beta != 0:
             value = value + beta * inputs[-1].reshape(m, n)
         self._region(op.writes[0])[...] = np.real(value).ravel()
+
+    def _right(self, op: Operation, panel: Array) -> Array:
+        """Return the columns of op(B) that an operation needs, from the panel of op(A) in the other role."""
+        left, right = self.schedule.grid.cols(op.tile[1])
+        columns = panel.reshape(right - left, length(op.k)).T
+        return np.asarray(columns[:, op.n[0] - left : op.n[1] - left])
 
 
 def _fingerprint(panels: list[Array]) -> float:

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
-from oocgemm.planning import Plan
+from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.cost.links import LINKS
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import diagnosis_lines
@@ -52,14 +52,20 @@ def full_width(out: Console, table: Table) -> int:
     return Measurement.get(out, out.options.update(max_width=1000), table).maximum
 
 
+def _factors(problem: GemmProblem) -> str:
+    """Describe the two factors of a product."""
+    if problem.gram:
+        return f"op(X) {problem.m} x {problem.k}  @  its adjoint, {problem.gram}"
+    return f"op(A) {problem.m} x {problem.k}  @  op(B) {problem.k} x {problem.n}"
+
+
 def print_plan(plan: Plan, explain: bool = False) -> None:
     """Print a plan: the product, tile and buffers, memory, traffic, predicted times."""
     out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
     out.print(
-        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  "
-        f"@  op(B) {problem.k} x {problem.n}"
+        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}{_factors(problem)}"
         + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
         + f"   {problem.a_dtype}"
         + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")

@@ -8,6 +8,7 @@ from oocgemm import backends, stores
 from oocgemm.cli.basics import JSON
 from oocgemm.cli.parameters import Chunks, Scalar
 from oocgemm.planning import COMPUTES
+from oocgemm.planning.problem import GRAMS
 
 DEVICE = click.option(
     "--device",
@@ -23,7 +24,7 @@ DEVICES = click.option(
     help="Use several CUDA devices of one kind: all of them, or those with these numbers, such as 0,1. "
     "--device-memory is then for each device, --host-memory for all together.",
 )
-PRODUCT = (
+_SCALARS = (
     click.option(
         "--alpha",
         type=Scalar(),
@@ -36,10 +37,14 @@ PRODUCT = (
         default=0.0,
         help="Factor of the old C. If it is not 0, C must exist.  [default: 0]",
     ),
+)
+_TRANSPOSES = (
     click.option("--transpose-a", is_flag=True, help="Use the transpose of A."),
     click.option("--transpose-b", is_flag=True, help="Use the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Use the conjugate transpose of A."),
     click.option("--adjoint-b", is_flag=True, help="Use the conjugate transpose of B."),
+)
+_COMPUTE = (
     click.option(
         "--compute",
         type=click.Choice(list(COMPUTES)),
@@ -50,6 +55,7 @@ PRODUCT = (
         "products, as accurate as native.",
     ),
 )
+PRODUCT = (*_SCALARS, *_TRANSPOSES, *_COMPUTE)
 _ARITHMETIC = (
     click.option(
         "--kernel",
@@ -107,8 +113,7 @@ _STORAGE = (
         help="Compressor of a new zarr array, such as zstd.  [default: none]",
     ),
 )
-PROBLEM = (
-    *PRODUCT,
+_SETTING = (
     click.option(
         "--backend",
         type=click.Choice(backends.NAMES),
@@ -121,6 +126,16 @@ PROBLEM = (
     *_STORAGE,
     JSON,
 )
+PROBLEM = (*PRODUCT, *_SETTING)
+# Options of a Gram matrix, which has no transposes.
+GRAM = (*_SCALARS, *_COMPUTE, *_SETTING)
+UPLO = click.option(
+    "--uplo",
+    type=click.Choice(GRAMS),
+    default="lower",
+    show_default=True,
+    help="Triangle of C to store. full stores both, which are exact mirror images.",
+)
 VERIFY = click.option(
     "--verify",
     is_flag=True,
@@ -131,6 +146,25 @@ OVERWRITE = click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the contents of an existing C, which must have the same shape and dtype.",
+)
+RUN = (
+    click.option(
+        "--timeline",
+        type=click.Path(dir_okay=False),
+        help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
+    ),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Continue an unfinished run of the same command. Finished tiles are kept; budgets may differ.",
+    ),
+    click.option(
+        "--trust-operands",
+        is_flag=True,
+        help="With --resume: continue even if files of operands have changed, for example after a repair. "
+        "Finished tiles are not computed again.",
+    ),
+    click.option("--quiet", is_flag=True, help="Print only errors."),
 )
 # Options of a job. The service chooses the backend, and it always resumes.
 JOB = (

@@ -4,7 +4,7 @@ What only one of them needs, or what a quiet run does not need, is imported in t
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from oocgemm.cli.options import (
     OVERWRITE,
     PROBLEM,
     PRODUCT,
+    RUN,
     VERIFY,
     WORKERS,
     transposes,
@@ -40,6 +41,7 @@ from oocgemm.jobs import api, resume
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.result import Result
 from oocgemm.planning import Plan
+from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.units import format_size
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
@@ -53,26 +55,10 @@ MIN_REPORT_ROOM = 256 << 20
 @taking(*PROBLEM)
 @DEVICE
 @DEVICES
-@click.option(
-    "--timeline",
-    type=click.Path(dir_okay=False),
-    help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
-)
 @VERIFY
 @OVERWRITE
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Continue an unfinished run of the same command. Finished tiles are kept; budgets may differ.",
-)
-@click.option(
-    "--trust-operands",
-    is_flag=True,
-    help="With --resume: continue even if files of A or B have changed, for example after a repair. "
-    "Finished tiles are not computed again.",
-)
 @taking(*WORKERS)
-@click.option("--quiet", is_flag=True, help="Print only errors.")
+@taking(*RUN)
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B, and store the product in C.
 
@@ -82,19 +68,42 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
     Example: oocgemm run A.zarr B.zarr C.zarr --device-memory 2GiB
     """
+    options = transposes(options)
+
+    def compute(progress: Progress | None) -> Result:
+        with ExitStack() as stack:
+            return api.gemm(a, b, c, progress=progress, **_workers(stack, **options))
+
+    run_product(compute, c, (a, b), options, as_json=as_json, quiet=quiet)
+
+
+def run_product(
+    compute: Callable[[Progress | None], Result],
+    c: str,
+    operands: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compute C, and print the progress and a report.
+
+    Args:
+        compute: computes C, with a callback for the progress.
+        c: path or URL of C.
+        operands: paths or URLs of the operands.
+        options: of the command.
+        as_json: print one JSON object.
+        quiet: print only errors.
+    """
     live = not quiet and not as_json
     if options["backend"] == "host":
-        stores.load_without_cupy(a, b, c)
+        stores.load_without_cupy(*operands, c)
     if quiet:
         silence_warnings()
     try:
-        with (
-            stopping(lambda: print_interrupted(resume.resume_hint(c))),
-            _display(live) as progress,
-            ExitStack() as stack,
-        ):
-            options = _workers(stack, **transposes(options))
-            result = api.gemm(a, b, c, progress=progress and _noting(progress), **options)
+        with stopping(lambda: print_interrupted(resume.resume_hint(c))), _display(live) as progress:
+            result = compute(progress and _noting(progress))
     except BudgetError:
         raise
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
@@ -104,10 +113,9 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         raise
     planned = result.plan
     if not quiet:
-        _note_clipped(options["tile"], planned)
+        note_clipped(options["tile"], planned)
     if live and planned.done:
-        tiles = planned.grid.shape[0] * planned.grid.shape[1]
-        print_note(f"{len(planned.done)} of {tiles} tiles were done already")
+        print_note(f"{len(planned.done)} of {planned.grid.count} tiles were done already")
     if as_json:
         print_json(
             {
@@ -232,7 +240,7 @@ def plan(
     stores.load_without_cupy(*filter(None, (a, b, c)))
     planned = api.plan(a, b, c, **transposes(options))
     partitions = planned.scaling(workers, storage_read) if workers else ()
-    _note_clipped(options["tile"], planned)
+    note_clipped(options["tile"], planned)
     if as_json:
         found = planned.to_dict() | ({"considered": planned.explain()} if explain else {})
         print_json(found | ({"scaling": [p.to_dict() for p in partitions]} if workers else {}))
@@ -247,6 +255,12 @@ def plan(
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
 @taking(*PRODUCT, JSON)
+@click.option(
+    "--gram",
+    type=click.Choice(GRAMS),
+    help="C is a Gram matrix of which this triangle is stored. Give X as A and as B, with --transpose-b for "
+    "X X^T, or --transpose-a for X^T X; for complex X, --adjoint-b or --adjoint-a.",
+)
 @click.option(
     "--c-before",
     type=Place(),
@@ -298,7 +312,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
         click.get_current_context().exit(EXIT_FAILED)
 
 
-def _note_clipped(tile: str | None, planned: Plan) -> None:
+def note_clipped(tile: str | None, planned: Plan) -> None:
     """Print a note if the requested tile was larger than the product, and was therefore clipped."""
     asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
     if asked and asked != str(planned.tile):

@@ -49,7 +49,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    free.
 
 9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
-   is verified, `integrity.checksums` first checks the strip. `transfers.Transfers.write` has the writer
+   is verified, `integrity.checksums` first checks the strip. A strip of a Gram matrix is then mirrored at the
+   diagonal of C (`mirror`). `transfers.Transfers.write` has the writer
    threads encode its chunks and write them. After the last strip of the tile, `Run` calls its callback
    `finished`. `jobs.output` then makes the tile durable and records it in the journal.
 

@@ -1,14 +1,15 @@
 """The reader and writer threads. They move parts of a block between its store and a buffer in host memory."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from threading import Event
 
 from oocgemm.engine.blocks import located, parts
+from oocgemm.engine.mirror import adjoint, complete, mirrored, trimmed
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Operation, Plan
+from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import FULL, Array, Matrix, no_room, transient
 
@@ -18,6 +19,9 @@ RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
+# A function that reads, writes or inspects a part of a matrix, and its call for one part.
+OnMatrix = Callable[[Matrix, Range, Range, Array], None]
+Work = Callable[[], None]
 
 
 class Transfers:
@@ -44,46 +48,52 @@ class Transfers:
         Raises:
             ExecutionError: a part cannot be read; the message names the store and the range.
         """
-        self._each(operation, columns, self._readers, partial(self._read, on_part), reading=True)
+        blocks = located(self._plan, operation, columns)
+        self._each(operation, self._parts(operation, blocks, partial(self._read, on_part)), self._readers)
 
     def write(self, operation: Operation, columns: Sequence[Array]) -> None:
-        """Write a block from `columns` to its store.
+        """Write a block from `columns` to its store. Strips of a Gram matrix are mirrored first.
 
         Raises:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
-        self._each(operation, columns, self._writers, self.write_part, reading=False)
+        blocks, work = list(located(self._plan, operation, columns)), list[Work]()
+        if self._plan.problem.gram:
+            complete(self._plan, operation, columns)
+            work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
+            blocks = list(trimmed(self._plan, operation, blocks))
+        self._each(operation, self._parts(operation, blocks, self.write_part) + work, self._writers)
+
+    def _write_adjoint(self, matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
+        """Write a part of a matrix, given its transpose."""
+        self.write_part(matrix, rows, cols, adjoint(part.T))
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
-        self._each(
-            operation,
-            columns,
-            self._writers,
-            lambda matrix, rows, cols, part: on_part(rows, cols, part),
-            reading=False,
-        )
+        blocks = located(self._plan, operation, columns)
+        act: OnMatrix = lambda matrix, rows, cols, part: on_part(rows, cols, part)  # noqa: E731
+        self._each(operation, self._parts(operation, blocks, act), self._writers)
 
-    def _each(
-        self,
-        operation: Operation,
-        columns: Sequence[Array],
-        pool: ThreadPoolExecutor,
-        act: Callable[[Matrix, Range, Range, Array], None],
-        *,
-        reading: bool,
-    ) -> None:
-        """Call `act` for each part of a block, in the threads of a pool; return when all calls have ended."""
-        matrix = self._operands[operation.operand]
-        work = [
-            (r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
-            for rows, cols, group in located(self._plan, operation, columns)
+    def _parts(
+        self, operation: Operation, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix
+    ) -> list[Work]:
+        """Cut blocks of an operand into parts, and return a call of `act` for each part."""
+        matrix, reading = self._operands[operation.operand], operation.kind is Kind.READ
+        return [
+            partial(
+                act, matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
+            )
+            for rows, cols, block in blocks
             for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
         ]
+
+    def _each(self, operation: Operation, work: Sequence[Work], pool: ThreadPoolExecutor) -> None:
+        """Process the parts of a block in the threads of a pool; return when all have been processed."""
+        matrix = self._operands[operation.operand]
         # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
         # must run in the pool's threads, because the budget contains scratch memory only for these.
         if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
-            act(matrix, *work[0])
+            work[0]()
             return
         left = iter(work)
 
@@ -94,7 +104,7 @@ class Transfers:
             """
             try:
                 for part in left:
-                    act(matrix, *part)
+                    part()
             except BaseException:
                 deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise

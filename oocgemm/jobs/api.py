@@ -8,10 +8,27 @@ from typing import Any, Unpack
 
 from oocgemm import backends
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, Progress
+from oocgemm.jobs.options import (
+    GramOptions,
+    GramPlanOptions,
+    Operand,
+    Options,
+    Output,
+    PlanOptions,
+    Progress,
+)
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.prepare import prepare
-from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, Request, check_names, parse
+from oocgemm.jobs.request import (
+    GRAM_OPTIONS,
+    GRAM_PLAN_OPTIONS,
+    PLAN_OPTIONS,
+    RUN_OPTIONS,
+    Request,
+    check_names,
+    parse,
+    parse_gram,
+)
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import PreparedJob
 from oocgemm.kernels.registry import check_plan
@@ -157,7 +174,77 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
         InputError, BudgetError: as `gemm` does.
     """
     check_names("plan", options, PLAN_OPTIONS)
-    request = parse(a, b, c, options)
+    return _planned(parse(a, b, c, options))
+
+
+def gram(
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    uplo: str = "lower",
+    **options: Unpack[GramOptions],
+) -> Result:
+    """Compute ``C = alpha X X^H + beta C``, a Gram matrix, at about half the work of `gemm` (SYRK, HERK).
+
+    C is symmetric, so that only one triangle is computed. Each block of X is loaded once where `gemm` loads
+    it as a block of A and as one of B. The exact results, the files and `resume` are those of `gemm`.
+
+    Args:
+        x: a two-dimensional operand as for `gemm`.
+        out: where C is stored, as `c` of `gemm`: an array, a path or a URL. By default a new ndarray. With
+            beta != 0, only the triangle that `uplo` names is read, with "full" the lower one.
+        axis: the axis of X that survives. 0 (default): C is n x n for an n x k X, and holds the inner
+            products of the rows of X, ``X @ X.conj().T``. 1: C is k x k, and holds those of the columns,
+            ``X.conj().T @ X``.
+        uplo: "lower" (default) or "upper": only this triangle of C is stored, with the diagonal. Chunks of a
+            new zarr array that lie in the other triangle are not created, and read as zeros. Where a strip
+            of C crosses the diagonal, its elements on both sides are stored. "full": both triangles are
+            stored, which are exact mirror images.
+        options: those of `gemm`, except trans_a, trans_b, devices, workers, client and executor. alpha and
+            beta must be real, also for complex X.
+
+    Returns:
+        A `Result`.
+
+    Raises:
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
+
+    >>> import oocgemm
+    >>> oocgemm.gram([[1.0, 2.0], [3.0, 4.0]], backend="host").out
+    array([[ 5., 11.],
+           [11., 25.]])
+    """
+    check_names("gram", options, GRAM_OPTIONS)
+    return _run(parse_gram(x, out, axis, uplo, options))
+
+
+def plan_gram(
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    uplo: str = "lower",
+    **options: Unpack[GramPlanOptions],
+) -> Plan:
+    """Return the plan by which `gram` would compute a Gram matrix, as `plan` does for `gemm`.
+
+    Args:
+        x, out, axis, uplo: as for `gram`.
+        options: those of `gram` that decide what is computed, and how.
+
+    Returns:
+        A `Plan`. Its `run` method computes C.
+
+    Raises:
+        InputError, BudgetError: as `gram` does.
+    """
+    check_names("plan_gram", options, GRAM_PLAN_OPTIONS)
+    return _planned(parse_gram(x, out, axis, uplo, options))
+
+
+def _planned(request: Request) -> Plan:
+    """Plan a request without a device."""
     name = backends.resolve(request.backend)
     if request.backend == "auto" and name == "host":
         backends.fall_back(backends.missing_for_cuda())
@@ -176,6 +263,10 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
 
 def _run(request: Request) -> Result:
+    if request.gram and (request.is_distributed or request.devices is not None):
+        raise InputError(
+            "a Gram matrix is computed by one device: drop workers, client, executor and devices"
+        )
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed
 

@@ -55,6 +55,13 @@ class TileQueue(ABC):
                     self._error = ExecutionError(f"tile {tile} of C cannot be made durable: {error}")
 
 
+def tile_fingerprint(matrix: Durable, grid: TileGrid, tile: Tile) -> str | None:
+    """Return the fingerprint of the files of a tile; None if these files also contain other tiles."""
+    found = [matrix.block_fingerprint(*block) for block in grid.blocks(tile)]
+    known = [fingerprint for fingerprint in found if fingerprint is not None]
+    return "+".join(known) if len(known) == len(found) else None
+
+
 class Committer(TileQueue):
     """Makes finished tiles of C durable in C, and records them in the journal of C.
 
@@ -71,11 +78,13 @@ class Committer(TileQueue):
 
     def commit(self, tile: Tile) -> None:
         """Make one tile durable in C, and record that in the journal."""
-        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
-        self._matrix.sync_block(*block)
+        blocks = self._grid.blocks(tile)
+        for block in blocks:
+            self._matrix.sync_block(*block)
         if self._redo:
             self._journal.commit(tile)
             self.recorded += 1
-            self._matrix.apply_redo(*block)
-        self._journal.done(tile, self._matrix.block_fingerprint(*block))
+            for block in blocks:
+                self._matrix.apply_redo(*block)
+        self._journal.done(tile, tile_fingerprint(self._matrix, self._grid, tile))
         self.recorded += not self._redo

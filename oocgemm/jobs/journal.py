@@ -49,6 +49,7 @@ import socket
 import time
 import warnings
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -149,12 +150,20 @@ def _record(path: Path, folder: Path, content: bytes) -> Record:
         )
     done, committed = frozenset(files), frozenset(commits)
     if complete is not None:
-        down, across = header["tiles"]
-        done = frozenset(product(range(down), range(across)))
+        done = frozenset(_every_tile(header))
     if complete is None:
         _check_count(folder, len(committed))
     known = {tile: fingerprint for tile, fingerprint in files.items() if fingerprint is not None}
     return Record(header, done, known, committed - done, len(committed), complete, length)
+
+
+def _every_tile(header: dict[str, Any]) -> Iterator[Tile]:
+    """Yield all tiles that the run with this header computes."""
+    down, across = header["tiles"]
+    gram = header.get("identity", {}).get("problem", {}).get("gram")
+    for i, j in product(range(down), range(across)):
+        if not (i < j and gram in ("lower", "full")) and not (i > j and gram == "upper"):
+            yield i, j
 
 
 def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:

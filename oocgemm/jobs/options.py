@@ -60,6 +60,35 @@ class PlanOptions(TypedDict, total=False):
     devices: Devices | None
 
 
+class GramPlanOptions(TypedDict, total=False):
+    """Options of `PlanOptions` that a Gram matrix has. `oocgemm.gemm` describes each."""
+
+    alpha: complex
+    beta: complex
+    backend: str
+    kernel: str
+    compute: str
+    out_dtype: npt.DTypeLike | None
+    memory: Size | None
+    device_memory: Size | None
+    host_memory: Size | None
+    tile: TileShape | str | None
+    chunks: tuple[int, int] | None
+    compressor: str | None
+    verify: bool
+
+
+class GramOptions(GramPlanOptions, total=False):
+    """Options of `oocgemm.gram`. `oocgemm.gemm` describes each."""
+
+    device: int
+    overwrite: bool
+    resume: bool
+    trust_operands: bool
+    timeline: PathLike | None
+    progress: "Progress | bool | None"
+
+
 class RunOptions(TypedDict, total=False):
     """Options of one run of a plan. `oocgemm.gemm` describes each."""
 

@@ -164,7 +164,8 @@ class Journaled(Target):
             redo = earlier.folder / REDO
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
-                self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
+                for block in plan.grid.blocks(tile):
+                    self.matrix.apply_redo(*block)
             shutil.rmtree(redo, ignore_errors=True)  # removes files of tiles without a commit
             redo.mkdir()
             sync_path(earlier.folder)
@@ -235,7 +236,9 @@ def create_output(job: Job, folder: Path | None = None) -> Matrix:
             f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "
             "available: pass a path for C, to store it on disk"
         )
-    return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
+    # The other triangle of a Gram matrix is never written.
+    make = np.zeros if problem.gram in ("lower", "upper") else np.empty
+    return stores.open_matrix("C", make(shape, dtype), writable=True)
 
 
 def _was_complete(job: Job) -> bool:
@@ -258,5 +261,6 @@ def _header(job: Job) -> dict[str, Any]:
         "candidate": asdict(plan.candidate),
         "ramp": plan.grid.ramp,
         "tiles": list(plan.grid.shape),
+        "count": plan.grid.count,
         "created": job.output.matrix is None,
     } | dict(job.output.noted)

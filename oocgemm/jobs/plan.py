@@ -76,10 +76,9 @@ class Plan(planning.Plan):
     def _lines(self) -> Iterator[str]:
         """Yield the lines of `str(plan)`: product, tiles, memory, traffic, predicted time, and any note."""
         problem, tile, prediction = self.problem, self.tile, self.prediction
-        yield (
-            f"C {problem.m} x {problem.n} {problem.c_dtype} = op(A) {problem.m} x {problem.k} @ op(B) "
-            f"{problem.k} x {problem.n} {problem.a_dtype}"
-        )
+        right = f"its adjoint, {problem.gram}" if problem.gram else f"op(B) {problem.k} x {problem.n}"
+        left = f"op({'X' if problem.gram else 'A'}) {problem.m} x {problem.k}"
+        yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.a_dtype}"
         down, across = self.grid.shape
         yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"
         tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}

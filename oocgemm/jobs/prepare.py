@@ -11,7 +11,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.destination import Destination, Kind
-from oocgemm.jobs.problem import op_of, problem_of, tile_of
+from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
 from oocgemm.machine.models import Places, codec_of, models, stored_on
@@ -21,6 +21,7 @@ from oocgemm.planning import (
     Layout,
     Layouts,
     MachineModel,
+    Op,
     Plan,
     TileShape,
     divided,
@@ -94,6 +95,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
+    if request.gram:
+        return _open_gram(request, backend)
     a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
     b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
     if request.slicing is not None:
@@ -104,6 +107,22 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
         problem = replace(problem, acc_dtype="int32")
     return a, b, replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+
+
+def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
+    x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
+    if x.dtype.kind != "c":
+        x, trans = stores.by_rows(x, trans)
+        other = Op.N if trans.swaps else Op.T
+    else:
+        trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
+    scalars = request.alpha, request.beta
+    problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
+        problem = replace(problem, acc_dtype="int32")
+    # The device has no kernels for the checksums of panels that serve in both roles.
+    return x, x, replace(problem, checked="host" if request.verify else "")
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -256,7 +275,7 @@ def _plan(
         _layout(
             c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
             engine,
-            in_place=in_place and not problem.finishes,
+            in_place=in_place and not (problem.finishes or problem.gram),
         ),
     )
 

@@ -1,5 +1,6 @@
 """Check the product that a request asks for: its shapes, dtypes, scalars and tile."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,30 @@ def problem_of(
             "exact: multiply parts with fewer columns, and add the results"
         )
     return problem
+
+
+def gram_problem(
+    x: Matrix,
+    gram: str,
+    alpha: complex,
+    beta: complex,
+    trans_a: Op,
+    trans_b: Op,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> GemmProblem:
+    """Describe the product of op(X) and its conjugate transpose.
+
+    Raises `InputError` if X cannot be used, or for scalars with which C would not be Hermitian.
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, complex) and value.imag != 0:
+            raise InputError(
+                f"{name} = {value} is complex, and a Gram matrix of complex X needs real scalars to be "
+                f"Hermitian: pass a real {name}"
+            )
+    problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
+    return replace(problem, gram=gram)
 
 
 def _out_dtype(given: Any, operands: DType) -> str:

@@ -17,8 +17,9 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
 
     `known` contains the parts of the header that describe the machine and the backend.
     """
+    operands = {"A": job.a} if job.plan.problem.gram else {"A": job.a, "B": job.b}
     header = known | {
-        "operands": {"A": job.a.describe(), "B": job.b.describe(), "C": c.describe()},
+        "operands": {name: x.describe() for name, x in (operands | {"C": c}).items()},
         "rates": rates(job, c),
     }
     path = job.request.timeline

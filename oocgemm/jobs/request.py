@@ -9,6 +9,8 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import (
     Devices,
+    GramOptions,
+    GramPlanOptions,
     Options,
     PathLike,
     PlanOptions,
@@ -19,6 +21,7 @@ from oocgemm.jobs.options import (
 )
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
+from oocgemm.planning.problem import GRAMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,8 @@ class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
 
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
-    run. Without one, the run is planned when it starts. With `slicing`, the product is that of the stacked
+    run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
+    (`GemmProblem.gram`); B is then the same operand as A. With `slicing`, the product is that of the stacked
     slices of k of A and B (`oocgemm.planning.parts.slicing`).
     """
 
@@ -59,6 +63,7 @@ class Request:
     client: Any = None
     executor: Any = None
     planned: Plan | None = None
+    gram: str = ""
     slicing: Slicing | None = None
 
     @property
@@ -84,6 +89,8 @@ class Request:
 
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
 RUN_OPTIONS = frozenset(RunOptions.__annotations__)
+GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
+GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
 
 
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
@@ -94,6 +101,17 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
         given["device"], devices = devices[0], None
     return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
+
+
+def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | GramPlanOptions) -> Request:
+    """Return the request of a Gram matrix. Raises `InputError` for a wrong `axis` or `uplo`."""
+    if isinstance(axis, bool) or axis not in (0, 1):
+        raise InputError(f"axis = {axis!r}: pass 0 for X X^T, which has the rows of X, or 1 for X^T X")
+    if uplo not in GRAMS:
+        raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
+    x, given = stores.located("X", x), dict[str, Any](options)
+    trans = Op.T if axis == 1 else Op.N
+    return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
 
 
 def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:

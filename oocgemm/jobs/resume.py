@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.committer import tile_fingerprint
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
@@ -15,6 +17,9 @@ from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import Durable
+
+# What the identity of a general product says about `GemmProblem.gram`.
+NOT_GRAM = "no"
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
     lost = frozenset(
         tile
         for tile, files in record.files.items()
-        if cast(Durable, c).block_fingerprint(grid.rows(tile[0]), grid.cols(tile[1])) != files
+        if tile_fingerprint(cast(Durable, c), grid, tile) != files
     )
     if lost and problem.reads_c:
         (top, bottom), (left, right) = (
@@ -164,8 +169,9 @@ def identify(
     Two runs with the same description and the same plan give the same bits.
     """
     existing = c.fingerprint() if c is not None else None
+    described = {name: str(value) for name, value in asdict(problem).items() if name != "checked"}
     return {
-        "problem": {name: str(value) for name, value in asdict(problem).items() if name != "checked"},
+        "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
         "C": existing["metadata"] if existing is not None else None,
@@ -228,15 +234,16 @@ def check_same(
 
 def _share(record: Record) -> str:
     """Return a clause for messages that says how many tiles are done."""
-    down, across = record.header["tiles"]
-    return f"{len(record.done | record.committed)} of {down * across} tiles are done"
+    count = record.header.get("count", prod(record.header["tiles"]))
+    return f"{len(record.done | record.committed)} of {count} tiles are done"
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
-            old, new = then[part].get(name), now[part][name]
+            # A journal without the name "gram" is older than Gram matrices.
+            old, new = then[part].get(name, NOT_GRAM if name == "gram" else None), now[part][name]
             if old != new:
                 yield f"{name} is {new} and was {old}"
     for name, old in then["operands"].items():

@@ -23,9 +23,11 @@ from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.problem import problem_of
 from oocgemm.jobs.resume import check_complete
 from oocgemm.planning import DTYPES, GemmProblem, Op
+from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
+from oocgemm.stores.mirrored import MirroredMatrix
 from oocgemm.system.memory import available_memory
 
 # Maximum numbers of threads of a check, in all and per core. With two threads per core, one can compute while
@@ -126,6 +128,7 @@ def verify(
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
+    gram: str | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Verification:
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
@@ -143,6 +146,8 @@ def verify(
         bound: model of rounding errors. "probabilistic" assumes that they are independent and of mean 0;
             "worst-case" assumes nothing, and finds large errors only.
         seed: seed of the random signs.
+        gram: "lower" or "upper" if only this triangle of c is stored, as by `oocgemm.gram`: the other one,
+            and that of c_before, is taken as its conjugate transpose. None or "full" if all of c is stored.
         say: called with a text that describes the progress, by one thread at a time.
 
     Returns:
@@ -157,9 +162,13 @@ def verify(
     if bound not in BOUNDS:
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
     named = (("A", a), ("B", b), ("C", c), ("the old C", c_before))
-    matrices = [
+    matrices: list[Matrix | None] = [
         stores.open_matrix(name, stores.located(name, x)) if x is not None else None for name, x in named
     ]
+    if gram not in (None, *GRAMS):
+        raise InputError(f"gram = {gram!r}: choose one of {', '.join(GRAMS)}")
+    if gram in ("lower", "upper"):
+        matrices[2:] = [x and MirroredMatrix(x, upper=gram == "upper") for x in matrices[2:]]
     left, right, result, before = matrices
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed, and one of them is None")

@@ -5,7 +5,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Footprint,
@@ -14,6 +14,7 @@ from oocgemm.planning.cost.footprint import (
     min_bytes,
     required_bytes,
 )
+from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
@@ -24,6 +25,7 @@ from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
+from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
 from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape, ceil_div
@@ -111,7 +113,7 @@ class Plan:
     @cached_property
     def tiles(self) -> TileSet:
         """The tiles to compute: all except those in `done`."""
-        return TileSet.rectangle(self.grid).remaining(self.done)
+        return TileSet.of(self.grid).remaining(self.done)
 
     @property
     def coverage(self) -> Coverage:
@@ -134,8 +136,8 @@ class Plan:
         return ceil_div(self.tiles.count, self.devices)
 
     def tile_bytes(self, tile: Tile) -> int:
-        """Size of a tile in bytes, in C's dtype."""
-        return self.grid.elements(tile) * self.problem.itemsizes["C"]
+        """Bytes of C that are written for a tile."""
+        return self.grid.written(tile) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -164,8 +166,9 @@ class Plan:
             return counted
         if self.devices > 1:
             return estimate_shared_loads(self.setting, self.candidate, self.rounds)
-        every = estimate_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
-        whole = TileSet.rectangle(self.grid).extents
+        estimate = estimate_line_loads if self.problem.gram else estimate_loads
+        every = estimate(self.problem, self.grid, self.slots, self.candidate.traversal)
+        whole = TileSet.of(self.grid).extents
         a, b = (part / all_ for part, all_ in zip(self.tiles.extents, whole, strict=True))
         return Loads(a * every.a_up, b * every.b_up, a * every.a_read, b * every.b_read)
 
@@ -178,6 +181,8 @@ class Plan:
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
         required, sizes = required_bytes(self.problem, self.coverage, self.in_place), self.problem.itemsizes
+        if self.problem.gram == "full":
+            required["write"] = self.schedule().elements_written * sizes["C"]
         if self.slots.unified:
             return required | {"h2d": 0, "d2h": 0}
         # The device copies from or to the arrays of operands without host slots: nothing is read or written.
@@ -198,7 +203,7 @@ class Plan:
         """
         on_devices = self.devices * self.budgets.device
         once, memory = self.required, on_devices + self.budgets.host
-        unread = self.in_place or any(map(self.slots.streams, "ABC"))
+        unread = self.in_place or any(map(self.slots.streams, self._operands))
         return {
             "read": once["read"] if unread else min_bytes(self.problem, memory, self.coverage),
             "h2d": 0 if self.slots.unified else min_bytes(self.problem, on_devices, self.coverage),
@@ -215,17 +220,17 @@ class Plan:
         if self.devices > 1:
             return predict_shared(self.setting, self.candidate, self.loads, self.rounds)
         whole = predict(self.setting, self.candidate)
-        share = self.coverage.elements / max(1, self.problem.m * self.problem.n)
+        share = self.coverage.elements / max(1, TileSet.of(self.grid).coverage.elements)
         return whole if share == 1 else part_of(whole, share)
 
     @cached_property
     def amplification(self) -> dict[str, float]:
         """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
         problem, tile = self.problem, self.tile
-        return {
-            "A": self.layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k)),
-            "B": self.layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n)),
-        }
+        found = {"A": self.layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k))}
+        if not problem.gram:
+            found["B"] = self.layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n))
+        return found
 
     def is_direct(self, operand: str) -> bool:
         """Tell whether the device copies the blocks of an operand directly from or to the caller's array.
@@ -239,6 +244,10 @@ class Plan:
     def in_place(self) -> set[str]:
         """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
         return self.layouts.in_place
+
+    @property
+    def _operands(self) -> str:
+        return f"{self.problem.operands}C"
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
@@ -281,7 +290,7 @@ class Plan:
             "chunks": list(self.chunks),
             "steps": self.steps,
             "slots": asdict(self.slots),
-            "direct": "".join(filter(self.is_direct, "ABC")),
+            "direct": "".join(filter(self.is_direct, self._operands)),
             "traversal": str(self.candidate.traversal),
             "candidate": asdict(self.candidate),
             "budget": asdict(self.budgets),
@@ -311,7 +320,7 @@ class Plan:
 
 
 def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
-    return TileGrid.of(problem, candidate.tile, candidate.ramp)
+    return TileGrid.of(problem, candidate.tile, candidate.ramp, candidate.slots.strip)
 
 
 def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = None) -> Schedule:
@@ -320,11 +329,12 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
     traversal, only = candidate.traversal, None if tiles is None or tiles.is_whole else tiles
-    given = (
-        candidate.slots,
-        frozenset(operand for operand in coded if coded[operand]),
-        last(traversal, *grid.shape) if 0 not in grid.shape else None,
-    )
+    encoded = frozenset(operand for operand in coded if coded[operand])
+    if problem.gram:
+        order = triangle(grid.shape[0], traversal.band, upper=problem.gram == "upper")
+        chosen = order if only is None else [tile for tile in order if tile in only]
+        return Schedule(problem, grid, chosen, candidate.slots, encoded, order[-1] if order else None)
+    given = candidate.slots, encoded, last(traversal, *grid.shape) if 0 not in grid.shape else None
     if setting.devices == 1:
         return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given)
     arranged = arrangement(setting.devices, problem, grid)

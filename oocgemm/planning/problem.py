@@ -54,6 +54,9 @@ DTYPES = {
 # Dtypes of A and B.
 OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
+# Values of `GemmProblem.gram`: the triangle of C that is computed. With "full", the other one is mirrored.
+GRAMS = ("lower", "upper", "full")
+
 # Values of `GemmProblem.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
     "native": OPERANDS,
@@ -71,6 +74,10 @@ class GemmProblem:
     float32 operands before the product, and "emulated" computes it from exact int8 products
     (`oocgemm.planning.emulation`). `checked` says whether the "host" or the "device" computes checksums; ""
     means that C is not checked.
+
+    If `gram` is not empty, op(B) is the conjugate transpose of op(A), so that m = n and C is Hermitian. Only
+    a triangle of C is computed (SYRK, HERK), which `gram` names: it is one of `GRAMS`. There is no operand B:
+    a panel of A is used in both roles.
     """
 
     m: int
@@ -86,6 +93,17 @@ class GemmProblem:
     trans_b: Op = Op.N
     compute: str = "native"
     checked: str = ""
+    gram: str = ""
+
+    @property
+    def operands(self) -> str:
+        """Letters of the operands that have panels: "AB", or "A" for a Gram matrix."""
+        return "A" if self.gram else "AB"
+
+    @property
+    def elements(self) -> int:
+        """Elements of C, or of the triangle of C with its diagonal that a Gram matrix needs."""
+        return self.m * (self.m + 1) // 2 if self.gram else self.m * self.n
 
     @property
     def depth(self) -> int:
@@ -131,8 +149,8 @@ class GemmProblem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the whole product. A complex operation counts as several real ones."""
-        return self.step_flops(self.m, self.n, self.depth)
+        """Floating-point operations that C needs. A complex operation counts as several real ones."""
+        return self.step_flops(1, self.elements, self.depth)
 
     def step_flops(self, m: int, n: int, k: int) -> int:
         """Count the floating-point operations of an m x n x k part of the product.

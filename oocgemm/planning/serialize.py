@@ -12,6 +12,7 @@ from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Budgets, Layouts
+from oocgemm.planning.tile_set import TileSet
 from oocgemm.planning.tiling import Layout, Tile, TileShape
 
 T = TypeVar("T")
@@ -44,11 +45,10 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
             recorded_candidate(data["candidate"]),
             devices=max(1, int(data.get("devices", 1))),
         )
-        down, across = plan.grid.shape
         if before := data["tiles_done_before"]:
-            if down * across - before != len(computed):
+            if plan.grid.count - before != len(computed):
                 return None
-            done = {(i, j) for i in range(down) for j in range(across)} - computed
+            done = set(TileSet.of(plan.grid)) - computed
             plan = replace(plan, done=frozenset(done))
         # Fields that are valid by themselves may still contradict one another.
         consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]

@@ -11,6 +11,9 @@ from oocgemm.planning.tiling import Layout, Shape, TileShape, ceil_div
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
 # disk writes them at its full rate.
 CHUNK_BYTES = 8 << 20
+# A Gram matrix is computed in about this many strips, unless its chunks would then have fewer rows than
+# MIN_GRAM_CHUNK. With S strips, a fraction of 1 / S more than the triangle is multiplied.
+GRAM_STRIPS, MIN_GRAM_CHUNK = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,11 @@ class Setting:
 
     @property
     def streams_c(self) -> bool:
-        """Whether blocks of C need no host slots. If checksums are computed, C is checked in host slots."""
-        return self.streams(self.layouts.c) and not self.problem.checked
+        """Whether blocks of C need no host slots.
+
+        If checksums are computed, C is checked in host slots. Strips of a Gram matrix are mirrored there.
+        """
+        return self.streams(self.layouts.c) and not (self.problem.checked or self.problem.gram)
 
     @property
     def host_caches_panels(self) -> bool:
@@ -83,6 +89,12 @@ class Setting:
         if not self.layouts.c.free_chunks:
             return self.layouts.c.write_chunk
         elements = CHUNK_BYTES // self.problem.itemsizes["C"]
+        if self.problem.gram:
+            # Chunks are square, so that the strips of a staircase begin and end at borders of chunks in both
+            # directions. They are smaller if strips of whole chunks would be thick for the matrix.
+            target = min(isqrt(elements), max(MIN_GRAM_CHUNK, self.problem.m // GRAM_STRIPS))
+            side = _dividing_extent(target, tile.m, self.problem.m)
+            return side, side
         rows = _dividing_extent(isqrt(elements), tile.m, self.problem.m)
         return rows, _dividing_extent(max(1, elements // rows), tile.n, self.problem.n)
 

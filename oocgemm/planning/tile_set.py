@@ -18,11 +18,12 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TileSet:
-    """The tiles of a grid in a rectangle or in its lower triangle, except those that are done.
+    """The tiles of a grid in a rectangle or in a triangle, except those that are done.
 
     `rows` and `cols` are ranges of tile rows and tile columns. With `lower`, the set contains only tiles with
-    an element on or below the diagonal of C. Coordinates of tiles are always those of the whole grid, because
-    they determine the order of summation.
+    an element on or below the diagonal of C. For a Gram matrix, it contains only the tiles of the triangle
+    that is computed. Coordinates of tiles are always those of the whole grid, because they determine the
+    order of summation.
     """
 
     grid: TileGrid
@@ -30,6 +31,11 @@ class TileSet:
     cols: Range
     lower: bool = False
     done: frozenset[Tile] = frozenset()
+
+    @classmethod
+    def of(cls, grid: TileGrid) -> "TileSet":
+        """Return all tiles of a grid that are computed."""
+        return replace(cls.rectangle(grid), lower=grid.gram in ("lower", "full"))
 
     @classmethod
     def rectangle(cls, grid: TileGrid) -> "TileSet":
@@ -54,33 +60,36 @@ class TileSet:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the set contains every tile of its grid."""
-        down, across = self.grid.shape
-        return self.count == down * across
+        """Whether the set contains every tile of its grid that is computed."""
+        return self.count == self.grid.count
 
     @cached_property
     def count(self) -> int:
         """Number of tiles."""
-        inside = sum(length(self._cols(i)) for i in range(*self.rows)) if self.lower else self._area
+        triangle = self.lower or self.grid.gram
+        inside = sum(length(self._cols(i)) for i in range(*self.rows)) if triangle else self._area
         return inside - sum(map(self._covers, self.done))
 
     @cached_property
     def coverage(self) -> Coverage:
-        """The numbers of elements, rows and columns of C that the tiles of the set cover."""
+        """The numbers of elements, rows and columns of C that the tiles of the set cover.
+
+        For a Gram matrix, `rows` counts the rows of op(A) that are used in either role, and `cols` is 0.
+        """
         grid = self.grid
-        if self.is_whole:
+        if self.is_whole and not grid.gram:
             return Coverage(grid.m, grid.n, grid.m * grid.n)
         rows, cols, elements = dict[int, int](), dict[int, int](), 0
         for i, j in self:
-            rows[i], cols[j] = length(grid.rows(i)), length(grid.cols(j))
-            elements += rows[i] * cols[j]
+            rows[i], (rows if grid.gram else cols)[j] = length(grid.rows(i)), length(grid.cols(j))
+            elements += grid.elements((i, j))
         return Coverage(sum(rows.values()), sum(cols.values()), elements)
 
     @cached_property
     def extents(self) -> tuple[int, int]:
         """The sums over all tiles of their numbers of rows and of their numbers of columns."""
         grid = self.grid
-        if self.is_whole:
+        if self.is_whole and not grid.gram:
             down, across = grid.shape
             return grid.m * across, grid.n * down
         return sum(length(grid.rows(i)) for i, _ in self), sum(length(grid.cols(j)) for _, j in self)
@@ -105,6 +114,8 @@ class TileSet:
 
     def _cols(self, i: int) -> Range:
         """Return the range of tile columns that the set covers in tile row i."""
+        if self.grid.gram == "upper":
+            return _common(self.cols, (i, self.grid.shape[1]))
         if not self.lower:
             return self.cols
         return _common(self.cols, (0, ceil_div(self.grid.rows(i)[1], self.grid.tile.n)))

@@ -78,6 +78,18 @@ class TileGrid:
     With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, so that the first panels arrive
     sooner. Thin steps have the numbers `steps`, `steps` + 1 and so on. The first two are tile.k / 2^ramp
     deep, and each later one is twice as deep as the one before it.
+
+    For a Gram matrix (`GemmProblem.gram`), tiles are square, and only those on one side of the diagonal and
+    on it are computed. In a tile on the diagonal, each strip of `strip` rows is computed up to the end of its
+    diagonal block, or from the start of it. Such a tile is a staircase, and its strips are stored one after
+    another without gaps::
+
+        lower, strip = 2:    # # . . . .       upper, strip = 2:    # # # # # #
+                             # # . . . .                            # # # # # #
+                             # # # # . .                            . . # # # #
+                             # # # # . .                            . . # # # #
+                             # # # # # #                            . . . . # #
+                             # # # # # #                            . . . . # #
     """
 
     m: int
@@ -85,16 +97,25 @@ class TileGrid:
     k: int
     tile: TileShape
     ramp: int = 0
+    gram: str = ""
+    strip: int = 1
 
     @classmethod
-    def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0) -> "TileGrid":
-        """Divide a problem into tiles of shape `tile`."""
-        return cls(problem.m, problem.n, problem.depth, tile, ramp)
+    def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0, strip: int = 1) -> "TileGrid":
+        """Divide a problem into tiles of shape `tile`. `strip` matters only for a Gram matrix."""
+        gram = problem.gram
+        return cls(problem.m, problem.n, problem.depth, tile, ramp, gram, strip if gram else 1)
 
     @property
     def shape(self) -> Shape:
         """Number of tiles down and across."""
         return ceil_div(self.m, self.tile.m), ceil_div(self.n, self.tile.n)
+
+    @property
+    def count(self) -> int:
+        """Number of tiles that are computed."""
+        down, across = self.shape
+        return down * (down + 1) // 2 if self.gram else down * across
 
     @property
     def steps(self) -> int:
@@ -109,9 +130,48 @@ class TileGrid:
         """Return the range of columns of C in tile column j. The last one may have fewer than tile.n."""
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
+    def is_staircase(self, tile: Tile) -> bool:
+        """Tell whether a tile is on the diagonal of a Gram matrix, so that its strips differ in width."""
+        return bool(self.gram) and tile[0] == tile[1]
+
+    def span(self, tile: Tile, rows: Range) -> Range:
+        """Return the range of columns of C that are computed in a strip of a tile."""
+        first, end = self.cols(tile[1])
+        if not self.is_staircase(tile):
+            return first, end
+        return (rows[0], end) if self.gram == "upper" else (first, rows[1])
+
+    def mirrored(self, tile: Tile, rows: Range) -> Range:
+        """Return the columns of a strip that are also stored as rows right of the diagonal, if any."""
+        first, end = self.cols(tile[1])
+        return (first, min(end, rows[0])) if self.gram == "full" else (first, first)
+
+    def above(self, tile: Tile, row: int) -> int:
+        """Count the elements of a tile that are computed in its rows above `row`, where a strip begins."""
+        (top, bottom), width = self.rows(tile[0]), length(self.cols(tile[1]))
+        if not self.is_staircase(tile):
+            return (row - top) * width
+        whole, rest = divmod(row - top, self.strip)
+        if self.gram == "upper":
+            right = self.strip * (whole * width - self.strip * (whole * (whole - 1) // 2))
+            return right + rest * (bottom - top - whole * self.strip)
+        return self.strip * self.strip * (whole * (whole + 1) // 2) + rest * (row - top)
+
     def elements(self, tile: Tile) -> int:
-        """Count the elements of C in a tile."""
-        return length(self.rows(tile[0])) * length(self.cols(tile[1]))
+        """Count the elements of C that are computed in a tile."""
+        return self.above(tile, self.rows(tile[0])[1])
+
+    def written(self, tile: Tile) -> int:
+        """Count the elements of C that are written for a tile. With "full", mirrored ones count too."""
+        if self.gram != "full":
+            return self.elements(tile)
+        height = length(self.rows(tile[0]))
+        return height * height if tile[0] == tile[1] else 2 * self.elements(tile)
+
+    def blocks(self, tile: Tile) -> list[tuple[Range, Range]]:
+        """Return the blocks of C, each as ranges of rows and columns, into which a tile is written."""
+        block = self.rows(tile[0]), self.cols(tile[1])
+        return [block, block[::-1]] if self.gram == "full" and tile[0] != tile[1] else [block]
 
     def depth(self, step: int) -> Range:
         """Return the range of indices along k that a step multiplies."""

@@ -106,7 +106,8 @@ def c_grid(timeline: Timeline) -> str:
         return f'<p class="note">{len(done)} tiles are too many to draw.</p>'
     problem, tile = plan["problem"], plan["tile"]
     m, n = problem["m"], problem["n"]
-    tiles = -(-m // tile["m"]) * -(-n // tile["n"])
+    down = -(-m // tile["m"])
+    tiles = down * (down + 1) // 2 if problem.get("gram") else down * -(-n // tile["n"])
     cells = []
     for (i, j), end in sorted(done.items()):
         y, x = i * tile["m"], j * tile["n"]

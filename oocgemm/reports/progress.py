@@ -67,8 +67,7 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
     The callback updates the display by calling `show`, at most once in `every` seconds.
     """
     backend = "host" if plan.machine.unified else "cuda"
-    down, across = plan.grid.shape
-    tiles, before = down * across, len(plan.done)
+    tiles, before = plan.grid.count, len(plan.done)
     # The bar shows the share of the flops that are done. If k = 0, there are no flops, and the bar shows the
     # share of the bytes of C that are written.
     total = plan.flops or plan.traffic["write"]

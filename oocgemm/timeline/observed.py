@@ -122,6 +122,8 @@ class _Priced:
 
 def _price(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str], kernel: bool) -> _Price | None:
     """Return the price of an operation of a kind; None if no single rate of the model determines it."""
+    if plan.problem.gram and kind not in (Kind.READ, Kind.UPLOAD):
+        return None  # strips differ in width, and some are written twice
     name, place = _rate_of(plan, kind, operand, places)
     if not name or (kind is Kind.MULTIPLY and not (kernel and plan.problem.compute in _COMPUTES)):
         return None

@@ -123,8 +123,9 @@ class Emulated:
         beta: float,
         c: int,
         ldc: int,
+        cols: tuple[int, int] | None = None,
     ) -> None:
-        """Compute C = alpha op(A) @ op(B) + beta C for some rows of C, from residues that `prepare` computed.
+        """Compute C = alpha op(A) @ op(B) + beta C for a block of C, from residues that `prepare` computed.
 
         Args:
             slot: device address of the buffer with the residues.
@@ -135,51 +136,61 @@ class Emulated:
             shape: (m, n, k) of the panels.
             number: the number of moduli that `prepare` returned; not 0.
             alpha, beta: scalars. beta = 0 never reads C.
-            c: device address of the first of these rows of C.
+            c: device address of the first element of this block of C.
             ldc: leading dimension of C, in elements.
+            cols: the first column to compute, and the column after the last one; None for all.
         """
         m, n, k = shape
-        ld, pitch = round_up(k, 16), round_up(n, 16)
+        start, stop = cols or (0, n)
+        width = stop - start
+        ld, pitch = round_up(k, 16), round_up(width, 16)
         combine = self._combine(number)
         for top in range(*rows, STRIP_ROWS):
             count = min(STRIP_ROWS, rows[1] - top)
             plane = count * pitch
-            left, right = slot + offsets.a + top * ld, slot + offsets.b
+            left, right = slot + offsets.a + top * ld, slot + offsets.b + start * ld
             if self._kernels.device.capability == (9, 0):
-                self._residues(left, right, work, (m, n, ld), count, number)
+                self._residues(left, right, work, (m, n, ld), (count, width), number)
             else:
                 for place, modulus in enumerate(residues(number).moduli):
                     cublas.gemmEx(
-                        *(self._handle, 1, 0, n, count, ld, self._alpha.ctypes.data),
+                        *(self._handle, 1, 0, width, count, ld, self._alpha.ctypes.data),
                         *(right + place * n * ld, _INT8, ld, left + place * m * ld, _INT8, ld),
                         *(self._beta.ctypes.data, work + number * plane, _INT32, pitch, _COMPUTE_32I, -1),
                     )
                     self._reduce(work + number * plane, work + place * plane, plane, modulus)
             itemsize = 8 if self._dtype == "float64" else 4
             combine(
-                (-(-n // 1024), count, 1),
-                *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(n)),
-                *(_pointer(slot + offsets.a_exponents + 4 * top), _pointer(slot + offsets.b_exponents)),
+                (-(-width // 1024), count, 1),
+                *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(width)),
+                _pointer(slot + offsets.a_exponents + 4 * top),
+                _pointer(slot + offsets.b_exponents + 4 * start),
                 *(ctypes.c_double(alpha), ctypes.c_double(beta)),
                 *(_pointer(c + (top - rows[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
             )
 
     def _residues(
-        self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
+        self,
+        left: int,
+        right: int,
+        work: int,
+        shape: tuple[int, int, int],
+        block: tuple[int, int],
+        number: int,
     ) -> None:
-        """Multiply residues: compute some rows of C modulo each modulus. Needs compute capability 9.0.
+        """Multiply residues: compute a block of C modulo each modulus. Needs compute capability 9.0.
 
         Args:
             left: device address of the residues of the first row of op(A) to multiply.
-            right: device address of the residues of op(B).
+            right: device address of the residues of the first column of op(B) to multiply.
             work: device address of the result.
             shape: (m, n, ld). The panel of op(A) has m rows, that of op(B) has n columns. The residues of a
                 row or column occupy `ld` bytes per modulus.
-            rows: how many rows of C to compute; at most m.
+            block: how many rows and columns of C to compute; at most m and n.
             number: number of moduli.
         """
-        m, n, ld = shape
-        pitch, maps = round_up(n, 16), ((left, rows, m), (right, n, n))
+        (m, n, ld), (rows, width) = shape, block
+        pitch, maps = round_up(width, 16), ((left, rows, m), (right, width, n))
         self._kernels.plain("ozaki_multiply", "ozaki_multiply", multiply_options(number))(
             multiply_launch(self._kernels.device, rows, pitch, number),
             *(encoded(planes_map(at, ld, extent, number, ld * of)) for at, extent, of in maps),

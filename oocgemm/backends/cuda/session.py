@@ -42,6 +42,7 @@ from oocgemm.planning import Kind, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
 # The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
@@ -70,7 +71,7 @@ class CudaSession:
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem = plan.problem
-        self._tile_rows = plan.grid.rows
+        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
         self._arena = 0
         self._warm, self._closed = take(device), False
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
@@ -130,9 +131,11 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
-        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0, self._number)] for x in "ABC")
+        used = f"A{plan.problem.operands[-1]}C"
+        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0, self._number)] for x in used)
         with self._device, stream:
-            self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
+            call = self._call((m, n, min(r, LOADED_DEPTH)), (m, n), (a, b, c), first=True)
+            self._multiplier.load(call)
             stream.synchronize()
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
@@ -313,8 +316,8 @@ class CudaSession:
         return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[of]
 
     def _plane_offsets(self, op: Operation) -> Offsets:
-        top, bottom = self._tile_rows(op.tile[0])
-        return plane_offsets(self._problem.planes, bottom - top, op.n[1] - op.n[0], op.k[1] - op.k[0])
+        m, n = length(self._tile_rows(op.tile[0])), length(self._tile_cols(op.tile[1]))
+        return plane_offsets(self._problem.planes, m, n, op.k[1] - op.k[0])
 
     def _prepare(self, op: Operation) -> None:
         problem, planes = self._problem, op.writes[0].slot
@@ -330,40 +333,42 @@ class CudaSession:
     def _multiply(self, op: Operation) -> cuda_calls.Launch:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
-        top, bottom = self._tile_rows(op.tile[0])
+        (top, bottom), (left, right) = self._tile_rows(op.tile[0]), self._tile_cols(op.tile[1])
         # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
         skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
-        b = self._address(op.reads[1]) if k else 0
+        # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
+        skipped = (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * problem.itemsizes["B"]
+        b = self._address(op.reads[1]) + skipped if k else 0
         c = self._address(op.writes[0])
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
         if number:
-            planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, n, k)
-            rows = op.m[0] - top, op.m[1] - top
+            planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, right - left, k)
+            rows, cols = (op.m[0] - top, op.m[1] - top), (op.n[0] - left, op.n[1] - left)
             alpha, beta = step_scalars(problem, op.first)
             work = self._arena + self._work
             offsets = self._plane_offsets(op)
-            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n
+            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n, cols
             return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
-        call = self._call((m, n, k), bottom - top, (a, b, c), first=op.first)
+        call = self._call((m, n, k), (bottom - top, right - left), (a, b, c), first=op.first)
         if problem.exact and problem.acc_dtype == "float64":
             return cuda_calls.in_python(partial(self._multiplier.accumulate, call))
         return self._multiplier.choose(call)
 
     def _call(
-        self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
+        self, extents: tuple[int, int, int], whole: Shape, at: tuple[int, int, int], *, first: bool
     ) -> Call:
         """Return the arguments of a product of two panels that is computed without emulation.
 
         Args:
             extents: (m, n, k) of the product.
-            height: rows of the whole panel of op(A), of which m are multiplied.
+            whole: rows of the whole panel of op(A), of which m are multiplied, and columns of that of op(B).
             at: device addresses of the panel of op(A), the panel of op(B), and C.
             first: whether this is the first product of its tile.
         """
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
-        lda = height if problem.trans_a.swaps else k
-        ldb = k if problem.trans_b.swaps else n
+        lda = whole[0] if problem.trans_a.swaps else k
+        ldb = k if problem.trans_b.swaps else whole[1]
         compute = _NATIVE.get(problem.compute, problem.compute)
         alpha, beta = step_scalars(problem, first)
         kind = problem.a_dtype, problem.trans_a, problem.trans_b

@@ -47,7 +47,7 @@ class HostSession:
     def __init__(self, plan: Plan, device: int = 0) -> None:
         self._problem = plan.problem
         self._offsets, size = device_offsets(plan, device)
-        self._tile_rows = plan.grid.rows
+        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
@@ -142,10 +142,14 @@ class HostSession:
         whole = bottom - top
         a, b = self._panels(op, whole)
         a = a[:, rows] if problem.trans_a.swaps else a[rows]
+        # The columns of op(B)'s panel: all of them, except in a tile on the diagonal of a Gram matrix.
+        left = self._tile_cols(op.tile[1])[0]
+        cols = slice(op.n[0] - left, op.n[1] - left)
+        b = b[cols] if problem.trans_b.swaps else b[:, cols]
         if self._problem.planes:
             prepared = self._prepared[op.reads[2].slot]
             if prepared.number:
-                multiply(prepared, rows, alpha.real, beta.real, c, self._work)
+                multiply(prepared, rows, alpha.real, beta.real, c, self._work, cols.start)
                 return
         elif problem.a_dtype != problem.acc_dtype:
             a, b = self._in_accumulator_dtype(a, b)
@@ -154,15 +158,16 @@ class HostSession:
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
         """Return the two panels that an operation multiplies, in the orientation of the stored operands.
 
-        `whole` is the number of rows of the tile. The panel of op(A) always has that many rows, even if the
-        operation covers only a strip of the tile.
+        `whole` is the number of rows of the tile. The panel of op(A) always has that many rows, and the panel
+        of op(B) all columns of the tile, even if the operation covers only a strip of the tile.
         """
         problem = self._problem
         top, _ = self._tile_rows(op.tile[0])
-        rows = top, top + whole
+        rows, cols = (top, top + whole), self._tile_cols(op.tile[1])
+        right = problem.operands[-1]
         return (
             self._panel(op.reads[0], "A", *((op.k, rows) if problem.trans_a.swaps else (rows, op.k))),
-            self._panel(op.reads[1], "B", *((op.n, op.k) if problem.trans_b.swaps else (op.k, op.n))),
+            self._panel(op.reads[1], right, *((cols, op.k) if problem.trans_b.swaps else (op.k, cols))),
         )
 
     def _panel(self, region: Region, operand: str, rows: Range, cols: Range) -> Array:

@@ -207,7 +207,9 @@ def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
 
 
-def multiply(prepared: Prepared, rows: slice, alpha: float, beta: float, c: Array, workspace: Array) -> None:
+def multiply(
+    prepared: Prepared, rows: slice, alpha: float, beta: float, c: Array, workspace: Array, first_col: int = 0
+) -> None:
     """Compute ``c = alpha op(A)[rows] @ op(B) + beta c`` in place.
 
     Several calls for some rows each give the same bits as one call for all rows.
@@ -216,15 +218,17 @@ def multiply(prepared: Prepared, rows: slice, alpha: float, beta: float, c: Arra
         prepared: the panels' residues. `prepared.number` is not 0.
         rows: the rows of the panel of op(A) to multiply; c has as many rows.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        c: array with n columns, in the dtype of the panels.
+        c: array with at most n columns, in the dtype of the panels.
         workspace: at least `workspace_bytes` bytes.
+        first_col: the column of the panel of op(B) that belongs to the first column of c.
     """
     how = residues(prepared.number)
     first, last, _ = rows.indices(len(prepared.a.exponents))
     for top in range(first, last, _SIDE):
         for left in range(0, c.shape[1], _SIDE):
-            down, across = slice(top, min(top + _SIDE, last)), slice(left, left + _SIDE)
-            block = c[top - first : down.stop - first, across]
+            down, right = slice(top, min(top + _SIDE, last)), min(left + _SIDE, c.shape[1])
+            block = c[top - first : down.stop - first, left:right]
+            across = slice(first_col + left, first_col + right)
             _multiply_block(prepared, how, (down, across), alpha, beta, block, workspace)
 
 

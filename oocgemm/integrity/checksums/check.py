@@ -143,7 +143,7 @@ class Checks:
     def raise_first_failure(self) -> None:
         """Raise `ExecutionError` if any strip has failed its check. The message names the first of them."""
         for (tile, rows), excess in sorted(self.failed.items()):
-            (left, right), others = self._plan.grid.cols(tile[1]), len(self.failed) - 1
+            (left, right), others = self._plan.grid.span(tile, rows), len(self.failed) - 1
             more = f" and {others} more" if others else ""
             much = f" {excess:.3g} times more than rounding allows," if isfinite(excess) else ""
             raise ExecutionError(

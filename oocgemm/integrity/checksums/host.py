@@ -157,7 +157,8 @@ class HostSums:
         self._plan = plan
         self._problem = problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
-        self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
+        # The checksums of a panel of a Gram matrix serve in both roles. So rows and columns have equal signs.
+        self._signs = signs(seed, 0, problem.m), signs(seed, int(not problem.gram), problem.n)
         self._panels: dict[Slot, BlockSums] = {}
         self._tiles: dict[Tile, TileSums] = {}
         self._checking = threading.Lock()
@@ -181,10 +182,10 @@ class HostSums:
             self._panels[region.slot] = sums
             return
         tile = self._tile(operation.tile)
-        rows = self._blocks(tile, operation)
+        rows, cols = self._blocks(tile, operation)
         with np.errstate(all="ignore"):
-            tile.old[rows] = self._across(tile, operation, sums)
-        tile.old_norm[rows] = sums.norms[:, None]
+            tile.old[rows, cols] = self._across(tile, operation, sums)
+        tile.old_norm[rows, cols] = sums.norms[:, None]
         if sums.nonfinite is not None:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
@@ -200,10 +201,12 @@ class HostSums:
             start = perf_counter_ns()
             a, b = (self._panels[region.slot] for region in operation.reads[:2])
             tile = self._tile(operation.tile)
-            rows = self._blocks(tile, operation)
+            rows, cols = self._blocks(tile, operation)
+            # op(B) of a Gram matrix is the conjugate transpose of op(A).
+            right = b.sums[cols].conj() if self._problem.gram else b.sums[cols]
             with np.errstate(all="ignore"):
-                add_product(tile.product[rows], a.sums[rows], b.sums)
-                tile.norm[rows] += np.outer(a.norms[rows], b.norms)
+                add_product(tile.product[rows, cols], a.sums[rows], right)
+                tile.norm[rows, cols] += np.outer(a.norms[rows], b.norms[cols])
             for flags, found in zip(tile.nonfinite[:2], (a.nonfinite, b.nonfinite), strict=True):
                 if found is not None:
                     flags[:] |= found
@@ -216,7 +219,7 @@ class HostSums:
         """
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
-        rows = self._blocks(tile, operation)
+        rows, cols = self._blocks(tile, operation)
         found = self._old(operation)
         found.sums_only = not self._problem.finishes
         for part in staging.groups(operation, columns):
@@ -224,6 +227,7 @@ class HostSums:
         with np.errstate(all="ignore"):
             sums = self._across(tile, operation, found)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
+        left, right = tile.cols[cols.start], tile.cols[cols.stop]
         with self._checking:
             tile.unchecked -= bottom - top
             if not tile.unchecked:
@@ -231,11 +235,11 @@ class HostSums:
         self._busy.append((start, perf_counter_ns()))
         return StripSums(
             [row - top for row in tile.rows[rows.start : rows.stop + 1]],
-            tile.cols,
+            [col - left for col in tile.cols[cols.start : cols.stop + 1]],
             (sums, found.norms[:, None]),
-            (tile.product[rows], tile.norm[rows]),
-            (tile.old[rows], tile.old_norm[rows]),
-            (tile.nonfinite[0][top:bottom], tile.nonfinite[1], tile.nonfinite[2][top:bottom]),
+            (tile.product[rows, cols], tile.norm[rows, cols]),
+            (tile.old[rows, cols], tile.old_norm[rows, cols]),
+            (tile.nonfinite[0][top:bottom], tile.nonfinite[1][left:right], tile.nonfinite[2][top:bottom]),
         )
 
     def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
@@ -243,8 +247,9 @@ class HostSums:
 
         `sums` has the sums over the rows of each block. Here they are summed over the columns of the block.
         """
-        y = self._signs[1][slice(*operation.n)]
-        return np.asarray(np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1))
+        y, cols = self._signs[1][slice(*operation.n)], self._blocks(tile, operation)[1]
+        starts = [col - tile.cols[cols.start] for col in tile.cols[cols]]
+        return np.asarray(np.add.reduceat(sums.sums * y, starts, axis=1))
 
     def _panel(self, operation: Operation) -> BlockSums:
         """Return checksums with all sums zero, for the block of op(A) or op(B) that an operation reads."""
@@ -280,7 +285,8 @@ class HostSums:
         """Return the checksums of a tile. The first call for a tile creates them with all sums zero."""
         if tile not in self._tiles:
             height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
-            rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
+            strip = self._plan.slots.strip
+            rows, cols = borders(height, strip), borders(width, strip if self._problem.gram else width)
             shape = len(rows) - 1, len(cols) - 1
             nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
@@ -289,14 +295,16 @@ class HostSums:
             return self._tiles.setdefault(tile, empty)
         return self._tiles[tile]
 
-    def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return which rows of blocks of a tile contain an operation's rows of C.
+    def _blocks(self, tile: TileSums, operation: Operation) -> tuple[slice, slice]:
+        """Return which rows and columns of blocks of a tile contain an operation's elements of C.
 
-        The slice selects along the first axis of the arrays of `TileSums` with one value per block.
+        The slices select along the axes of the arrays of `TileSums` with one value per block.
         """
-        top = self._plan.grid.rows(operation.tile[0])[0]
+        grid = self._plan.grid
+        top, left = grid.rows(operation.tile[0])[0], grid.cols(operation.tile[1])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
-        return slice(first, last)
+        start, stop = (tile.cols.index(col - left) for col in operation.n)
+        return slice(first, last), slice(start, stop)
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
@@ -14,7 +14,7 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tile_set import Coverage
-from oocgemm.planning.tiling import TileShape, round_up
+from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 
 # Alignment, in bytes, of slots (buffers): cuBLAS needs the first, direct I/O the second.
 DEVICE_ALIGNMENT = 512
@@ -23,6 +23,8 @@ HOST_ALIGNMENT = 4096
 # MIN_FINISH_PIECE and FINISH_PIECE elements, as the workspace permits, and needs FINISH_ARRAYS temporary
 # arrays of its length.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
+# Maximum bytes of the parts of a strip that are written again as mirrored ones, unless a chunk is larger.
+MIRRORED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,13 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
     m, n, k = extents(problem, tile)
     sizes = problem.itemsizes
     strip = min(strip, m)
+    elements = m * n
+    if problem.gram and m == problem.m:
+        elements = TileGrid.of(problem, tile, strip=strip).elements((0, 0)) if m else 0
     return {
         ("device", "A"): round_up(m * k * sizes["A"], DEVICE_ALIGNMENT),
         ("device", "B"): round_up(k * n * sizes["B"], DEVICE_ALIGNMENT),
-        ("device", "C"): round_up(m * n * sizes["acc"], DEVICE_ALIGNMENT),
+        ("device", "C"): round_up(elements * sizes["acc"], DEVICE_ALIGNMENT),
         ("device", "P"): plane_offsets(problem.planes, m, n, k).end if problem.planes else 0,
         ("device", "D"): round_up(strip * n * sizes["C"], DEVICE_ALIGNMENT),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
@@ -101,6 +106,10 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
         panels = zip(sources, ((m, k), (k, n), (m, n)), strict=False)
         reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
+    if setting.problem.gram == "full":
+        # A thread transposes a part of a strip before it writes the part a second time.
+        part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
+        writing += max(MIRRORED_BYTES, part)
     return io_threads * (reading + writing)
 
 
@@ -162,6 +171,11 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     return problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
 
 
+def whole(problem: GemmProblem) -> Coverage:
+    """Return the coverage of all of C, or of the triangle of a Gram matrix."""
+    return Coverage(problem.m, 0 if problem.gram else problem.n, problem.elements)
+
+
 def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
     """Return a lower bound on the bytes that any schedule loads into a memory of `memory` bytes.
 
@@ -174,13 +188,18 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     The source is Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication*
     (2019). With mixed dtypes, M counts elements of the narrowest one. If only a `part` of C is computed, m
     and n are its numbers of rows and columns, and m n is its number of elements.
+
+    For a Gram matrix, whose triangle takes P multiplications, the second term is sqrt(2) P / sqrt(M) - 2 M.
+    Source: Beaumont, Eyraud-Dubois, Langou and Verite, *I/O-optimal algorithms for symmetric linear algebra
+    kernels* (2022).
     """
-    part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
+    part = part or whole(problem)
     sizes = problem.itemsizes
     narrowest = min(sizes.values())
     elements = max(1, memory // narrowest)
     once = required_bytes(problem, part)["h2d"]
-    streaming = 2 * part.elements * problem.depth / sqrt(elements) - 2 * elements
+    products = min(part.elements, problem.elements) * problem.depth
+    streaming = (sqrt(2) if problem.gram else 2) * products / sqrt(elements) - 2 * elements
     if not problem.reads_c:
         streaming -= part.elements
     return max(once, int(streaming * narrowest))
@@ -193,7 +212,7 @@ def required_bytes(
 
     The operands in `in_place` cross none: they are multiplied where they are.
     """
-    part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
+    part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
     c_bytes = part.elements * sizes["C"]
     up = (

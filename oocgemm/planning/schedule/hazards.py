@@ -125,15 +125,14 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 if op.operand != "C" or op.writes[0].slot.operand == "D":
                     contents[op.writes[0].slot] = block
             case Kind.PREPARE:
-                for region, panel in zip(op.reads, (("A", (op.m, op.k)), ("B", (op.k, op.n))), strict=True):
+                for region, panel in zip(op.reads, _panels(schedule, op), strict=True):
                     _require(contents.get(region.slot) == panel, op)
                 contents[op.writes[0].slot] = op.tile, op.step
             case Kind.MULTIPLY:
+                panels = iter(_panels(schedule, op))
                 for region in op.reads:
                     if region.slot.operand in ("A", "B"):
-                        whole = schedule.grid.rows(op.tile[0])
-                        expected = {"A": (whole, op.k), "B": (op.k, op.n)}[region.slot.operand]
-                        _require(contents.get(region.slot) == (region.slot.operand, expected), op)
+                        _require(contents.get(region.slot) == next(panels), op)
                     elif region.slot.operand == "P":
                         _require(contents.get(region.slot) == (op.tile, op.step), op)
                 for strip in _strips_in(schedule, op):
@@ -161,6 +160,14 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
     _check_area(written, sum(map(grid.elements, schedule.tiles)))
+
+
+def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:
+    """Return the contents of the slots of the two panels that a Prepare or a Multiply needs."""
+    rows, cols = schedule.grid.rows(op.tile[0]), schedule.grid.cols(op.tile[1])
+    if schedule.problem.gram:
+        return ("A", (rows, op.k)), ("A", (cols, op.k))
+    return ("A", (rows, op.k)), ("B", (op.k, cols))
 
 
 def _note_written(

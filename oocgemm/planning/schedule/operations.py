@@ -18,6 +18,10 @@ The last steps of a tile run strip by strip: one strip (a block of rows of the t
 while the next strip is multiplied. With only one accumulator, the first steps of the next tile also run strip
 by strip, into strips that have been downloaded.
 
+For a Gram matrix (`GemmProblem.gram`), B(p,j) is the panel of A that belongs to tile row j, in the same
+slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because its
+strips differ in width (`TileGrid`).
+
 In a run, operations of different streams overlap. They wait for one another only if they access the same part
 of a buffer (`oocgemm.planning.schedule.hazards`).
 """
@@ -31,6 +35,7 @@ from oocgemm.planning.schedule.operation import Kind, Operation
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
+from oocgemm.planning.schedule.triangle import LinePlacing
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 
@@ -79,7 +84,8 @@ class Schedule:
                         slot = self._on_device("P", prepared % self.slots.planes)
                         planes[step] = Region(slot, 0, 1)
                         prepared += 1
-                parts = [(part,) for part in strips] if by_strips else [strips]
+                apart = by_strips or self.grid.is_staircase(tile)
+                parts = [(part,) for part in strips] if apart else [strips]
                 yield len(group), self._batch(tile, c_slot, group, planes, old_c, parts, order[0], not left)
 
     def _batch(
@@ -103,7 +109,10 @@ class Schedule:
                 yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
         for step, a, b in group:
             yield from self._load_panel("A", tile, step, a)
-            yield from self._load_panel("B", tile, step, b)
+            if not self.problem.gram:
+                yield from self._load_panel("B", tile, step, b)
+            elif tile[0] != tile[1]:
+                yield from self._load_panel("A", tile, step, b, line=tile[1])
         for step, a, b in group:
             if step in planes:
                 yield self._prepare(tile, step, a, b, planes[step])
@@ -149,38 +158,51 @@ class Schedule:
             a_read=0 if "A" in in_place else loads.a_read,
             b_read=0 if "B" in in_place else loads.b_read,
         )
-        c = 0 if "C" in in_place else self.problem.itemsizes["C"] * self.elements
+        size = self.problem.itemsizes["C"]
+        c, written = (0, 0) if "C" in in_place else (size * self.elements, size * self.elements_written)
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
-            return {"read": read, "h2d": 0, "d2h": 0, "write": c}
+            return {"read": read, "h2d": 0, "d2h": 0, "write": written}
         # The device copies from or to the arrays of operands without host slots: nothing is read or written.
         passed = {"A": loads.a_read, "B": loads.b_read, "C": c_in}
         read = int(sum(size for operand, size in passed.items() if not self.slots.streams(operand)))
-        return {"read": read, "h2d": up, "d2h": c, "write": 0 if self.slots.streams("C") else c}
+        return {"read": read, "h2d": up, "d2h": c, "write": 0 if self.slots.streams("C") else written}
 
     @property
     def elements(self) -> int:
         """Elements of C in the tiles of the schedule."""
         down, across = self.grid.shape
-        if len(self.tiles) == down * across:
+        if len(self.tiles) == down * across and not self.grid.gram:
             return self.grid.m * self.grid.n
         return sum(map(self.grid.elements, self.tiles))
 
+    @property
+    def elements_written(self) -> int:
+        """Elements of C that the schedule writes. Mirrored elements count twice."""
+        return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
+
     def _placing(self) -> Placing:
-        return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
+        kind = LinePlacing if self.problem.gram else Placing
+        return kind(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
 
     def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])
         for start in range(m0, m1, self.slots.strip):
             yield start, min(start + self.slots.strip, m1)
 
-    def _load_panel(self, operand: str, tile: Tile, step: int, placed: Placed) -> Iterator[Operation]:
+    def _load_panel(
+        self, operand: str, tile: Tile, step: int, placed: Placed, line: int | None = None
+    ) -> Iterator[Operation]:
+        """Load a panel of op(A) or op(B) unless it is cached.
+
+        `line` is the tile row of a panel of op(A), by default that of `tile`.
+        """
         k = self.grid.depth(step)
         if not placed.upload or k[0] == k[1]:
             return
         nothing = (0, 0)
-        m = self.grid.rows(tile[0]) if operand == "A" else nothing
+        m = self.grid.rows(tile[0] if line is None else line) if operand == "A" else nothing
         n = self.grid.cols(tile[1]) if operand == "B" else nothing
         elements = length(k) * length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
@@ -216,7 +238,7 @@ class Schedule:
             return ()
         panels = (
             Region(self._on_device("A", a.device_slot), 0, m * k),
-            Region(self._on_device("B", b.device_slot), 0, k * n),
+            Region(self._on_device(self.problem.operands[-1], b.device_slot), 0, k * n),
         )
         return (*panels, planes[step]) if step in planes else panels
 
@@ -229,7 +251,7 @@ class Schedule:
     def _multiply(
         self, tile: Tile, rows: Range, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
     ) -> Operation:
-        n, k = self.grid.cols(tile[1]), self.grid.depth(step)
+        n, k = self.grid.span(tile, rows), self.grid.depth(step)
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         sums = self._sums(c_slot, tile, rows)
@@ -285,6 +307,7 @@ class Schedule:
             yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n, device=self.device)
             source, sums = finished, ()
         coded = "C" in self.coded
+        written = size + self.problem.itemsizes["C"] * length(rows) * length(self.grid.mirrored(tile, rows))
         if self.slots.unified:
             yield Operation(
                 Kind.WRITE,
@@ -295,7 +318,7 @@ class Schedule:
                 (),
                 rows,
                 n,
-                bytes=size,
+                bytes=written,
                 coded=coded,
                 device=self.device,
             )
@@ -309,7 +332,7 @@ class Schedule:
             Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size, device=self.device
         )
         yield Operation(
-            Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded, device=self.device
+            Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=written, coded=coded, device=self.device
         )
 
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
@@ -318,7 +341,7 @@ class Schedule:
         The strip consists of the given `rows` of a tile. `number` is its number in the run. Strips use the
         host slots in turn.
         """
-        n = self.grid.cols(tile[1])
+        n = self.grid.span(tile, rows)
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
@@ -343,5 +366,4 @@ class Schedule:
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
         """Return the region of some rows of the tile in its accumulator."""
-        top, cols = self.grid.rows(tile[0])[0], length(self.grid.cols(tile[1]))
-        return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)
+        return Region(slot, self.grid.above(tile, rows[0]), self.grid.above(tile, rows[1]))

@@ -210,12 +210,14 @@ class Placing:
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
+        self._work, self._max_work = 0, inf
+        if not slots.b:
+            return  # a Gram matrix: `LinePlacing` places its panels
         a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
         self._a, self._b = panels or (
             Panels(tiles, steps, 0, slots.a, a),
             Panels(tiles, steps, 1, slots.b, b),
         )
-        self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
         """Place the panels of the tile at `position`. Yield its steps in the groups of `step_groups`.
@@ -223,9 +225,17 @@ class Placing:
         Positions must be passed in ascending order.
         """
         for by_strips, steps in self._step_groups(position):
-            yield by_strips, [(s, self._a.place(position, s), self._b.place(position, s)) for s in steps]
-            self._a.advance()
-            self._b.advance()
+            yield by_strips, [(step, *self.place_step(position, step)) for step in steps]
+            self.advance()
+
+    def place_step(self, position: int, step: int) -> tuple[Placed, Placed]:
+        """Choose the slots for the panels of op(A) and op(B) of one step of the tile at `position`."""
+        return self._a.place(position, step), self._b.place(position, step)
+
+    def advance(self) -> None:
+        """End a group of steps whose panels are loaded together."""
+        self._a.advance()
+        self._b.advance()
 
     def loads(
         self,

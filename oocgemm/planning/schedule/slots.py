@@ -73,6 +73,7 @@ class Slots:
     - `a`, `b`, `c`: device slots for panels of op(A), panels of op(B) and accumulators (tiles of C).
     - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C. An operand without host
       slots is in host memory, and the device copies from or to its array (`streams`).
+      For a Gram matrix, `b` and `host_b` are 0: the slots for panels of op(A) are used in both roles.
     - `finish`: device slots for finished strips (D). `planes`: device slots for residues (P).
     - `unified`: device and host share one memory, so that there are no host slots.
     - `strip`: a tile drains in strips of this many rows.
@@ -102,7 +103,7 @@ class Slots:
         This is the number that `drain` requests. It is limited by `a` and by `b`, since the device must store
         the panels of all these steps at the same time.
         """
-        return min(self.drain, self.a, self.b)
+        return min(self.drain, min(self.a, self.b) if self.b else max(1, self.a // 2))
 
     @property
     def turn_steps(self) -> int:

@@ -12,7 +12,7 @@ in two predictions:
 from dataclasses import replace
 from functools import lru_cache
 
-from oocgemm.planning.cost.clock import predict
+from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.rates import scaled
 from oocgemm.planning.cost.simulate import simulate
@@ -89,4 +89,4 @@ def _with_rates(plan: Plan, latest: Plan) -> Plan:
 def _operations(plan: Plan) -> int:
     """Estimate the number of operations of a plan."""
     strips = ceil_div(plan.tile.m, max(1, plan.slots.strip))
-    return plan.grid.shape[0] * plan.grid.shape[1] * (5 * plan.grid.steps + 4 * strips)
+    return plan.grid.count * (5 * plan.grid.steps + 4 * strips)

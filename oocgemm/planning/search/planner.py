@@ -14,14 +14,16 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate, required_bytes
+from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
+from oocgemm.planning.search.gram import gram_candidates, smallest
 from oocgemm.planning.search.moves import moves
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -120,7 +122,8 @@ def resumed_plan(
     together = max(2, slots.last_steps)
     fewer = replace(
         slots,
-        a=min(slots.a, together),
+        # A Gram matrix has slots for panels in both roles.
+        a=min(slots.a, together if slots.b else 2 * together),
         b=min(slots.b, together),
         host_a=min(slots.host_a, 2),
         host_b=min(slots.host_b, 2),
@@ -148,16 +151,17 @@ def resumed_plan(
 def _planned(setting: Setting, tile: TileShape | None) -> Plan:
     if tile is not None:
         check_tile(setting, tile)
-    prices = Prices(setting)
+    prices, gram = Prices(setting), bool(setting.problem.gram)
+    enumerated = gram_candidates if gram else candidates
     for threads in (io_threads(setting), 1):  # one I/O thread needs the least temporary memory
-        found = list(candidates(prices, tile, threads))
+        found = list(enumerated(prices, tile, threads))
         if found:
             break
     else:
-        raise budget_error(setting, tile)
+        raise budget_error(setting, tile, smallest(setting, tile) if gram else None)
     search = _Search(prices)
     search.run_best(found)
-    if tile is None and 0 not in (setting.problem.m, setting.problem.n):
+    if tile is None and not gram and 0 not in (setting.problem.m, setting.problem.n):
         search.improve()
     scored = search.ranked()
     return Plan(
@@ -229,7 +233,7 @@ class _Search:
     def _run(self, candidate: Candidate) -> Prediction:
         problem = self._prices.setting.problem
         grid = TileGrid.of(problem, candidate.tile)
-        tiles = min(MAX_TILES, grid.shape[0] * grid.shape[1])
+        tiles = min(MAX_TILES, grid.count)
         steps = min(grid.steps, MAX_STEPS + max(candidate.slots.a, candidate.slots.b))
         self._spent += CANDIDATE_SECONDS + tiles * (TILE_SECONDS + steps * STEP_SECONDS)
         self._found[candidate] = predict(self._prices.setting, candidate, self._prices)

@@ -1,5 +1,7 @@
 """Create the errors for tile shapes and budgets that no plan can use. Their messages name the remedy."""
 
+from math import lcm
+
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint
 from oocgemm.planning.integers import MAX_INT32_DEPTH
@@ -15,12 +17,19 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     problem = setting.problem
     if min(tile.m, tile.n, tile.k) < 1:
         raise InputError(f"tile {tile} has an extent below 1: write MxNxK, such as 4096x4096x512")
+    if problem.gram and tile.m != tile.n:
+        raise InputError(
+            f"tile {tile} is not square, as the tiles of a Gram matrix must be: write MxMxK, such as "
+            f"{tile.m}x{tile.m}x{tile.k}"
+        )
     if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
             f"tile {tile} would sum {tile.k} int8 products in int32, which can hold sums of "
             f"{MAX_INT32_DEPTH}: make k at most {MAX_INT32_DEPTH}"
         )
     chunk = setting.layouts.c.write_chunk
+    if problem.gram:
+        chunk = (lcm(*chunk), lcm(*chunk))
     for name, extent, nominal, unit in (
         ("m", problem.m, tile.m, chunk[0]),
         ("n", problem.n, tile.n, chunk[1]),
@@ -32,10 +41,11 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
             )
 
 
-def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
+def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate | None = None) -> BudgetError:
     """Create the error for budgets that are too small for every plan.
 
-    With `tile`, it is for budgets that are too small for every plan with that tile shape.
+    With `tile`, it is for budgets that are too small for every plan with that tile shape. `smallest` is the
+    plan that needs the least memory, if it is not that of a general product.
     """
     problem, layouts, budgets = setting.problem, setting.layouts, setting.budgets
     unified = setting.machine.unified
@@ -51,7 +61,7 @@ def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
         planes=2 if problem.planes else 0,
         unified=unified,
     )
-    needed = footprint(setting, Candidate(shape, slots))
+    needed = footprint(setting, smallest or Candidate(shape, slots))
     if tile:
         return too_small(budgets, needed, f"the plan of tile {tile}", "a smaller tile")
     remedies = []

@@ -1,0 +1,190 @@
+"""Predict the time of a Gram matrix with formulas: how long each lane is busy, and what does not overlap.
+
+The virtual clock (`oocgemm.planning.cost.clock`) knows only products of two operands. The plans of a Gram
+matrix differ mainly in their numbers of tiles and strips, and in the bytes that they load. The times of lanes
+suffice to compare them.
+"""
+
+from functools import lru_cache
+
+from oocgemm.planning.cost import clock
+from oocgemm.planning.cost.clock import LANES, Prediction
+from oocgemm.planning.cost.footprint import Candidate
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.slots import Slots, Tier
+from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.schedule.triangle import LinePlacing, triangle
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import TileGrid, length
+
+# Loads of panels are counted for at most this many placements of a panel in slots, which take about 30 ms.
+MAX_COUNTED = 6000
+
+
+def predict(
+    setting: Setting, candidate: Candidate, prices: Prices | None = None, *, rough: bool = False
+) -> Prediction:
+    """Predict the seconds of a run of a candidate over all of C, by the clock or by formulas.
+
+    The loads of panels are counted if that takes little time, and otherwise estimated. With `rough`, they are
+    always estimated.
+    """
+    if not setting.problem.gram:
+        return clock.predict(setting, candidate, prices)
+    grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp, candidate.slots.strip)
+    if 0 in grid.shape:
+        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
+    lines, steps, slots = grid.shape[0], grid.steps, candidate.slots
+    counted = None
+    if not rough and 2 * grid.count * steps <= MAX_COUNTED:
+        counted = _counted(
+            lines, steps, slots.a, 0 if slots.unified else slots.host_a, candidate.traversal.band
+        )
+    return _Formulas(prices or Prices(setting), candidate, grid, counted).prediction()
+
+
+@lru_cache(1024)
+def _counted(lines: int, steps: int, device: int, host: int, band: int) -> tuple[float, float]:
+    """Count the lines that are uploaded and read, if all lines and panels are of equal size."""
+    tiles = triangle(lines, band)
+    slots = Slots(a=device, b=0, host_a=host, host_b=0)
+    found = LinePlacing(tiles, steps, slots).loads([1] * steps, lambda i: 1, lambda j: 1)
+    assert found is not None
+    return found[0][0] / steps, found[0][1] / steps
+
+
+def estimate_line_loads(
+    problem: GemmProblem,
+    grid: TileGrid,
+    slots: Slots,
+    traversal: Traversal,
+    counted: tuple[float, float] | None = None,
+) -> Loads:
+    """Estimate the bytes that `Schedule.loads` counts for all tiles of a Gram matrix.
+
+    `counted` are the numbers of lines that are uploaded and read, if they are known.
+    """
+    lines, steps = grid.shape[0], grid.steps
+    if not lines:
+        return Loads(0, 0, 0, 0)
+    line = problem.m * problem.depth * problem.itemsizes["A"] / lines
+    if counted is not None:
+        return Loads(line * counted[0], 0, line * counted[1], 0)
+    up = line * _lines_loaded(lines, steps, slots.a, traversal.band)
+    if slots.unified:
+        return Loads(up, 0, up, 0)
+    # Both tiers cache the panels that are used next, so that their slots do not add up.
+    read = line * _lines_loaded(lines, steps, slots.host_a, traversal.band)
+    return Loads(up, 0, min(up, read), 0)
+
+
+def _lines_loaded(lines: int, steps: int, slots: int, band: int) -> float:
+    """Estimate how many lines of `steps` panels are loaded if `slots` panels are cached.
+
+    Successive tiles have a line in common, whose panels are found if they are cached. A band loads its own
+    lines, and per column the line of the column and those of its own lines that are not cached. The column at
+    which it starts is a line of the band before it. Slots that are left over keep lines of other columns.
+
+    >>> _lines_loaded(4, 10, 40, 1), _lines_loaded(4, 10, 12, 1), _lines_loaded(4, 10, 7, 1)
+    (4.0, 7.0, 11.5)
+    """
+    if slots >= lines * steps:
+        return float(lines)
+    cached = (slots - 2) / steps  # two panels pass through
+    tiles = lines * (lines + 1) // 2
+    if cached < 1:
+        return 2 * tiles - lines - (tiles - 1) * max(0.0, cached)
+    loaded = 0.0
+    for top in range(0, lines, band):
+        height = min(band, lines - top)
+        missing, spare = max(0.0, height - cached), max(0.0, cached - height)
+        loaded += height + missing * (height - 1) / 2
+        loaded += max(0, top - 1) * (1 + missing) - min(max(0, top - 1), spare)
+    return loaded
+
+
+class _Formulas:
+    """The times of the lanes of one candidate."""
+
+    def __init__(
+        self, prices: Prices, candidate: Candidate, grid: TileGrid, counted: tuple[float, float] | None
+    ) -> None:
+        self._counted = counted
+        self._prices, self._setting, self._grid = prices, prices.setting, grid
+        self._slots, self._tile, self._band = candidate.slots, candidate.tile, candidate.traversal
+        lines, self._last = grid.shape[0] - 1, length(grid.rows(grid.shape[0] - 1))
+        side = min(grid.tile.m, grid.m)
+        self._side = side
+        # (number of tiles, rows, columns) of equal tiles left of the diagonal, and (number, rows) on it.
+        self._squares = [(lines * (lines - 1) // 2, side, side), (lines, self._last, side)]
+        self._staircases = [(lines, side), (1, self._last)]
+
+    def prediction(self) -> Prediction:
+        prices, slots, grid, setting = self._prices, self._slots, self._grid, self._setting
+        problem, machine = setting.problem, setting.machine
+        depth = min(grid.tile.k, grid.k)
+        loads = estimate_line_loads(problem, grid, slots, self._band, self._counted)
+        busy = dict.fromkeys(LANES, 0.0)
+        steps = problem.depth / max(1, depth)
+        busy["compute"] = steps * sum(
+            [count * prices.multiply(rows, rows, cols, depth) for count, rows, cols in self._squares if count]
+            + [count * self._staircase(rows, depth) for count, rows in self._staircases]
+        )
+        if slots.planes:
+            busy["prepare"] = grid.count * steps * prices.prepare(self._side, self._side, depth)
+        size = max(1, prices.bytes("A", self._side, depth))
+        read, uploads = loads.a_read / size, loads.a_up / size
+        reading = 0.0 if slots.streams("A") else prices.read("A", self._side, depth)
+        uploading = 0.0 if slots.unified else prices.upload("A", self._side, depth)
+        held = min(read, slots.count(Tier.DEVICE if slots.unified else Tier.HOST, "A"))
+        layouts = setting.layouts
+        lane = "decode" if layouts.a.decode_bytes else "read"
+        busy[lane] = read * reading + held * prices.faults("A", self._side, depth)
+        busy["h2d"] = uploads * uploading
+        # Strips of full size that together have as many elements as C.
+        strip = min(slots.strip, self._side)
+        strips = self._elements() / (strip * self._side)
+        writing, down = prices.write(strip, self._side), prices.download(strip, self._side)
+        twice = 2 if problem.gram == "full" else 1
+        out = "encode" if layouts.c.encodes else "write"
+        busy[out] = strips * twice * writing
+        busy["d2h"] = 0.0 if slots.unified else strips * down
+        if problem.reads_c:
+            busy["decode" if layouts.c.decode_bytes else "read"] += strips * prices.read(
+                "C", strip, self._side
+            )
+            busy["h2d"] += 0.0 if slots.unified else strips * prices.upload("C", strip, self._side)
+        staged = uploads * prices.staged("A", self._side, depth)
+        operations = grid.count * grid.steps + read + uploads + (1 if slots.unified else 2) * strips
+        busy["issue"] = machine.issue * operations
+        start = reading + uploading
+        step = self._staircase(self._last, depth)
+        draining = max(busy["d2h"], busy[out]) / max(strips, 1e-9)
+        last = grid.elements((grid.shape[0] - 1,) * 2) / (strip * self._side)
+        hidden = min(slots.last_steps, grid.steps) * step
+        if machine.shares_cores:
+            total = sum(busy[x] for x in ("read", "decode", "compute")) + prices.write_cpu_share * busy[out]
+            tail = draining
+            bubbles = 0.0
+        else:
+            tail = max(draining, last * draining - hidden)
+            # With one accumulator, the strips of the next tile wait until those of this tile have drained.
+            waiting = self._side / strip * draining - 2 * slots.turn_steps * step
+            bubbles = (grid.count - 1) * max(0.0, waiting) if slots.c == 1 else 0.0
+            total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
+        return Prediction(busy, start, bubbles, tail, total + tail)
+
+    def _staircase(self, rows: int, depth: int) -> float:
+        """Return the seconds of one step of a tile of `rows` rows on the diagonal."""
+        strip, prices = min(self._slots.strip, rows), self._prices
+        whole, rest = divmod(rows, strip)
+        seconds = sum(prices.multiply(strip, strip, (i + 1) * strip, depth) for i in range(whole))
+        return seconds + (prices.multiply(rest, rest, rows, depth) if rest else 0.0)
+
+    def _elements(self) -> int:
+        """Return the number of elements that are computed."""
+        grid, end = self._grid, self._grid.shape[0] - 1
+        squares = sum(count * rows * cols for count, rows, cols in self._squares)
+        return squares + end * grid.elements((0, 0)) + grid.elements((end, end))

@@ -1,0 +1,226 @@
+"""Enumerate the candidates for a Gram matrix: tile shapes, strips and numbers of slots.
+
+Tiles are square. Large tiles load fewer bytes. With one tile, its staircase is the whole triangle of C: every
+panel is loaded once, and the triangle stays on the device (the *resident triangle*). With more tiles, fewer
+strips per tile suffice to multiply little more than the triangle.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import lcm
+
+from oocgemm.planning.check_blocks import panel_checksum_bytes
+from oocgemm.planning.cost.footprint import Candidate, footprint, slot_bytes
+from oocgemm.planning.cost.gram import predict
+from oocgemm.planning.cost.machine import LARGE_UNIT
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.search.depths import best_depths
+from oocgemm.planning.setting import GRAM_STRIPS, Setting
+from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
+
+# Numbers of tile rows to try: all up to DENSE_COUNTS, then in steps of about a quarter, up to MAX_COUNT. If
+# none of them fits, larger ones are tried until one fits.
+DENSE_COUNTS, MAX_COUNT = 12, 64
+# For this many sides of tiles, the best ones, all depths and numbers of strips are tried.
+REFINED = 4
+# Of all candidates, the loads of this many, the best ones, are counted where that takes little time.
+MAX_CANDIDATES = 12
+# Minimum rows of a strip. Thinner ones would take longer to issue than they save.
+MIN_STRIP = 64
+# Numbers of strips into which C is divided, as multiples of `GRAM_STRIPS`. Those in SCARCE_FACTORS are tried
+# only if memory for larger strips is missing.
+STRIP_FACTORS, SCARCE_FACTORS = (1, 2), (4, 8, 16, 32)
+# With less device memory than this, in bytes, all depths (tile.k) are tried.
+SCARCE_MEMORY = 1 << 20
+# Maximum number of steps of a tile that run strip by strip at its end.
+MAX_DRAIN = 8
+# Device slots for panels of a pageable array. Several blocks are copied at the same time.
+PAGEABLE_SLOTS = 8
+
+
+def gram_candidates(
+    prices: Prices, tile: TileShape | None, io_threads: int
+) -> Iterator[tuple[float, Candidate]]:
+    """Yield candidates that fit the budgets, each with its predicted seconds as a lower bound.
+
+    If `tile` is given, all of them have that tile shape.
+    """
+    setting = prices.setting
+    n = setting.problem.m
+    if not n:
+        yield 0.0, smallest(setting, tile)
+        return
+    memory = setting.budgets.device - setting.machine.device_reserve
+    depths = best_depths(setting, memory, every_depth=memory < SCARCE_MEMORY)
+    found: dict[Candidate, float] = {}
+
+    def try_shape(shape: TileShape, factors: Sequence[int]) -> bool:
+        """Predict the candidates with a tile shape. Returns whether there are any."""
+        before = len(found)
+        for candidate in _filled(prices, shape, io_threads, factors):
+            found[candidate] = predict(setting, candidate, prices, rough=True).total
+        return len(found) > before
+
+    for count in () if tile else _counts(n):
+        if found and count > MAX_COUNT:
+            break
+        for side in _sides(setting, count):
+            # Of the depths, the middle one is tried, or the largest one that fits.
+            for k in (depths[len(depths) // 2], *reversed(depths)):
+                if try_shape(TileShape(side, side, k), STRIP_FACTORS[:1]):
+                    break
+    sides = dict.fromkeys(candidate.tile.m for candidate in sorted(found, key=found.__getitem__))
+    refined = [TileShape(side, side, k) for side in list(sides)[:REFINED] for k in depths]
+    for shape in [tile] if tile else refined:
+        try_shape(shape, STRIP_FACTORS)
+    for candidate in sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]:
+        yield predict(setting, candidate, prices).total, candidate
+
+
+def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
+    """Return the candidate that needs the least memory, whether it fits or not."""
+    problem, unit = setting.problem, _unit(setting)
+    side = max(1, min(problem.m, round_up(16, unit)))
+    shape = tile or TileShape(side, side, max(1, min(problem.depth, 16)))
+    return Candidate(shape, _slots(setting, shape, 1, min(_step_unit(setting, shape), shape.m), 1))
+
+
+def _counts(n: int) -> Iterator[int]:
+    """Yield numbers of tile rows into which `n` rows are divided."""
+    count = 1
+    while count <= n:
+        yield count
+        count = count + 1 if count < DENSE_COUNTS else ceil_div(5 * count, 4)
+
+
+def _unit(setting: Setting) -> int:
+    """Return the number of which the sides of tiles are multiples, so that no two share a chunk of C."""
+    return 1 if setting.layouts.c.free_chunks else lcm(*setting.layouts.c.write_chunk)
+
+
+def _step_unit(setting: Setting, tile: TileShape) -> int:
+    """Return the number of which the heights of strips are multiples."""
+    return lcm(*setting.c_chunks(tile))
+
+
+def _sides(setting: Setting, count: int) -> list[int]:
+    """List sides of tiles for `count` tile rows, or for as many as the units of tiles allow."""
+    n, must, layout = setting.problem.m, _unit(setting), setting.layouts.a
+    even = ceil_div(n, count)
+    whole_chunks = must if layout.partial_reads else lcm(must, layout.read_chunk[0])
+    fine = lcm(must, 128 if even >= 1024 else 16 if even >= 256 else 1)
+    return sorted({min(n, round_up(even, unit if unit <= even else must)) for unit in (whole_chunks, fine)})
+
+
+def _filled(prices: Prices, tile: TileShape, io_threads: int, factors: Sequence[int]) -> Iterator[Candidate]:
+    """Yield candidates with a tile shape. The memory that is left over caches panels.
+
+    `factors` are multiples of `GRAM_STRIPS`: into how many strips C is divided. If none of these candidates
+    fits, thinner strips are tried.
+    """
+    setting, found = prices.setting, False
+    heights = dict.fromkeys(_strip(setting, tile, factor) for factor in (*factors, *SCARCE_FACTORS))
+    for number, strip in enumerate(heights):
+        if found and number >= len(factors):
+            return
+        for c in (1, 2) if tile.m < setting.problem.m else (1,):
+            base = _base(prices, tile, c, strip, io_threads)
+            if base is not None:
+                found = True
+                yield from _cached(setting, Candidate(tile, base, Traversal(), io_threads))
+
+
+def _strip(setting: Setting, tile: TileShape, factor: int) -> int:
+    """Return the height of strips if C is divided into `factor` * `GRAM_STRIPS` of them."""
+    n, unit = setting.problem.m, _step_unit(setting, tile)
+    side = min(tile.m, n)
+    height = max(min(side, MIN_STRIP), ceil_div(side, ceil_div(factor * GRAM_STRIPS * side, n)))
+    if unit == 1:
+        unit = LARGE_UNIT if height >= LARGE_UNIT else 16 if height >= 64 else 1
+    return min(side, round_up(height, unit))
+
+
+def _base(prices: Prices, tile: TileShape, c: int, strip: int, io_threads: int) -> Slots | None:
+    """Return the minimum numbers of slots with which a tile shape runs well; None if they do not fit."""
+    setting = prices.setting
+    for host in (1,) if setting.machine.unified else (3, 2, 1):
+        slots = _slots(setting, tile, c, strip, host)
+        device, on_host = _free(setting, Candidate(tile, slots, io_threads=io_threads))
+        if min(device, on_host) < 0:
+            continue
+        size = slot_bytes(setting.problem, tile, strip)["device", "A"]
+        drain = _drain(prices, tile, slots)
+        panels = 2 * (drain + 1)
+        if setting.streams(setting.layouts.a) and not setting.layouts.a.pinned:
+            panels = max(panels, PAGEABLE_SLOTS)
+        more = max(0, panels - slots.a)
+        if more and more * size <= device // 2:
+            return replace(slots, a=slots.a + more, drain=drain)
+        return slots
+    return None
+
+
+def _slots(setting: Setting, tile: TileShape, c: int, strip: int, host: int) -> Slots:
+    """Return the least numbers of slots, with `host` host slots for each panel of a step and for strips."""
+    problem, unified = setting.problem, setting.machine.unified
+    panels = 2 if min(tile.m, problem.m) < problem.m else 1
+    return Slots(
+        a=2 * panels,
+        b=0,
+        c=c,
+        host_a=0 if unified or setting.streams(setting.layouts.a) else host * panels,
+        host_b=0,
+        host_c=0 if unified else host,
+        finish=2 if problem.finishes else 0,
+        strip=strip,
+        planes=2 if problem.planes else 0,
+        unified=unified,
+    )
+
+
+def _drain(prices: Prices, tile: TileShape, slots: Slots) -> int:
+    """Choose how many of the last steps of a tile run strip by strip, to hide the download of the tile."""
+    setting = prices.setting
+    problem, machine = setting.problem, setting.machine
+    side, depth = min(tile.m, problem.m), min(tile.k, problem.depth)
+    flops = problem.step_flops(side, side, depth) / 2
+    if not flops or problem.planes:
+        return 1
+    step = machine.multiply_seconds(problem.rate, flops, side, side, depth) + machine.step_latency
+    rate = machine.write if slots.unified else prices.rate("d2h", "C", slots.strip, side)
+    seconds = side * side / 2 * problem.itemsizes["C"] / rate
+    return max(1, min(TileGrid.of(problem, tile).steps, MAX_DRAIN, int(seconds / step) + 1))
+
+
+def _free(setting: Setting, candidate: Candidate) -> tuple[int, int]:
+    """Return the bytes of the budgets that a candidate leaves free on the device and on the host."""
+    used = footprint(setting, candidate)
+    return setting.budgets.device - used.device_total, setting.budgets.host - used.host_total
+
+
+def _cached(setting: Setting, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate whose free memory caches panels, in bands of several widths."""
+    problem, slots, tile = setting.problem, candidate.slots, candidate.tile
+    grid = TileGrid.of(problem, tile)
+    lines, steps = grid.shape[0], grid.steps
+    if lines > 1:
+        size = slot_bytes(problem, tile, slots.strip)
+        checks = panel_checksum_bytes(problem, tile, slots.strip)[0]
+        free, host_free = _free(setting, candidate)
+        # If the host computes checksums, it stores those of the panels on the device too.
+        more = free // size["device", "A"] if size["device", "A"] else lines * steps
+        more = min(more, host_free // checks if checks else more, max(0, lines * steps - slots.a))
+        slots, host_free = replace(slots, a=slots.a + more), host_free - more * checks
+        if slots.host_a and setting.host_caches_panels:
+            wanted = max(0, lines * steps - slots.host_a) if lines * steps > slots.a else 0
+            slots = replace(
+                slots, host_a=slots.host_a + min(wanted, host_free // (size["host", "A"] + checks))
+            )
+    candidate = replace(candidate, slots=slots)
+    # Bands of equal height, whose lines are cached on the device, or on the host, or nearly so.
+    widths = {1, *(count // steps + more for count in (slots.a, slots.host_a) for more in (-1, 0))}
+    even = {ceil_div(lines, ceil_div(lines, min(lines, width))) for width in widths if width >= 1}
+    for band in sorted(even):
+        yield replace(candidate, traversal=Traversal(0, band))

@@ -1,0 +1,175 @@
+"""Measure `gram` relative to `gemm(X, X^T)`, in the same run and in turn.
+
+    python scripts/bench_gram.py --backend host --size 8192
+    python scripts/bench_gram.py --backend cuda --size 32768 --dtype float64 --dtype float32 --dtype int8
+    python scripts/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
+
+X holds small integers, so that C is exact: a sample of rows of both results is compared with NumPy. X and C
+are NumPy arrays, or zarr arrays of raw chunks in a folder. The ratio is that of the medians; `cpu_ratio` is
+that of the CPU time of this process, which other programs on the machine disturb less. The first round is not
+counted. The results go to a JSON file with a key per case. Other cases in the file are kept.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import zarr
+from keeping import keep, output
+
+import oocgemm
+
+# Rows that are filled at a time, and that are compared.
+BAND, COMPARED = 2048, 64
+
+
+def filled(target: Any) -> Any:
+    """Fill X with small integers, band by band."""
+    rng = np.random.default_rng(0)
+    for top in range(0, target.shape[0], BAND):
+        rows = min(BAND, target.shape[0] - top)
+        target[top : top + rows] = rng.integers(-3, 4, (rows, target.shape[1]), np.int8).astype(target.dtype)
+    return target
+
+
+def check(x: Any, c: Any, uplo: str) -> None:
+    """Compare some rows of C with NumPy. Elements in the triangle that is not stored are left out."""
+    rows = np.linspace(0, x.shape[0] - 1, COMPARED).astype(int)
+    for row in map(int, rows):
+        stored = {"lower": slice(0, row + 1), "upper": slice(row, None)}.get(uplo, slice(None))
+        right = np.asarray(x[row : row + 1]).astype("float64")[0]
+        for top in range(*stored.indices(x.shape[0])[:2], BAND):
+            part = slice(top, min(top + BAND, stored.indices(x.shape[0])[1]))
+            wanted = np.asarray(x[part]).astype("float64") @ right
+            np.testing.assert_array_equal(np.asarray(c[row : row + 1, part]).astype("float64")[0], wanted)
+
+
+@click.command()
+@click.option("--backend", default="host", show_default=True)
+@click.option("--size", default=8192, show_default=True, help="Rows of X.")
+@click.option("--depth", type=int, help="Columns of X.  [default: as many as rows]")
+@click.option("--dtype", "dtypes", multiple=True, default=("float64",), show_default=True)
+@click.option("--uplo", default="lower", show_default=True)
+@click.option("--folder", type=Path, help="Keep X and C in zarr arrays in this folder.  [default: in memory]")
+@click.option("--chunk", default=1024, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--device-memory")
+@click.option("--host-memory")
+@click.option("--tile")
+@click.option("--verify", is_flag=True)
+@output
+def main(
+    backend: str,
+    size: int,
+    depth: int | None,
+    dtypes: tuple[str, ...],
+    uplo: str,
+    folder: Path | None,
+    chunk: int,
+    rounds: int,
+    device_memory: str | None,
+    host_memory: str | None,
+    tile: str | None,
+    verify: bool,
+    output: Path | None,
+) -> None:
+    options: dict[str, Any] = {
+        "backend": backend,
+        "device_memory": device_memory,
+        "host_memory": host_memory,
+        "verify": verify,
+    }
+    k = depth or size
+    for dtype in dtypes:
+        found = compared(size, k, dtype, uplo, folder, chunk, rounds, tile, options)
+        place = "zarr" if folder else "memory"
+        name = f"{backend} {dtype} {size}x{k} {uplo} {place}"
+        keep(output or Path("scripts/results/bench_gram.json"), name, found)
+        shown = ("median_seconds", "ratio", "ratios", "cpu_ratio", "read", "h2d", "plans")
+        print(name, json.dumps({key: found[key] for key in shown}, indent=1), flush=True)
+
+
+def compared(
+    n: int,
+    k: int,
+    dtype: str,
+    uplo: str,
+    folder: Path | None,
+    chunk: int,
+    rounds: int,
+    tile: str | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Run both in turn and return what was measured."""
+    c_dtype = "int32" if dtype == "int8" else dtype
+    x: Any
+    targets: dict[str, Any]
+    if folder is None:
+        x = filled(np.empty((n, k), dtype))
+        # The same array for both, whose pages are resident.
+        target = np.zeros((n, n), c_dtype)
+        target[...] = 1
+        targets = {"gemm": target, "gram": target}
+        operand: Any = x
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        chunks = min(chunk, n), min(chunk, k)
+        x = filled(
+            zarr.create_array(folder / "x.zarr", shape=(n, k), dtype=dtype, chunks=chunks, compressors=None)
+        )
+        operand = folder / "x.zarr"
+        targets = {"gemm": folder / "gemm.zarr", "gram": folder / "gram.zarr"}
+    seconds: dict[str, list[float]] = {"gemm": [], "gram": []}
+    cpu: dict[str, list[float]] = {"gemm": [], "gram": []}
+    last: dict[str, Any] = {}
+    for turn in range(rounds + 1):
+        for way in ("gemm", "gram") if turn % 2 else ("gram", "gemm"):
+            if folder is not None:
+                shutil.rmtree(targets[way], ignore_errors=True)
+            busy = time.process_time()
+            if way == "gemm":
+                result = oocgemm.gemm(operand, operand, targets[way], trans_b="T", **options)
+            else:
+                result = oocgemm.gram(operand, targets[way], uplo=uplo, tile=tile, **options)
+            busy = time.process_time() - busy
+            if turn:
+                seconds[way].append(result.report.wall)
+                cpu[way].append(busy)
+            last[way] = result
+            print(f"{dtype} {way} {result.report.wall:.3f} s", flush=True)
+            if turn == 0:
+                c = targets[way] if folder is None else zarr.open_array(targets[way], mode="r")
+                check(x, c, uplo if way == "gram" else "full")
+    medians = {way: statistics.median(values) for way, values in seconds.items()}
+    header = last["gram"].timeline.header
+    plans = {way: result.plan for way, result in last.items()}
+    return {
+        "what": f"X {n} x {k} {dtype}, C {uplo}, {'zarr' if folder else 'in memory'}",
+        "backend": header["backend"],
+        "samples_seconds": seconds,
+        "median_seconds": medians,
+        "ratio": medians["gram"] / medians["gemm"],
+        "cpu_seconds": cpu,
+        "cpu_ratio": statistics.median(cpu["gram"]) / statistics.median(cpu["gemm"]),
+        "ratios": sorted(a / b for a, b in zip(seconds["gram"], seconds["gemm"], strict=True)),
+        "flops": {way: result.report.flops for way, result in last.items()},
+        "compute_share": {way: result.report.compute_share for way, result in last.items()},
+        "read": {way: [plan.traffic["read"], plan.least["read"]] for way, plan in plans.items()},
+        "h2d": {way: [plan.traffic["h2d"], plan.least["h2d"]] for way, plan in plans.items()},
+        "plans": {
+            way: f"tile {plan.tile}, grid {plan.grid.shape}, strip {plan.slots.strip}, slots C {plan.slots.c}"
+            f" A {plan.slots.a}, host A {plan.slots.host_a} C {plan.slots.host_c}, drain {plan.slots.drain}"
+            for way, plan in plans.items()
+        },
+        "predicted_seconds": {way: plan.prediction.total for way, plan in plans.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
