@@ -36,7 +36,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device.
     """
     layouts = setting.layouts
-    if not any(map(setting.streams, (layouts.a, layouts.b, layouts.c))):
+    if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
     lanes = 1 + (

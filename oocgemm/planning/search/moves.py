@@ -41,11 +41,13 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
     down, across = ceil_div(problem.m, tile.m), ceil_div(problem.n, tile.n)
     counts = [(down + 1, across), (down, across + 1), (2 * down, across), (down, 2 * across)]
     counts += [(down - 1, across)] * (down > 1) + [(down, across - 1)] * (across > 1)
+    others: list[tuple[TileShape, int]] = []
     for rows, cols in counts:
         m, n = round_up(ceil_div(problem.m, rows), unit_m), round_up(ceil_div(problem.n, cols), unit_n)
         shape = TileShape(min(m, problem.m), min(n, problem.n), tile.k)
         if shape != tile:
             yield shape, c if rows * cols > 1 else 1
+            others += [(shape, 3 - c)] * (rows * cols > 1)
     # A smaller last tile leaves less to write after the last multiplication.
     for extent, nominal, unit, axis in ((problem.m, tile.m, unit_m, "m"), (problem.n, tile.n, unit_n, "n")):
         count = ceil_div(extent, nominal)
@@ -54,3 +56,4 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
             if nominal < longer and (count - 1) * longer < extent:
                 yield replace(tile, **{axis: longer}), c
     yield tile, 3 - c
+    yield from others

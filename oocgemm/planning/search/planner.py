@@ -64,7 +64,10 @@ def make_plan(
 
     Plans are cached, because planning may take as long as a small product: milliseconds.
     """
-    return _plan_with_advice(Setting(problem, machine, layouts or Layouts(), budgets), tile)
+    setting = Setting(problem, machine, layouts or Layouts(), budgets)
+    if setting.enqueues:
+        setting = replace(setting, machine=machine.enqueued())
+    return _plan_with_advice(setting, tile)
 
 
 @lru_cache(64)
