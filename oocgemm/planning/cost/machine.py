@@ -6,6 +6,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from oocgemm.planning.cost.fits import fit_line
@@ -237,6 +238,7 @@ class MachineModel:
         return max(1.0, self.read / self.store_rate(layout, panel))
 
 
+@lru_cache(16)
 def default_model(backend: str, cores: int) -> MachineModel:
     """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host"."""
     if backend == "cuda":
