@@ -81,7 +81,7 @@ def layout(case: Case, rows: int, cols: int, size: int, *, new: bool = False) ->
             pinned=case.source == "pinned",
         )
     if case.source not in CHUNKS:
-        return Layout(line=cols, itemsize=size, scratch_bytes=MIB)
+        return Layout(line=cols, itemsize=size, scratch_bytes=MIB, page_cached=not new)
     chunk = min(CHUNKS[case.source], rows), min(CHUNKS[case.source], cols)
     return Layout(free_chunks=True, itemsize=size) if new else Layout(chunk, chunk, itemsize=size)
 

@@ -34,7 +34,7 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
     """Yield (tile shape, number of accumulators) of neighbours: other depths, one tile more or fewer."""
     problem, tile, c = setting.problem, candidate.tile, candidate.slots.c
     depth = max(1, problem.depth)
-    for k in (2 * tile.k, ceil_div(tile.k, 2)):
+    for k in (2 * tile.k, ceil_div(tile.k, 2), 4 * tile.k):
         if k >= 16 and min(k, depth) <= max_depth(problem) and min(k, depth) != min(tile.k, depth):
             yield replace(tile, k=min(k, depth)), c
     (*_, unit_m), (*_, unit_n) = alignments(setting)

@@ -179,7 +179,8 @@ def _bands(
         fewest = {max(fewest)}
     else:
         fewest |= {max(1, min(fewest) - 1)}
-    return sorted({1, *(ceil_div(rows, count) for count in fewest)})
+    # A single band is the traversal along the other axis.
+    return sorted({1, *(band for count in fewest if (band := ceil_div(rows, count)) < rows)})
 
 
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
