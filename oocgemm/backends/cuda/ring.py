@@ -265,7 +265,8 @@ class Ring:
             cuda_calls.record(event, lane.stream)
 
             def write() -> None:
-                event.synchronize()
+                if not cuda_calls.ended(event):  # else the thread keeps the GIL
+                    event.synchronize()
                 block.move(rows, cols, part)
 
             return event, write

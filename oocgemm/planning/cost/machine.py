@@ -32,9 +32,8 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
 }
 
-# Seconds to enqueue an operation where one thread enqueues all of them, and from the end of a copy to the
-# start of the product that waits for it.
-ENQUEUE, START = 40e-6, 15e-6
+# Seconds from the end of a copy to the start of the product that waits for it, if both are enqueued already.
+START = 15e-6
 
 # Properties of GPUs, measured on an H200 with CUDA 13.
 
@@ -145,7 +144,7 @@ class MachineModel:
 
     def enqueued(self) -> "MachineModel":
         """Return the model for runs whose operations one thread only enqueues on a GPU."""
-        return replace(self, issue=min(self.issue, ENQUEUE), step_latency=min(self.step_latency, START))
+        return replace(self, step_latency=min(self.step_latency, START))
 
     @property
     def codec_threads(self) -> int:
