@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from operator import itemgetter
 
 from oocgemm.planning.cost.footprint import Candidate
@@ -14,6 +15,8 @@ from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
 # The last tile is shrunk to these fractions of the others, if there are at most MAX_SHRUNK of them.
 LAST_SHARES, MAX_SHRUNK = (0.75, 0.5, 0.25), 8
+# The depth of the panels is changed by these factors. Short rows of a panel are copied more slowly.
+DEPTH_FACTORS = (2, 0.5, 4)
 # Of the numbers of slots for a tile shape, this many are tried.
 MAX_SLOT_COUNTS = 2
 
@@ -34,7 +37,7 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
     """Yield (tile shape, number of accumulators) of neighbours: other depths, one tile more or fewer."""
     problem, tile, c = setting.problem, candidate.tile, candidate.slots.c
     depth = max(1, problem.depth)
-    for k in (2 * tile.k, ceil_div(tile.k, 2), 4 * tile.k):
+    for k in (ceil(tile.k * factor) for factor in DEPTH_FACTORS):
         if k >= 16 and min(k, depth) <= max_depth(problem) and min(k, depth) != min(tile.k, depth):
             yield replace(tile, k=min(k, depth)), c
     (*_, unit_m), (*_, unit_n) = alignments(setting)
