@@ -178,9 +178,10 @@ class Bench:
         turns: dict[str, tuple[Turn, Any]] = {}
         if paths:
             place = self.files.product(case, "loop")
-            stored, out = [read_array(path) for path in paths], self.files.open_product(case, place)
+            out = self.files.open_product(case, place)
 
             def loop_from_files() -> None:
+                stored = [read_array(path) for path in paths]  # a file that is mapped could not be evicted
                 self._loop(case, (*stored, out), free)
                 if place.suffix == ".npy":
                     out.flush()

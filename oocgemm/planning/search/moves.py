@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.search.candidates import is_enqueued
 from oocgemm.planning.search.depths import max_depth
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.search.slot_counts import slot_counts
@@ -24,6 +25,8 @@ MAX_SLOT_COUNTS = 2
 def moves(prices: Prices, best: Candidate) -> Iterator[tuple[float, Candidate]]:
     """Yield candidates that differ from the best one in one decision, each with a lower bound on its time."""
     for shape, c in _shapes(prices.setting, best):
+        if not is_enqueued(prices.setting, shape) and is_enqueued(prices.setting, best.tile):
+            continue
         # Larger tiles may only fit with one accumulator, or with thinner panels.
         thinner = replace(shape, k=max(1, shape.k // 2))
         for fitting in ((shape, c), (shape, 1), (thinner, c), (thinner, 1)):
