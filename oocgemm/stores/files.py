@@ -151,7 +151,8 @@ class OpenFile:
         maps = len(os.sched_getaffinity(0)) <= MAPPING_CORES
         if large and (past_cache or maps):
             view, before = self._map(offset, out.nbytes)
-            past_cache = past_cache and not (found := resident(_address(view), len(view)))
+            found = resident(_address(view), len(view))
+            past_cache = past_cache and not found
             if found and maps:
                 if out.nbytes >= MIN_POPULATED:
                     advise(view, POPULATE)
