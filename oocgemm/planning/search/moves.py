@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 from operator import itemgetter
 
+from oocgemm.planning.cost.bound import bound
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.candidates import is_enqueued
@@ -18,12 +19,20 @@ from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 LAST_SHARES, MAX_SHRUNK = (0.75, 0.5, 0.25), 8
 # The depth of the panels is changed by these factors. Short rows of a panel are copied more slowly.
 DEPTH_FACTORS = (2, 0.5, 4)
+# Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
+# enqueue.
+LARGER_STRIP = 4
 # Of the numbers of slots for a tile shape, this many are tried.
 MAX_SLOT_COUNTS = 2
 
 
 def moves(prices: Prices, best: Candidate) -> Iterator[tuple[float, Candidate]]:
     """Yield candidates that differ from the best one in one decision, each with a lower bound on its time."""
+    strip = min(best.tile.m, LARGER_STRIP * best.slots.strip)
+    # Without slots for finished strips, strips of any size take no memory.
+    if prices.setting.enqueues and not prices.setting.problem.finishes and strip > best.slots.strip:
+        fewer = replace(best, slots=replace(best.slots, strip=strip))
+        yield bound(prices, fewer), fewer
     for shape, c in _shapes(prices.setting, best):
         if not is_enqueued(prices.setting, shape) and is_enqueued(prices.setting, best.tile):
             continue
