@@ -81,7 +81,7 @@ def layout(case: Case, rows: int, cols: int, size: int, *, new: bool = False) ->
             pinned=case.source == "pinned",
         )
     if case.source not in CHUNKS:
-        return Layout(line=cols, itemsize=size, scratch_bytes=MIB)
+        return Layout(line=cols, itemsize=size, scratch_bytes=MIB, page_cached=not new)
     chunk = min(CHUNKS[case.source], rows), min(CHUNKS[case.source], cols)
     return Layout(free_chunks=True, itemsize=size) if new else Layout(chunk, chunk, itemsize=size)
 
@@ -141,6 +141,9 @@ PARTS: dict[str, list[Patch]] = {
     "four depths": [(depths, "BEST_DEPTHS", 2)],
     "all depths where memory is scarce": [(candidates, "SCARCE_MEMORY", 0)],
     "pruning by shape": [(candidates, "PRUNE_FACTOR", math.inf)],
+    "panels four times as deep": [(moves, "DEPTH_FACTORS", (2, 0.5))],
+    "8 ms of search for short runs": [(planner, "MIN_EFFORT", 0.004)],
+    "8 MiB strips of pinned arrays": [(slot_counts, "DIRECT_STRIP_BYTES", slot_counts.STRIP_BYTES)],
     "least work of close candidates": [(planner, "CLOSE", 0.0)],
 }
 

@@ -9,7 +9,8 @@ operands reads, multiplies and writes. C in a file is synced to the disk by all 
 are checked.
 
 The first call of each contender is not counted; for oocgemm it is in the results as `first`. A contender that
-takes long runs once. Results are written to --output after each product, under a key for the device.
+takes long runs once. Results are written to --output after each product, under a key for the device. With
+--add, products that are there are not measured again: so a grid can be spread over several calls.
 """
 
 import json
@@ -59,7 +60,9 @@ from keeping import here
 import oocgemm
 from oocgemm.planning.units import parse_size
 
-CONTENDER_SECONDS = 2.5  # a contender other than oocgemm stops once its calls took this long together
+CONTENDER_SECONDS = 1.2  # a contender other than oocgemm stops once its calls took this long together
+OWN_SECONDS = 1.5  # oocgemm runs at least twice, and no more once its calls took this long together
+IN_CORE_BYTES = 4 << 30  # CuPy copies larger pageable arrays for many seconds, and is never the fastest
 LINK_BYTES = 2 << 30  # copied for each sample of the rate of a link
 COMMAND_SIZES = (2048, 16384)
 Turn = Callable[[], object]
@@ -84,7 +87,7 @@ class Bench:
         """Measure one product."""
         a, b, c = self.operands.make(case)
         found: dict[str, Any] = {"case": asdict(case), "samples": {}, "right": {}}
-        rates = {name: rate for name, rate in self.rates.items() if name != "threads"}
+        rates = dict(self.rates)
         paths = self.files.store(case, a, b) if case.source not in IN_MEMORY else None
         if self.on_gpu:
             self._bound_of_kernel(case, found)
@@ -134,6 +137,8 @@ class Bench:
             seconds, result = timed(call)
             if repeat:
                 samples.append(seconds)
+                if self.on_gpu and len(samples) > 1 and sum(samples) > OWN_SECONDS:
+                    break
             else:
                 found["first"] = seconds
                 found["right"]["oocgemm"] = is_right(case, read_array(place) if paths else c)
@@ -173,9 +178,10 @@ class Bench:
         turns: dict[str, tuple[Turn, Any]] = {}
         if paths:
             place = self.files.product(case, "loop")
-            stored, out = [read_array(path) for path in paths], self.files.open_product(case, place)
+            out = self.files.open_product(case, place)
 
             def loop_from_files() -> None:
+                stored = [read_array(path) for path in paths]  # a file that is mapped could not be evicted
                 self._loop(case, (*stored, out), free)
                 if place.suffix == ".npy":
                     out.flush()
@@ -186,7 +192,8 @@ class Bench:
                 turns["in_core"] = self._numpy_from_files(case, paths)
         elif self.on_gpu:
             turns["loop"] = (lambda: self._loop(case, arrays, free)), c
-            if (case.operand_bytes + case.c_bytes) * 1.1 < free:
+            copied = case.operand_bytes + case.c_bytes
+            if copied * 1.1 < free and (case.source == PINNED or copied <= IN_CORE_BYTES):
                 turns["in_core"] = (lambda: in_core(case, a, b, c)), c
         else:
             turns["in_core"] = (lambda: np.matmul(a, b, out=c)), c
@@ -292,7 +299,7 @@ def device_name(backend: str) -> str:
     "--compare", type=click.Path(exists=True, path_type=Path), help="Another source tree to time in turns."
 )
 @click.option("--key", help="Key of the results.  [default: the name of the device and the kind]")
-@click.option("--add", is_flag=True, help="Keep the products that --output has under this key.")
+@click.option("--add", is_flag=True, help="Keep the products that --output has, and measure only the others.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for files.  [default: a temporary one]")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON for the results.")
 @click.option("--worker", is_flag=True, hidden=True)
@@ -331,13 +338,14 @@ def main(
         other = Other(compare.absolute(), backend) if compare else None
         bench = Bench(backend, folder, repeats, skip_loop, other)
         result: dict[str, Any] = here() | {"cases": kept_cases(output, key) if add else {}}
+        cases = [case for case in cases if "samples" not in result["cases"].get(case.name, {})]
         if kind == "grid" and backend == "cuda":
             stored = any(case.source not in IN_MEMORY for case in cases)
             bench.rates = result["links"] = grid_ceilings.links(
                 folder, LINK_BYTES if shrink == 1 else LINK_BYTES >> 5, True, stored
             )
             free_memory()
-            shown = {name: f"{rate / 1e9:.1f}" for name, rate in bench.rates.items() if name != "threads"}
+            shown = {name: f"{x / 1e9:.1f}" for name, x in bench.rates.items() if isinstance(x, float)}
             print(f"GB/s: {shown} ({time.perf_counter() - started:.1f} s)", flush=True)
         done = result["cases"]
         for number, case in enumerate(cases):

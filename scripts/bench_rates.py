@@ -5,7 +5,7 @@ First the machine is calibrated. The rates are printed beside those of `grid_cei
 `bench_grid.py` run with four kinds of rates: assumed, measured (calibrated), learned, and both. Three runs of
 each product teach the learned rates. After them the kinds take turns. The ratios of the medians to those with
 assumed rates are printed. The rates are kept in a temporary folder: those of the user are neither used nor
-changed.
+changed. Products that take less time come first, so that --limit leaves out the long ones.
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 import click
 import grid_ceilings
 from bench_grid import LINK_BYTES, shrunk
-from grid_cases import CUDA, HOST, IN_MEMORY, Case, chosen
+from grid_cases import COLD, CUDA, HOST, IN_MEMORY, Case, chosen
 from grid_data import Files, Operands
 from grid_runs import free_memory, one_call, release
 from keeping import keep, output, work
@@ -31,6 +31,7 @@ from oocgemm.machine.models import models
 from oocgemm.system import cache
 
 TEACHING_RUNS = 3
+MIN_SECONDS = 0.02  # shorter products say nothing about rates
 KINDS = ("assumed", "measured", "learned", "both")
 # Rates of a calibration, each with the ceiling that it is compared with.
 CEILINGS = {
@@ -40,6 +41,12 @@ CEILINGS = {
     "read": "page_read",
     "write": "disk_write",
 }
+
+
+def seconds(case: Case) -> float:
+    """Estimate how long a product takes on a GPU."""
+    rate = 40e9 if case.source in IN_MEMORY else 10e9 if case.source not in COLD else 1e9
+    return (case.operand_bytes + case.c_bytes) / rate + case.flops / 50e12
 
 
 @contextmanager
@@ -129,6 +136,7 @@ def main(
 ) -> None:
     started = time.perf_counter()
     cases = [shrunk(case, shrink) for case in chosen(CUDA if backend == "cuda" else HOST, only)]
+    cases = sorted((case for case in cases if shrink > 1 or seconds(case) > MIN_SECONDS), key=seconds)
     with tempfile.TemporaryDirectory(prefix="oocgemm-rates-", dir=work or ".") as temporary:
         folder = Path(temporary).absolute()
         result: dict[str, Any] = {"calibration": calibrated(backend, folder, folder, shrink > 1)}

@@ -81,7 +81,7 @@ class Case:
 
 
 def _cuda() -> Iterator[Case]:
-    """Yield the products of the GPU grid; neighbours share operands."""
+    """Yield the products of the GPU grid. Neighbours share operands. Those that take long come last."""
 
     def each(m: int, k: int, n: int, dtype: str, *variants: tuple[Any, ...]) -> Iterator[Case]:
         for variant in variants:
@@ -98,32 +98,32 @@ def _cuda() -> Iterator[Case]:
     yield from square(8192, "float64", (PAGEABLE,), (PAGEABLE, "512MiB"), (PINNED,), (SMALL_CHUNKS,))
     yield from square(8192, "complex64", (PAGEABLE,))
     yield from square(8192, "complex128", (PINNED, "2GiB"))
-    yield from each(512, 4194304, 512, "float32", (PAGEABLE,), (PAGEABLE, "512MiB", "2GiB"), (PINNED, "8GiB"))
     yield from each(512, 1048576, 512, "float32", (PAGEABLE,), (NPY,))
-    yield from each(4096, 262144, 4096, "float64", (PAGEABLE, "8GiB"), (PINNED,))
-    yield from each(4096, 131072, 4096, "float32", (ZARR,))
-    yield from each(2097152, 512, 64, "float32", (PAGEABLE,), (PINNED, "2GiB"))
-    yield from each(196608, 2048, 2048, "float64", (PAGEABLE,), (PINNED, "512MiB"))
-    yield from each(98304, 2048, 2048, "float64", (ZARR,))
+    yield from each(512, 262144, 512, "float32", (SMALL_CHUNKS,))
     yield from each(65536, 16384, 1, "float32", (PAGEABLE,), (PINNED,))
     yield from each(65536, 16384, 8, "float32", (PAGEABLE,), (PINNED, "512MiB"))
     yield from each(65536, 16384, 64, "float32", (PAGEABLE, "2GiB", "2GiB"))
     yield from each(65536, 16384, 512, "float32", (PAGEABLE,))
-    yield from each(16384, 16384, 8, "float64", (ZARR,))
+    yield from each(2097152, 512, 64, "float32", (PAGEABLE,), (PINNED, "2GiB"))
+    yield from each(196608, 2048, 2048, "float64", (PAGEABLE,), (PINNED, "512MiB"))
     yield from each(16384, 64, 16384, "float32", (PAGEABLE,), (PINNED,))
     yield from each(16384, 64, 16384, "float64", (PAGEABLE, "512MiB"))
+    yield from square(16384, "float16", (PAGEABLE,))
+    yield from square(20480, "bfloat16", (PINNED,))
+    yield from each(16384, 65536, 16384, "int8", (PAGEABLE,), (PINNED, "2GiB"))
     yield from square(
         16384, "float64", (PAGEABLE,), (PINNED, "1GiB"), (PINNED, *emulated), (ZARR,), (ZARR, "3GiB", "8GiB")
     )
-    yield from square(16384, "float16", (PAGEABLE,))
-    yield from square(40960, "float16", (PINNED, "8GiB"))
-    yield from square(20480, "bfloat16", (PINNED,))
-    yield from each(16384, 65536, 16384, "int8", (PAGEABLE,), (PINNED, "2GiB"))
-    yield from square(24576, "float64", (PAGEABLE, "3GiB", "8GiB"))
-    yield from square(32768, "float32", (PINNED, "8GiB"))
-    yield from each(512, 262144, 512, "float32", (SMALL_CHUNKS,))
+    yield from each(16384, 16384, 8, "float64", (ZARR,))
+    yield from each(4096, 131072, 4096, "float32", (ZARR,))
+    yield from each(98304, 2048, 2048, "float64", (ZARR,))
     yield from each(2048, 65536, 2048, "float64", (COLD_ZARR,))
     yield from each(16384, 16384, 64, "float32", (COLD_NPY,))
+    yield from square(40960, "float16", (PINNED, "8GiB"))
+    yield from square(24576, "float64", (PAGEABLE, "3GiB", "8GiB"))
+    yield from square(32768, "float32", (PINNED, "8GiB"))
+    yield from each(4096, 262144, 4096, "float64", (PAGEABLE, "8GiB"), (PINNED,))
+    yield from each(512, 4194304, 512, "float32", (PAGEABLE,), (PAGEABLE, "512MiB", "2GiB"), (PINNED, "8GiB"))
     for dtype, source in (("float64", PAGEABLE), ("float32", PINNED)):
         yield Case(49152, 49152, 49152, dtype, source, "16GiB", large=True)
 
@@ -191,7 +191,7 @@ def loop_tile(case: Case, budget: int, align: int = 256, block: int = 128 << 20)
     return min(m, side), min(n, side), min(k, max(align, side // 2 // align * align))
 
 
-def bounds(case: Case, rates: dict[str, float], compute: float | None = None) -> dict[str, float]:
+def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> dict[str, float]:
     """Return the least seconds that each resource takes; the longest is the bound of the product.
 
     Args:
@@ -211,7 +211,7 @@ def bounds(case: Case, rates: dict[str, float], compute: float | None = None) ->
     if "h2d" in rates:
         found |= {"h2d": up / rates["h2d"], "d2h": down / rates["d2h"]}
     if case.source == PAGEABLE and "stage" in rates:
-        found["staging"] = up / rates["stage"] + down / rates["unstage"]
+        found["staging"] = up / rate_at("stage", up, rates) + down / rate_at("unstage", down, rates)
     if case.source not in IN_MEMORY:
         found["page cache"] = down / rates["page_write"]
         found["disk write"] = down / rates["disk_write"]
@@ -220,6 +220,17 @@ def bounds(case: Case, rates: dict[str, float], compute: float | None = None) ->
         else:
             found["page cache"] += up / rates["page_read"]
     return found
+
+
+def rate_at(name: str, size: int, rates: dict[str, Any]) -> float:
+    """Return the rate of a link for `size` bytes: that of the least measured size that is as large.
+
+    >>> rate_at("stage", 5, {"stage": 40.0, "stage_small": {"4": 10.0, "8": 20.0}})
+    20.0
+    """
+    small = {int(few): float(rate) for few, rate in rates.get(f"{name}_small", {}).items()}
+    enough = [few for few in small if few >= size]
+    return small[min(enough)] if enough else float(rates[name])
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:

@@ -20,6 +20,9 @@ from grid_loop import DOWN, UP, multiplier
 
 PIECE = 16 << 20
 THREADS = (1, 4, 8, 12, 16)
+# Smaller arrays are staged more slowly, since threads must start and end. These are bytes of such arrays.
+SMALL_STAGES = (16 << 20, 64 << 20, 256 << 20)
+MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
 CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
 KERNEL_SECONDS = 0.2
@@ -29,8 +32,9 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     """Return the rates of all links; `size` bytes are copied for each sample.
 
     Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; `stage`, `unstage`: between pageable and
-    pinned memory; `page_read`, `page_write`: between the page cache and pinned memory; `disk_write`: to the
-    disk, synced. `threads` holds every sample.
+    pinned memory; `stage_small`, `unstage_small`: the same for fewer bytes, by bytes; `page_read`,
+    `page_write`: between the page cache and pinned memory; `disk_write`: to the disk, synced. `threads` holds
+    every sample.
     """
     memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
     pageable = np.ones(2 * size, np.uint8)
@@ -51,6 +55,9 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
 
     sweep("stage", stage, THREADS, 2 * size)
     sweep("unstage", lambda number: stage(number, back=True), THREADS, 2 * size)
+    fitting = [few for few in SMALL_STAGES if few <= size]
+    for name, back in (("stage_small", False), ("unstage_small", True)):
+        found[name] = {few: few / _stage_seconds(pageable, memory, few, back) for few in fitting}
     if stored:
         path = folder / "ceiling.bin"
 
@@ -69,6 +76,22 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
         }
         found["disk_write"] = max(threads["disk_write"].values())
     return found | {"threads": threads}
+
+
+def _stage_seconds(pageable: Any, memory: Any, size: int, back: bool) -> float:
+    """Return the least seconds of copying `size` bytes once, by threads that wait for the work already."""
+
+    def timed(threads: int) -> float:
+        piece = max(MIN_STAGED, size // threads)
+
+        def copy(at: int) -> None:
+            here = pageable[at : min(at + piece, size)], memory[at : min(at + piece, size)]
+            np.copyto(*(here if back else here[::-1]))
+
+        with ThreadPoolExecutor(threads) as pool:
+            return _best(lambda _: list(pool.map(copy, range(0, size, piece))), 0, repeats=8)
+
+    return float(min(map(timed, THREADS)))
 
 
 def disk_read(files: list[Path]) -> float:

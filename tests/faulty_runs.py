@@ -43,11 +43,14 @@ def store(place: Path, kind: str, values: Any = A) -> Path:
     return place
 
 
-def saved(folder: Path, a: Any = A, b: Any = B) -> tuple[Path, Path]:
-    """Save A and B as .npy files in a folder, and return their paths."""
+def saved(folder: Path, a: Any = A, b: Any = B, *, by_columns: bool = False) -> tuple[Path, Path]:
+    """Save A and B as .npy files in a folder, and return their paths.
+
+    Files `by_columns` (Fortran order) are read into host slots, even where a device copies from the others.
+    """
     paths = folder / "A.npy", folder / "B.npy"
     for path, values in zip(paths, (a, b), strict=True):
-        np.save(path, values)
+        np.save(path, np.asfortranarray(values) if by_columns else values)
     return paths
 
 

@@ -1,6 +1,7 @@
 """Every memory cgroup of the process, of version 1 or 2, limits the available memory."""
 
 import os
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,11 @@ def test_a_group_without_a_limit_leaves_what_the_machine_has(root: Path, limit: 
         process(root, "0::/a\n", V2)
         group(root, "sys/fs/cgroup/a", limit, 0)
     assert 0 < memory.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_an_old_answer_counts_only_for_what_takes_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([100, 10])
+    monkeypatch.setattr(memory, "_latest", [(-inf, 0)])
+    monkeypatch.setattr(memory, "RECENT", 60.0)
+    monkeypatch.setattr(memory, "_available_memory", lambda: next(answers))
+    assert [memory.available_for(size) for size in (20, 50, 51)] == [100, 100, 10]

@@ -162,13 +162,14 @@ def of_another_panel(panel: Array) -> None:
 
 def damaged(panel: Pageable, change: Callable[[Array], None]) -> Pageable:
     """Return a panel of which the device receives changed data."""
-    changed = panel.array.copy()
+    (rows, cols), changed = panel.shape, np.empty(panel.shape, panel.dtype)
+    panel.move((0, rows), (0, cols), changed)
     change(changed)
 
     def move(rows: Range, cols: Range, part: Array) -> None:
         part[...] = changed[slice(*rows), slice(*cols)]
 
-    return Pageable(panel.array, move)
+    return Pageable(panel.shape, panel.dtype, move)
 
 
 ODD: dict[str, Callable[[Array], Array]] = {

@@ -259,7 +259,7 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     np.save(tmp_path / "C.npy", c)
     options: dict[str, Any] = {"beta": beta, "tile": "20x30x10", "verify": verify, "overwrite": True}
     with staged(2):
-        paths = *saved(tmp_path, a, b), tmp_path / "C.npy"
+        paths = *saved(tmp_path, a, b, by_columns=True), tmp_path / "C.npy"
         plan = oocgemm.gemm(*paths, backend="host", **options).plan
     np.testing.assert_array_equal(np.load(paths[2]), a @ b + beta * c)
     for stream in {operation.stream for operation in done}:

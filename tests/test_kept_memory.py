@@ -36,7 +36,7 @@ def product(request: pytest.FixtureRequest, tmp_path: Path) -> Multiply:
     """Return a function that multiplies A by A, in memory (through the ring) or stored (host slots)."""
     operands: list[Any] = [A, A]
     if request.param == "stored":
-        operands = [*saved(tmp_path, A, A), tmp_path / "C.npy"]
+        operands = [*saved(tmp_path, A, A, by_columns=True), tmp_path / "C.npy"]
 
     def multiply(**options: Any) -> Array:
         fixed: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "overwrite": True}
@@ -54,7 +54,7 @@ def a_plan(*operands: Any) -> Plan:
 
 
 def stored_plan(folder: Path) -> Plan:
-    return a_plan(*saved(folder, A, A), folder / "C.npy")
+    return a_plan(*saved(folder, A, A, by_columns=True), folder / "C.npy")
 
 
 def host_memory() -> Any:

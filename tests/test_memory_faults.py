@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 def test_a_plan_for_more_memory_than_there_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unified: bool
 ) -> None:
-    monkeypatch.setattr(budgets_module, "available_memory", lambda *_: 100 << 20)
+    monkeypatch.setattr(budgets_module, "available_for", lambda _: 100 << 20)
     budgets: dict[str, Any] = {"device_memory": "200MiB", "host_memory": "200MiB"}
     a = np.ones((1800, 1800))[:, ::-1]  # not contiguous: it cannot be multiplied in place, without slots
     with nullcontext() if unified else staged():
@@ -51,8 +51,8 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
 
 
 def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets_module, "available_memory", lambda *_: 60 << 20)
-    monkeypatch.setattr(output, "available_memory", lambda *_: 60 << 20)
+    monkeypatch.setattr(budgets_module, "available_for", lambda _: 60 << 20)
+    monkeypatch.setattr(output, "available_for", lambda _: 60 << 20)
     column = np.ones((3000, 1))
     options: dict[str, Any] = {"device_memory": "20MiB", "host_memory": "8MiB", "tile": "300x300x1"}
     with pytest.raises(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Matrix, aio, lines, npy
+from oocgemm.stores import Matrix, aio, files, lines, npy
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
 from oocgemm.stores.zarr import matrix as zarr_store
@@ -65,6 +65,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         patches.setattr(lines, "start_reads", start_reads)
         patches.setattr(OpenFile, "cached", lambda file, offsets: cached)
         patches.setattr(npy, "worth_caching", lambda size: cacheable)
+        patches.setattr(files, "MAPPING_CORES", draw(st.sampled_from([0, 1000])))
         patches.setattr(lines, "DIRECT_BYTES", draw(st.sampled_from([1 << 12, 1 << 17, 1 << 20])))
         patches.setattr(lines, "MAX_READS", draw(st.sampled_from([3, 512])))
         matrix = open_npy("X", path, writable=True)

@@ -85,6 +85,22 @@ def test_operands_in_memory_need_no_host_slots(trans_a: bool, trans_b: bool, pin
 KINDS = "upload", "download"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu), "fake-cuda"])
+def test_files_by_rows_need_no_host_slots(backend: str, transposed: bool, tmp_path: Any) -> None:
+    """Pieces of a block are rows. Files by columns, which have no rows in one piece, are read into slots."""
+    left, right = integers(300, 200), integers(200, 250)
+    np.save(tmp_path / "a.npy", left.T.copy() if transposed else left)
+    np.save(tmp_path / "b.npy", np.asfortranarray(right))
+    options: dict[str, Any] = {"tile": "128x96x40", "trans_a": transposed}
+    with running_on(backend) as engine:
+        result = oocgemm.gemm(tmp_path / "a.npy", tmp_path / "b.npy", **options, **engine)
+        oocgemm.release()
+    assert np.array_equal(result.out, left @ right)
+    assert kinds(result, "A") == {"upload"}
+    assert kinds(result, "B") == {"read", "upload"}
+
+
 def test_verified_operands_pass_through_host_slots() -> None:
     """On the host backend, checksums are computed in host slots."""
     a, b, c = integers(300, 200), integers(200, 250), integers(300, 250)

@@ -85,7 +85,7 @@ def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
 def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> None:
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
-        said = failure(tmp_path, *saved(tmp_path), tile=f"{M}x{N}x{K}")
+        said = failure(tmp_path, *saved(tmp_path, by_columns=True), tile=f"{M}x{N}x{K}")
     assert fault.calls == 1 + len(transfers.RETRY_AFTER)
     assert (
         "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
@@ -136,7 +136,7 @@ def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.
 def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
     others = Fault()
     with faulty_stores(read_A=Fault(ValueError("wrong"), delay=0.05), read_B=others), staged():
-        assert "wrong" in failure(tmp_path, *saved(tmp_path))
+        assert "wrong" in failure(tmp_path, *saved(tmp_path, by_columns=True))
     assert others.calls == 0
 
 

@@ -1,5 +1,6 @@
 """What sessions of the CUDA backend leave on the device for the next one: streams, kernels, an arena."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +52,15 @@ def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
     created = calls_of(device, *CREATING, "free")[len(before) :]
     assert created == ["free"] * 3  # opening the backend calls free(0), which creates the context
     device.check()
+
+
+def test_a_large_arena_is_freed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    product()
+    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.warm"], "MAX_KEPT_SHARE", 0)
+    product()
+    before = calls_of(device, "malloc")
+    product()
+    assert calls_of(device, "malloc") == [*before, "malloc"]
 
 
 def test_free_memory_contains_what_the_next_run_can_take(device: Device) -> None:

@@ -19,7 +19,7 @@ from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.planning.tiling import Range, round_up
+from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
@@ -37,16 +37,23 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Pageable:
-    """A block of an operand in memory that is not pinned: it is copied through pinned buffers.
+    """A block of an operand in memory that is not pinned, or in a file: it is copied through pinned buffers.
 
     Attributes:
-        array: a view of the owner's memory.
+        shape: rows and columns.
+        dtype: dtype of its elements, in native byte order.
         move: copies some rows and columns of the block, counted from its first ones, to an array for an
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
     """
 
-    array: Array
+    shape: Shape
+    dtype: np.dtype[Any]
     move: Callable[[Range, Range, Array], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of

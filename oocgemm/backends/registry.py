@@ -147,9 +147,9 @@ def identity(backend: Backend) -> str:
 def release() -> None:
     """Free what the library keeps between calls: memory, streams and idle threads.
 
-    After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and 128 MiB on the device stay
-    allocated per device, because allocating them takes longer than a small product. The next product
-    allocates them again. Runs in progress are not disturbed.
+    After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and a sixteenth of the device's
+    memory stay allocated per device, because allocating them takes milliseconds. The next product allocates
+    them again. Runs in progress are not disturbed.
     """
     for module in ("host_memory", "warm", "multiplier"):
         # Another thread may be importing the module: it has kept nothing then.

@@ -1,4 +1,4 @@
-"""Blocks that go between an operand in host memory and the device without a host slot."""
+"""Blocks that go between an operand in host memory, or in a file, and the device without a host slot."""
 
 from collections.abc import Callable
 
@@ -15,25 +15,26 @@ Transfer = Callable[[Matrix, Range, Range, Array], None]
 
 
 def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Transfer) -> Pinned | Pageable:
-    """Return the block of an Upload or a Download in the memory of `matrix`.
+    """Return the block of an Upload or a Download in the memory of `matrix`, or in its file.
 
     `transfer` copies parts of a pageable block from or to the matrix.
     """
     (top, bottom), (left, right) = stored_block(plan, operation)
-    array = memory(matrix)[top:bottom, left:right]
     if plan.is_direct(operation.operand):
-        return Pinned(array)
+        return Pinned(memory(matrix)[top:bottom, left:right])
 
-    if not is_mapped(matrix):
+    shape, dtype = (bottom - top, right - left), matrix.dtype
+    if matrix.layout.in_memory and not is_mapped(matrix):
+        array = memory(matrix)[top:bottom, left:right]
         uploading = operation.kind is Kind.UPLOAD
 
         def copy(rows: Range, cols: Range, part: Array) -> None:
             found = array[slice(*rows), slice(*cols)]
             np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
 
-        return Pageable(array, copy)
+        return Pageable(shape, dtype, copy)
 
     def move(rows: Range, cols: Range, part: Array) -> None:
         transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
 
-    return Pageable(array, move)
+    return Pageable(shape, dtype, move)

@@ -252,8 +252,6 @@ class Run:
         stream, on_store = Stream.of(operation), operation.kind in _STORE_KINDS
         if on_store and not self._plan.slots.unified:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
-        if stream in self._queues:
-            return self._queues[stream][0]
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
         workers = store_workers if on_store and self._plan.candidate.io_threads > 1 else 1
@@ -263,16 +261,18 @@ class Run:
     def _queue(
         self, stream: Stream, workers: int, work: Callable[["SimpleQueue[Item | None]"], None]
     ) -> "SimpleQueue[Item | None]":
-        """Return the queue of a stream; at the first call, also start `workers` threads that run `work`."""
-        if stream not in self._queues:
-            queue: SimpleQueue[Item | None] = SimpleQueue()
-            threads: list[threading.Thread] = []
-            self._queues[stream] = queue, threads
-            for index in range(workers):
-                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{stream.lane}-{index}")
-                start(thread)
-                threads.append(thread)
-        return self._queues[stream][0]
+        """Return the queue of a stream. At most `workers` threads run `work`.
+
+        Each call starts one more thread. To start all of them at once would delay the first operation.
+        """
+        queue, threads = self._queues.setdefault(stream, (SimpleQueue(), []))
+        if len(threads) < workers:
+            thread = threading.Thread(
+                target=work, args=(queue,), name=f"oocgemm-{stream.lane}-{len(threads)}"
+            )
+            start(thread)
+            threads.append(thread)
+        return queue
 
     def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[Item | None]") -> None:
         """Run the operations of a stream's queue until it yields None. The stream's threads call this."""

@@ -11,7 +11,7 @@ from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Request
 from oocgemm.planning import Budgets, Plan
 from oocgemm.planning.units import ceil_size, format_size, parse_size
-from oocgemm.system.memory import RECENT, available_memory
+from oocgemm.system.memory import RECENT, available_for, available_memory
 
 
 def budgets_of(
@@ -103,7 +103,7 @@ def check_memory(plan: Plan, request: Request) -> None:
     """
     on_devices = plan.devices * plan.footprint.device_total
     needed = plan.footprint.host_total + (on_devices if plan.machine.unified else 0)
-    free = available_memory(RECENT)
+    free = available_for(needed)
     if needed <= free:
         return
     given = {"device": plan.budgets.device, "host": plan.budgets.host}

@@ -21,7 +21,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
-from oocgemm.system.memory import RECENT, available_memory
+from oocgemm.system.memory import available_for
 from oocgemm.system.version import __version__
 
 
@@ -230,7 +230,7 @@ def create_output(job: Job, folder: Path | None = None) -> Matrix:
         options = job.plan.chunks, job.output.compressor
         return stores.create_output("C", c.path, shape, dtype, *options, folder=folder)
     size = problem.m * problem.n * dtype.itemsize
-    available = available_memory(RECENT)
+    available = available_for(size)
     if size > available:
         raise InputError(
             f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "

@@ -58,11 +58,14 @@ class Setting:
     devices: int = 1
 
     def streams(self, layout: Layout) -> bool:
-        """Whether blocks of an operand with this layout go between its array and the GPU without host slots.
+        """Whether panels of an A or B with this layout go from its array to the GPU without host slots.
 
-        So do those of arrays in host memory, unless the host computes checksums: it does so in host slots.
+        So do those of arrays in host memory or in the page cache. But the host computes checksums in host
+        slots, and so it does digests of what it reads from files.
         """
-        return layout.in_memory and not self.machine.unified and self.problem.checked != "host"
+        if self.machine.unified or self.problem.checked == "host":
+            return False
+        return layout.in_memory or (layout.page_cached and not self.problem.checked)
 
     @property
     def streams_c(self) -> bool:
@@ -70,7 +73,17 @@ class Setting:
 
         If checksums are computed, C is checked in host slots. Strips of a Gram matrix are mirrored there.
         """
-        return self.streams(self.layouts.c) and not (self.problem.checked or self.problem.gram)
+        slots = self.machine.unified or self.problem.checked or self.problem.gram
+        return self.layouts.c.in_memory and not slots
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether the GPU runs all operations by itself: A, B and C are pinned, and nothing is emulated.
+
+        One thread only enqueues them then. (Blocks with short rows are copied by threads all the same.)
+        """
+        layouts = self.layouts.a, self.layouts.b, self.layouts.c
+        return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
 
     @property
     def host_caches_panels(self) -> bool:
@@ -78,7 +91,8 @@ class Setting:
 
         It does not if A and B are in host memory already, or if the device shares the host's memory.
         """
-        return not self.machine.unified and not self.layouts.operands_in_memory
+        operands = self.layouts.a, self.layouts.b
+        return not self.machine.unified and not all(x.in_memory or self.streams(x) for x in operands)
 
     def c_chunks(self, tile: TileShape) -> Shape:
         """Return the shape of C's chunks: those of an existing C, or chunks of a new C for this tile shape.

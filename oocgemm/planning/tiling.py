@@ -200,6 +200,8 @@ class Layout:
     - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
     - `line`: elements per line; 0 means the chunk's extent along that axis.
     - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
+    - `page_cached`: the array is in a file that stays in the page cache once it has been read. So blocks of A
+      and B that a GPU uses again need no cache of ours in host memory.
 
     Arrays in host memory:
 
@@ -222,6 +224,7 @@ class Layout:
     line: int = 0
     itemsize: int = 8
     scratch_bytes: int = 0
+    page_cached: bool = False
     zero_copy_width: int = 0
     pinned: bool = False
     in_place: bool = False

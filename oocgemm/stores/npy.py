@@ -119,6 +119,8 @@ class NpyMatrix:
             line=self._line,
             itemsize=self.dtype.itemsize,
             scratch_bytes=scratch_bytes(past_cache=self._past_cache),
+            # Blocks are read piece by piece, and pieces consist of rows.
+            page_cached=not (self._past_cache or by_columns),
         )
 
     @property

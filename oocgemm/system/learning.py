@@ -8,8 +8,9 @@ If the environment variable OOCGEMM_LEARN is 0, nothing is stored and nothing is
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from oocgemm.errors import InputError
@@ -31,9 +32,9 @@ def load(backend: str, device: str | None) -> Learned | None:
     """
     if not enabled():
         return None
-    for path in _files(backend):
+    for path, written in _files(backend):
         with suppress(*_ERRORS):
-            found = Learned.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            found = _read(path, written)
             if (found.machine, found.backend) == (cache.machine_key(), backend) and device in (
                 None,
                 found.device,
@@ -60,7 +61,7 @@ def forget(backend: str | None = None) -> list[Path]:
     Raises `InputError` if a file cannot be deleted.
     """
     deleted = []
-    for path in _files(backend or "*"):
+    for path in (Path(name) for name, _ in _files(backend or "*")):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -76,6 +77,11 @@ def _folder() -> Path:
     return cache.folder() / "learned"
 
 
-def _files(backend: str) -> Iterator[Path]:
-    prefix = cache.machine_key() + ("-" if backend == "*" else f"-{backend}-")
-    yield from (Path(path) for path, _ in cache.newest(_folder, prefix))
+def _files(backend: str) -> list[tuple[str, tuple[int, int]]]:
+    return cache.newest(_folder, cache.machine_key() + ("-" if backend == "*" else f"-{backend}-"))
+
+
+@lru_cache(maxsize=16)
+def _read(path: str, written: tuple[int, int]) -> Learned:
+    """Read learned rates. The result is cached until the file's `written` (time and size) changes."""
+    return Learned.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

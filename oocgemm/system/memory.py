@@ -19,8 +19,8 @@ from oocgemm.planning.units import format_size
 # /proc and the mount points of the cgroup file systems are below this folder. Tests use another folder.
 ROOT = Path("/")
 # A call of the library queries the available memory several times. An answer that is at most this many
-# seconds old is used again, since a query reads a dozen files.
-RECENT = 0.02
+# seconds old is used again, since a query reads a dozen files, which takes up to 1 ms.
+RECENT = 0.5
 # For each cgroup version: the files with the limits, the file with the usage, and the lines of memory.stat
 # that count page cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as
 # available.
@@ -70,6 +70,15 @@ def available_memory(max_age: float = 0.0) -> int:
         available = _available_memory()
         _latest[0] = now, available
     return available
+
+
+def available_for(size: int) -> int:
+    """Return the bytes of host memory that this process can allocate without swapping, to allocate `size`.
+
+    A recent answer is returned again only if it is at least twice `size`.
+    """
+    recent = available_memory(RECENT)
+    return recent if 2 * size <= recent else available_memory()
 
 
 def _available_memory() -> int:

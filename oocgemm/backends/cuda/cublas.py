@@ -1,6 +1,7 @@
 """Converts a product to a call of cublasGemmEx."""
 
 from ctypes import c_void_p
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,14 +32,19 @@ def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch
     accumulator = call.accumulator
     if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:
         raise OverflowError(f"cuBLAS takes extents up to {_MAX}: pass a smaller --tile ({call})")
-    alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
     return cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
-        alpha.ctypes.data_as(c_void_p),  # the pointer object keeps the array `alpha` alive
+        _scalar(call.alpha, accumulator),
         *(call.b, _TYPES[call.dtype], call.ldb),
         *(call.a, _TYPES[call.dtype], call.lda),
-        beta.ctypes.data_as(c_void_p),
+        _scalar(call.beta, accumulator),
         *(call.c, _TYPES[accumulator], call.ldc),
         *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
         keep_gil=keep_gil,
     )
+
+
+@lru_cache(64)  # cached, because making a pointer takes longer than the rest of the call
+def _scalar(value: complex, dtype: str) -> c_void_p:
+    """Return a pointer to a scalar. The pointer object keeps the array with the scalar alive."""
+    return np.array(value, numpy_dtype(dtype)).ctypes.data_as(c_void_p)

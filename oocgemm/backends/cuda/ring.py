@@ -185,9 +185,7 @@ class Direction:
         self._blocks.append(block)
         try:
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
-            pieces = _pieces(
-                block, min(self._piece, max(least, ceil_div(block.array.nbytes, len(self._threads))))
-            )
+            pieces = _pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
             copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(pieces))
             if len(pieces) == 1 and self._using_single.acquire(blocking=False):
                 try:
@@ -267,7 +265,8 @@ class Ring:
             cuda_calls.record(event, lane.stream)
 
             def write() -> None:
-                event.synchronize()
+                if not cuda_calls.ended(event):  # else the thread keeps the GIL
+                    event.synchronize()
                 block.move(rows, cols, part)
 
             return event, write
@@ -288,7 +287,7 @@ class Ring:
 
 def _pieces(block: Pageable, size: int) -> list[_Piece]:
     """Cut a block into pieces of at most `size` bytes: whole rows, or parts of a row."""
-    (rows, cols), itemsize = block.array.shape, block.array.itemsize
+    (rows, cols), itemsize = block.shape, block.dtype.itemsize
     row = cols * itemsize
     height = max(1, size // row)
     width = cols if row <= size else max(1, size // itemsize)
@@ -301,8 +300,7 @@ def _pieces(block: Pageable, size: int) -> list[_Piece]:
 
 def _view(buffer: Array, block: Pageable, rows: Range, cols: Range) -> Array:
     shape = rows[1] - rows[0], cols[1] - cols[0]
-    dtype = block.array.dtype.newbyteorder("=")
-    return buffer[: shape[0] * shape[1] * dtype.itemsize].view(dtype).reshape(shape)
+    return buffer[: shape[0] * shape[1] * block.dtype.itemsize].view(block.dtype).reshape(shape)
 
 
 def _touch(memory: Array, parts: int, part: int) -> None:

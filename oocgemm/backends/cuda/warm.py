@@ -1,4 +1,4 @@
-"""Keeps what a session leaves on a device for the next one: streams, clock, loaded kernels, a small arena.
+"""Keeps what a session leaves on a device for the next one: streams, clock, loaded kernels, an arena.
 
 Creating and destroying these takes longer than a small product. A `Warm` belongs to one session at a time.
 Idle ones are kept per device, at most `MAX_IDLE`, of which at most one has an arena.
@@ -13,12 +13,12 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock
-from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.launch import Kernels, properties
 
 # Maximum number of idle `Warm` objects per device.
 MAX_IDLE = 2
-# A larger arena is freed when its session closes. Host memory that is kept has the same limit.
-MAX_KEPT = 128 << 20
+# An arena that takes more than this share of the device's memory is freed when its session closes.
+MAX_KEPT_SHARE = 1 / 16
 
 
 class Warm:
@@ -76,7 +76,8 @@ class Warm:
         with _lock:
             idle = _idle.setdefault(self._device, [])
             kept = len(idle) < MAX_IDLE
-            has_arena = kept and self.size <= MAX_KEPT and not any(other.size for other in idle)
+            small = self.size <= MAX_KEPT_SHARE * properties(self._device)["totalGlobalMem"]
+            has_arena = kept and small and not any(other.size for other in idle)
             if not has_arena:
                 self.free()
             if kept:

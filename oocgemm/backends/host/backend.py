@@ -65,7 +65,7 @@ class HostSession:
         # There is nothing to wait for: a token in `after` exists only when its operation has ended.
         start = perf_counter_ns()
         if isinstance(host, Pageable):
-            rows, cols = host.array.shape
+            rows, cols = host.shape
             device = self.view(operation, (*operation.writes, *operation.reads)[0])
             host.move((0, rows), (0, cols), device)
             return DoneToken(start, perf_counter_ns())

@@ -219,9 +219,9 @@ class DeviceSums:
 
         `panel.move` converts them to what the device receives. It also checks memory maps of files.
         """
-        start, (height, width) = perf_counter_ns(), panel.array.shape
+        start, (height, width) = perf_counter_ns(), panel.shape
         numbers = range(0, height, DIGEST_ROWS)
-        rows = np.empty((len(numbers), width), panel.array.dtype.newbyteorder("="))
+        rows = np.empty((len(numbers), width), panel.dtype)
         for i, r in enumerate(numbers):
             panel.move((r, r + 1), (0, width), rows[i : i + 1])
         digest = self._weights.digest_of_rows(rows, numbers, 0)

@@ -97,6 +97,7 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
+    The threads of the ring read such parts too.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
@@ -110,7 +111,9 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
         # A thread transposes a part of a strip before it writes the part a second time.
         part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part)
-    return io_threads * (reading + writing)
+    ring = ring_shape(setting)
+    lanes = setting.devices * ring.lanes if ring is not None and any(x.page_cached for x in sources) else 0
+    return max(io_threads, lanes) * reading + io_threads * writing
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:

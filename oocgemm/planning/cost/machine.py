@@ -5,7 +5,8 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from oocgemm.planning.cost.fits import fit_line
@@ -30,6 +31,9 @@ COPIED_ROWS = ((32 << 10, 1.0), (4 << 10, 0.65), (0, 0.5))
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
 }
+
+# Seconds from the end of a copy to the start of the product that waits for it, if both are enqueued already.
+START = 15e-6
 
 # Properties of GPUs, measured on an H200 with CUDA 13.
 
@@ -138,6 +142,10 @@ class MachineModel:
     calibrated: bool = False
     storage_calibrated: bool = False
 
+    def enqueued(self) -> "MachineModel":
+        """Return the model for runs whose operations one thread only enqueues on a GPU."""
+        return replace(self, step_latency=min(self.step_latency, START))
+
     @property
     def codec_threads(self) -> int:
         """Number of threads that decode or encode: one per core, but one fewer if a GPU multiplies.
@@ -194,7 +202,9 @@ class MachineModel:
         )
 
     def copy_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second of copies between a pageable array and pinned buffers."""
+        """Return the bytes per second of copies between a pageable array or a file and pinned buffers."""
+        if layout.page_cached:
+            return self.store_rate(layout, panel)
         row = panel[layout.contiguous]
         # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
         size = COPIED_ROWS[0][0] if 0 < layout.zero_copy_width <= row else row * layout.itemsize
@@ -227,6 +237,7 @@ class MachineModel:
         return max(1.0, self.read / self.store_rate(layout, panel))
 
 
+@lru_cache(16)
 def default_model(backend: str, cores: int) -> MachineModel:
     """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host"."""
     if backend == "cuda":

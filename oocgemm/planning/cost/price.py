@@ -14,10 +14,10 @@ from oocgemm.planning.tiling import Layout, Shape
 # rate). Rows are separate unless a block consists of whole rows of the array.
 ROW_RATES = (
     (64 << 10, 1.0),
-    (32 << 10, 0.9),
-    (16 << 10, 0.65),
-    (8 << 10, 0.6),
-    (4 << 10, 0.5),
+    (32 << 10, 0.95),
+    (16 << 10, 0.8),
+    (8 << 10, 0.75),
+    (4 << 10, 0.55),
     (2 << 10, 0.45),
     (1 << 10, 0.35),
 )

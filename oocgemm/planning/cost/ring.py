@@ -10,7 +10,7 @@ from oocgemm.planning.setting import Setting
 PIECE = 8 << 20
 # A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
 # some are being copied, give the threads enough to do: pieces are larger then.
-MIN_PIECE, MIN_BUSY_PIECE = 1 << 20, 4 << 20
+MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
 # Buffers have at least this many bytes, and a multiple of them: a page.
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.
@@ -36,7 +36,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device.
     """
     layouts = setting.layouts
-    if not any(map(setting.streams, (layouts.a, layouts.b, layouts.c))):
+    if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
     lanes = 1 + (

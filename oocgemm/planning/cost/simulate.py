@@ -81,7 +81,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
         done = [0.0]
         issued += issue
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
-        if ready and operation.kind in _WOKEN:
+        if ready and operation.kind in _WOKEN and not setting.enqueues:
             ready += issue
         # A Prepare runs on the GPU's cores, so that it cannot overlap multiplications.
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream

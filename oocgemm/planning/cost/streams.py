@@ -85,6 +85,7 @@ class Streams:
             machine.step_latency,
             machine.shares_cores,
         )
+        self.wake = 0.0 if setting.enqueues else machine.issue
         self.finishes, self.reads_c = problem.finishes, problem.reads_c
         lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
@@ -142,8 +143,9 @@ class Streams:
         *,
         faults: bool = False,
     ) -> None:
-        issue, ends, issued, compute = self.issue, self.ends, self.issued, self.compute
-        read_free, h2d, unified, shares = self.read, self.h2d, self.slots.unified, self.shares_cores
+        issue, wake, ends, issued = self.issue, self.wake, self.ends, self.issued
+        read_free, h2d, compute = self.read, self.h2d, self.compute
+        unified, shares = self.slots.unified, self.shares_cores
         loaded = []
         for panels, load in zip(self.panels, loads, strict=True):
             if load is not None:
@@ -162,7 +164,7 @@ class Streams:
                 free = ends[-slots]
                 issued += share * issue
                 if unified:
-                    start = max(issued, compute if shares else read_free, free + issue)
+                    start = max(issued, compute if shares else read_free, free + wake)
                     read_free = start + read
                     arrived = max(arrived, read_free)
                     if shares:
@@ -170,10 +172,10 @@ class Streams:
                     continue
                 if share:
                     reused = uploads[-host_slots]
-                    read_free = max(issued, read_free, reused + issue) + read
+                    read_free = max(issued, read_free, reused + wake) + read
                     free = max(free, read_free)
                 issued += issue
-                h2d = max(issued, h2d, free + issue) + upload
+                h2d = max(issued, h2d, free + wake) + upload
                 uploads.append(h2d)
                 arrived = max(arrived, h2d)
             if prepare:
@@ -248,17 +250,17 @@ class Streams:
             self.issued += load.share * self.issue
             if self.slots.unified:
                 stream = self.compute if self.shares_cores else self.read
-                self.read = max(self.issued, stream, free + self.issue) + read
+                self.read = max(self.issued, stream, free + self.wake) + read
                 if self.shares_cores:
                     self.compute = self.read
                 arrived = max(arrived, self.read)
                 continue
             if load.share:
                 reused = panels.uploads[-panels.host]
-                self.read = max(self.issued, self.read, reused + self.issue) + read
+                self.read = max(self.issued, self.read, reused + self.wake) + read
                 free = max(free, self.read)
             self.issued += self.issue
-            self.h2d = max(self.issued, self.h2d, free + self.issue) + load.upload
+            self.h2d = max(self.issued, self.h2d, free + self.wake) + load.upload
             panels.uploads.append(self.h2d)
             self.busy["h2d"] += load.upload
             self.busy["staged"] += load.staged
@@ -272,7 +274,7 @@ class Streams:
             self.issued += self.issue
             at = free if self.slots.unified else self.host_c[slot]
             stream = self.compute if self.shares_cores else self.read_c
-            self.read_c = max(self.issued, stream, at + self.issue) + strip.old_read
+            self.read_c = max(self.issued, stream, at + self.wake) + strip.old_read
             self.busy[self.c_lane] += strip.old_read
             if self.shares_cores:
                 self.compute = self.read_c
@@ -280,7 +282,7 @@ class Streams:
                 return self.read_c
             free = max(free, self.read_c)
         self.issued += self.issue
-        self.h2d_c = max(self.issued, self.h2d_c, free + self.issue) + strip.old_upload
+        self.h2d_c = max(self.issued, self.h2d_c, free + self.wake) + strip.old_upload
         self.host_c[slot] = self.h2d_c
         self.busy["staged"] += strip.staged
         self.busy["h2d"] += strip.old_upload
@@ -301,13 +303,13 @@ class Streams:
         freed = ready
         if not self.slots.unified:
             self.issued += self.issue
-            ready = max(ready, -inf if self.streams_c else self.host_c[slot]) + self.issue
+            ready = max(ready, -inf if self.streams_c else self.host_c[slot]) + self.wake
             ready = self.d2h = max(self.issued, self.d2h, ready) + strip.download
             self.busy["d2h"] += strip.download
             self.busy["staged"] += strip.staged
         if not self.streams_c:
             self.issued += self.issue
-            self.write = max(self.issued, self.write, ready + self.issue) + strip.write
+            self.write = max(self.issued, self.write, ready + self.wake) + strip.write
             self.busy["write"] += strip.write
             self.host_c[slot] = self.write
         if self.shares_cores:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import inf, prod
 
 from oocgemm.planning.cost.bound import shape_bound
-from oocgemm.planning.cost.footprint import Candidate, scratch_bytes, workspace_per_element
+from oocgemm.planning.cost.footprint import Candidate, extents, scratch_bytes, workspace_per_element
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.shapes import shapes
 from oocgemm.planning.search.slot_counts import slot_counts
@@ -39,6 +39,7 @@ def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Itera
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
+        tried = [found for found in tried if is_enqueued(setting, found[0])] or tried
         bounds = {shape: shape_bound(prices, shape) for shape, _ in tried}
         tried.sort(key=lambda found: bounds[found[0]])
         # A shape that fits with two accumulators is also tried with one, which leaves more memory for panels.
@@ -53,6 +54,14 @@ def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Itera
         if tile or not (best == inf or scarce):
             return
     yield from slot_counts(prices, min_tile(setting), 1, io_threads)
+
+
+def is_enqueued(setting: Setting, tile: TileShape) -> bool:
+    """Return False if threads would copy narrow panels although all arrays are pinned (`enqueues`)."""
+    m, n, k = extents(setting.problem, tile)
+    layouts = setting.layouts
+    blocks = (layouts.a, (m, k)), (layouts.b, (k, n)), (layouts.c, (m, n))
+    return not setting.enqueues or all(layout.is_direct(block) for layout, block in blocks)
 
 
 def needs_no_memory(setting: Setting) -> bool:

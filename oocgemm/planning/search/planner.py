@@ -32,7 +32,7 @@ from oocgemm.planning.units import ceil_size, parse_size
 
 # The virtual clock runs for at most this fraction of the predicted time of the run, and for at most this many
 # seconds. It may always run for MIN_EFFORT seconds.
-EFFORT, MIN_EFFORT, MAX_EFFORT = 0.004, 0.004, 0.4
+EFFORT, MIN_EFFORT, MAX_EFFORT = 0.004, 0.008, 0.4
 # Estimated seconds that the clock takes per candidate, per tile that it runs, and per step.
 CANDIDATE_SECONDS, TILE_SECONDS, STEP_SECONDS = 100e-6, 20e-6, 2e-6
 # The clock runs about this many tiles of a candidate, and this many steps of a tile. It skips the others.
@@ -66,7 +66,10 @@ def make_plan(
 
     Plans are cached, because planning may take as long as a small product: milliseconds.
     """
-    return _plan_with_advice(Setting(problem, machine, layouts or Layouts(), budgets), tile)
+    setting = Setting(problem, machine, layouts or Layouts(), budgets)
+    if setting.enqueues:
+        setting = replace(setting, machine=machine.enqueued())
+    return _plan_with_advice(setting, tile)
 
 
 @lru_cache(64)

@@ -20,6 +20,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
 # written later. Smaller ones do not reach the full rate of the link.
 STRIP_BYTES = 32 << 20
+# The same for strips that a GPU downloads to a pinned array: one operation each, which is only enqueued.
+DIRECT_STRIP_BYTES = 8 << 20
 # Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
 # with a GPU. More strips would only take more operations to issue.
 STRIPS = 3
@@ -177,7 +179,8 @@ def _bands(
         fewest = {max(fewest)}
     else:
         fewest |= {max(1, min(fewest) - 1)}
-    return sorted({1, *(ceil_div(rows, count) for count in fewest)})
+    # A single band is the traversal along the other axis.
+    return sorted({1, *(band for count in fewest if (band := ceil_div(rows, count)) < rows)})
 
 
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
@@ -209,7 +212,8 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
     # Strips (blocks of rows) should be large, since each takes several operations. Smaller ones are tried if
     # memory is scarce.
-    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    strip_bytes = DIRECT_STRIP_BYTES if setting.enqueues else STRIP_BYTES
+    wanted = max(strip_bytes // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
     if setting.layouts.c.in_place:
@@ -217,7 +221,7 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     max_rows = tile.m
     if setting.host_caches_panels:
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
-    sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
+    sizes = (wanted, strip_bytes // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted(
         {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
     )
