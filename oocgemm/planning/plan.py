@@ -327,8 +327,9 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     )
     if setting.devices == 1:
         return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given)
-    arranged = arrangement(setting.devices, problem, grid)
-    dealt = deal(setting.devices, grid.shape, traversal, arranged, only)
+    apart = setting.works_apart
+    arranged = arrangement(setting.devices, problem, grid, apart=apart)
+    dealt = deal(setting.devices, grid.shape, traversal, arranged, only, apart=apart)
     return SharedSchedule(problem, grid, dealt, *given, devices=setting.devices)
 
 
