@@ -28,6 +28,8 @@ from tests.suite import slow
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 UNAVAILABLE = 46  # cudaErrorDevicesUnavailable
+UNCORRECTABLE = 214  # cudaErrorECCUncorrectable
+FELL_OFF_THE_BUS = 100  # cudaErrorNoDevice
 SHAPES = (130, 90), (90, 110)
 TILE = "20x20x10"
 RNG = np.random.default_rng(2)
@@ -166,13 +168,20 @@ def test_host_slots_are_pinned_for_all_devices(gpus: Device, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("call", ["cublasGemmEx", "cuMemcpyAsync"])
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cublasGemmEx", UNAVAILABLE),
+        ("cuMemcpyAsync", UNAVAILABLE),
+        *slow(("cublasGemmEx", UNCORRECTABLE), ("cuMemcpyAsync", FELL_OFF_THE_BUS)),
+    ],
+)
 def test_a_device_that_fails_is_named_and_the_others_finish_the_product(
-    call: str, late: bool, gpus: Device, tmp_path: Path
+    call: str, code: int, late: bool, gpus: Device, tmp_path: Path
 ) -> None:
     right = np.asarray(product(tmp_path, "right"))
-    gpus.faults[call] = Fault(UNAVAILABLE, first=gpus.count(call) + 60, late=late, device=1)
-    with pytest.raises(ExecutionError, match=rf"device 1: CUDA error {UNAVAILABLE}"):
+    gpus.faults[call] = Fault(code, first=gpus.count(call) + 60, late=late, device=1)
+    with pytest.raises(ExecutionError, match=rf"device 1: CUDA error {code}"):
         product(tmp_path, devices="0,1,2")
     gpus.faults.clear()
     gpus.failed.clear()
