@@ -85,7 +85,7 @@ def test_every_tile_is_dealt_once_to_devices_that_work_apart(
     [
         pytest.param(2, (4, 8), (4, 4), id="the longer side is divided"),
         pytest.param(4, (6, 6), (3, 3), id="both sides are divided"),
-        pytest.param(6, (2, 12), (1, 4), id="twice down and three times across"),
+        pytest.param(6, (2, 12), (2, 2), id="squares have the fewest panels"),
         pytest.param(2, (1, 4), (1, 2), id="a single row"),
     ],
 )

@@ -99,7 +99,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
             computed = stream_free.get((0, "compute"), 0.0)
             stream_free[0, "compute"] = computed + prices.write_cpu_share * seconds
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            seconds = prices.staged(operation.operand, *map(length, operation.block))
-            staged[operation.device] += seconds / copying
+            copied = prices.staged(operation.operand, *map(length, operation.block))
+            staged[operation.device] += copied / copying
         end = max(end, done[0])
     return max(end, *staged)
