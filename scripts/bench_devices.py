@@ -1,121 +1,444 @@
+#!/usr/bin/env python
 """Measure runs on several GPUs of one host: time, bytes read, and whether C has the bits of one GPU.
 
-    python scripts/bench_devices.py --devices 0 --devices 0,0 --devices all --folder /dev/shm/devices
-    python scripts/bench_devices.py --devices 0 --devices all --in-memory
-    python scripts/bench_devices.py --size 2000 --backend host --devices 0 --devices 0,0 --tile 500x500x250
+    python scripts/bench_devices.py --output devices.json --timelines timelines.tar.gz
+    python scripts/bench_devices.py --backend host --scale 64 --rounds 1 --output /tmp/devices.json
 
-A and B have small integers, so that C is exact whatever the tiles are. They are zarr arrays with raw chunks
-in a folder, or NumPy arrays. The first `--devices` are the reference: speeds and bytes read are relative to
-theirs, and every C must equal theirs. Runs take turns, `--samples` times, after a round that is not counted.
-Per GPU, the script prints the share of the time in which it multiplied.
+A case multiplies two square matrices on several lists of devices, in turns, after a round that is not
+measured. In that round, a digest of each C is compared with that of the first list. The matrices have small
+integers, so that C is exact whatever the tiles are. They are zarr arrays in memory (--folder is on a tmpfs,
+so that they are read as from the page cache), NumPy arrays, or NumPy arrays in pinned memory. In the case
+"dask", a LocalCUDACluster of dask-cuda with one worker per GPU takes turns with `--devices all`.
+
+Every case runs in a process of its own, the most important one first. A sample that would not end within
+--minutes is left out. Each sample is stored when it ends, with the prediction of its plan. The timeline of
+the slowest sample of each list is kept.
 """
 
+import json
+import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import zarr
+from keeping import here
+from linked import linked_zarr
 
 import oocgemm
+from oocgemm.system.memory import available_memory
 from oocgemm.timeline import report
 
-# Rows that are filled at a time.
-BAND = 2048
+CORES = len(os.sched_getaffinity(0))
+CHUNK, DISTINCT = 2048, 64
+# Rows of NumPy arrays that are filled, or whose digest is computed, at a time.
+BAND = 512
+PAGE = 4096
+DASK = "dask"
 
 
-def filled(target: Any, seed: int) -> Any:
-    """Fill a square array with small integers, band by band."""
-    rng = np.random.default_rng(seed)
-    for top in range(0, target.shape[0], BAND):
-        rows = min(BAND, target.shape[0] - top)
-        target[top : top + rows] = rng.integers(-3, 4, (rows, target.shape[1]), np.int8).astype(target.dtype)
-    return target
+@dataclass(frozen=True)
+class Case:
+    """Products of two `size` x `size` matrices from `source`, on every list in `devices`, in turns."""
+
+    source: str
+    size: int
+    devices: tuple[str, ...]
+    rounds: int = 3
+    dtype: str = "float64"
+
+    @property
+    def name(self) -> str:
+        """What identifies the case."""
+        return f"{self.source} {self.size} {self.dtype}: {' | '.join(self.devices)}"
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Compare two arrays band by band."""
-    bands = range(0, one.shape[0], BAND)
-    return all(np.array_equal(one[top : top + BAND], other[top : top + BAND]) for top in bands)
+EVERY, TWICE = ("0", "all"), ("0", "0,0")
+CASES = (
+    Case("zarr", 65536, EVERY),
+    Case("zarr", 65536, ("all", DASK)),
+    Case("memory", 65536, EVERY),
+    Case("memory", 40960, TWICE),
+    Case("memory", 53248, TWICE),
+    Case("zarr", 45056, TWICE),
+    Case("zarr", 32768, TWICE),
+    Case("pinned", 65536, EVERY, 2),
+    Case("memory", 65536, TWICE, 2),
+    Case("zarr", 65536, TWICE, 2),
+)
 
 
-@click.command()
-@click.option("--size", default=65536)
-@click.option("--dtype", default="float64")
-@click.option("--devices", multiple=True, default=("0", "0,0", "all"))
-@click.option("--backend", default="cuda")
-@click.option("--folder", type=Path, default=Path("/tmp/oocgemm-devices"))
-@click.option("--in-memory", is_flag=True, help="Multiply NumPy arrays.")
-@click.option("--samples", default=3)
-@click.option("--chunk", default=2048)
-@click.option("--tile")
-@click.option("--device-memory")
-@click.option("--host-memory")
-@click.option("--verify", is_flag=True)
+@click.command(help=__doc__)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON with the samples.")
+@click.option("--timelines", type=click.Path(path_type=Path), help="tar.gz for the kept timelines.")
+@click.option("--minutes", default=8.0, show_default=True, help="No sample ends later than this.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/oocgemm-devices"))
+@click.option("--backend", default="cuda", show_default=True)
+@click.option("--scale", default=1, show_default=True, help="Divide all sizes by this number.")
+@click.option("--rounds", type=int, help="Samples per list.  [default: those of the case]")
+@click.option("--only", multiple=True, help="Measure only cases whose name contains this text.")
+@click.option("--devices", multiple=True, help="Measure these lists in all cases but dask.")
+@click.option("--prefault", default=160, show_default=True, help="GiB of memory to fault in before.")
+@click.option("--number", type=int, hidden=True, help="Measure this case in this process.")
+@click.option("--until", type=float, hidden=True)
 def main(
-    size: int,
-    dtype: str,
-    devices: tuple[str, ...],
-    backend: str,
+    output: Path,
+    timelines: Path | None,
+    minutes: float,
     folder: Path,
-    in_memory: bool,
-    samples: int,
-    chunk: int,
-    **options: Any,
+    backend: str,
+    scale: int,
+    rounds: int | None,
+    only: tuple[str, ...],
+    devices: tuple[str, ...],
+    prefault: int,
+    number: int | None,
+    until: float | None,
 ) -> None:
-    """Compare runs on several lists of devices."""
+    if number is not None and until is not None:
+        bench = Bench(CASES[number], output, folder, backend, scale, rounds, devices, until)
+        bench.run()
+        return
+    until = time.time() + 60 * minutes
+    output.unlink(missing_ok=True)
+    if backend == "cuda":
+        fault_in(prefault << 30)
+    arguments = [*sys.argv[1:], "--until", str(until)]
+    for index, case in enumerate(CASES):
+        if (only and not any(text in case.name for text in only)) or time.time() > until:
+            continue
+        if case.source == "pinned" and backend != "cuda":
+            continue
+        print(f"== {case.name}", flush=True)
+        # A process of its own: a case that fails or hangs leaves time and memory to the others.
+        command = [sys.executable, __file__, *arguments, "--number", str(index)]
+        child = subprocess.Popen(command, start_new_session=True)
+        try:
+            child.wait(max(1.0, until - time.time()))
+        except subprocess.TimeoutExpired:
+            print(f"   {case.name} was stopped: the time is over", flush=True)
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    if timelines is not None:
+        pack(logs_of(folder), timelines)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(logs_of(folder), ignore_errors=True)
+    if output.exists():
+        summarize(output)
 
-    def array(name: str) -> Any:
-        if in_memory:
-            return np.zeros((size, size), dtype)
-        chunks = min(chunk, size), min(chunk, size)
-        return zarr.create_array(
-            folder / name, shape=(size, size), chunks=chunks, dtype=dtype, compressors=None
-        )
 
-    a, b = filled(array("A"), 0), filled(array("B"), 1)
-    sources = (a, b) if in_memory else (folder / "A", folder / "B")
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    reads: dict[str, int] = {}
-    reference: Any = None
-    for sample in range(samples + 1):
-        for given in devices:
-            target = np.empty((size, size), dtype) if in_memory else folder / f"C {given}"
-            result = oocgemm.gemm(
-                *sources, target, devices=given, backend=backend, overwrite=not in_memory, **options
-            )
-            if sample:
-                times[given].append(result.log.wall / 1e9)
-                continue
-            reference = result.out if reference is None else reference
-            same = "equal" if equal(reference, result.out) else "DIFFERENT"
-            reads[given] = sum(
-                span.bytes for span in result.timeline.spans if span.lane in ("read", "decode")
-            )
-            plan = result.plan
-            print(
-                f"devices {given}: tile {plan.tile}, {plan.grid.shape} tiles, host slots A "
-                f"{plan.slots.host_a} B {plan.slots.host_b}, predicted {plan.prediction.total:.2f} s, "
-                f"bits {same}"
-            )
-            for number, described in enumerate(result.log.header["devices"]):
-                share = report(result.timeline, number).compute_share or 0.0
-                print(f"  {described['number']}: {described['device']}, compute share {share:.3f}")
-            del result
-    first = statistics.median(times[devices[0]])
-    print("devices  median s  (least to most)  speed  read GB  relative  TFLOP/s")
-    for given in devices:
-        median, share = statistics.median(times[given]), reads[given] / max(1, reads[devices[0]])
+class Bench:
+    """Measures one case."""
+
+    def __init__(
+        self,
+        case: Case,
+        output: Path,
+        folder: Path,
+        backend: str,
+        scale: int,
+        rounds: int | None,
+        devices: tuple[str, ...],
+        until: float,
+    ) -> None:
+        self.case, self.output, self.folder = case, output, folder
+        self.backend, self.until = backend, until
+        self.size = case.size // scale
+        self.rounds = rounds or case.rounds
+        self.lists = devices if devices and DASK not in case.devices else case.devices
+        if backend == "host":
+            self.lists = tuple("0,0" if given == "all" else given for given in self.lists)
+        self.lasted: dict[str, float] = {}  # seconds of the latest run, by list
+        self.slowest: defaultdict[str, float] = defaultdict(float)
+        self.digest: int | None = None
+        self.logs = logs_of(folder)
+        self.client: Any = None
+
+    def run(self) -> None:
+        """Run the rounds. An error of one list leaves out only that list."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        begun = time.time()
+        with self.operands() as (a, b, c), self.cluster():
+            print(f"   prepared in {time.time() - begun:.1f} s", flush=True)
+            lists = list(self.lists)
+            for number in range(self.rounds + 1):
+                for given in list(lists):
+                    guess = self.lasted.get(given, 2.0) + 2.0
+                    if time.time() + guess > self.until:
+                        print(f"   devices {given}: no time for round {number}", flush=True)
+                        continue
+                    try:
+                        self.sample(number, given, a, b, c)
+                    except Exception as error:
+                        traceback.print_exc()
+                        self.keep({"devices": given, "error": f"{type(error).__name__}: {error}"})
+                        lists.remove(given)
+
+    def sample(self, number: int, given: str, a: Any, b: Any, c: Any) -> None:
+        """Run a product on one list of devices, and store what was measured."""
+        kind = "dask " if DASK in self.lists else ""
+        log = self.logs / f"{kind}{self.case.source} {self.size} {given}.jsonl".replace(" ", "_")
+        fresh = log.with_suffix(".new")
+        if isinstance(c, Path):
+            remove(c)
+        how: dict[str, Any] = {"client": self.client} if given == DASK else {"devices": given}
+        begun = time.time()
+        result = oocgemm.gemm(a, b, c, backend=self.backend, timeline=fresh, **how)
+        self.lasted[given] = time.time() - begun
+        seconds, plan = result.log.wall / 1e9, result.plan
+        found: dict[str, Any] = {"devices": given, "round": number, "seconds": seconds}
+        found["predicted"] = plan.prediction.total
+        found["plan"] = {
+            "tile": str(plan.tile),
+            "tiles": plan.grid.shape,
+            "slots": f"{plan.slots.a}+{plan.slots.b}+{plan.slots.c}, host {plan.slots.host_a}+"
+            f"{plan.slots.host_b}+{plan.slots.host_c}",
+            "traversal": str(plan.candidate.traversal),
+            "lanes": dict(plan.prediction.lanes),
+        }
+        spans = result.timeline.spans
+        for kind, lanes in (("read", ("read", "decode")), ("h2d", ("h2d",))):
+            found[f"{kind}_bytes"] = sum(span.bytes for span in spans if span.lane in lanes)
+        described = result.log.header.get("devices") or []
+        found["names"] = [f"{each['number']}: {each['device']}" for each in described]
+        with suppress(Exception):
+            shares = range(1 if given == DASK else len(described))
+            found["compute_shares"] = [report(result.timeline, each).compute_share for each in shares]
+        if number == 0:
+            digest = digest_of(c, self.size, self.case.dtype)
+            self.digest = digest if self.digest is None else self.digest
+            found["equal_bits"] = digest == self.digest
+        self.keep(found)
+        bits = {True: ", bits equal", False: ", BITS DIFFER"}.get(bool(found.get("equal_bits")), "")
+        bits = bits if number == 0 else ""
+        shown = [round(share or 0, 3) for share in found.get("compute_shares", [])]
         print(
-            f"{given:8} {median:8.3f}  ({min(times[given]):.3f} to {max(times[given]):.3f}) "
-            f"{first / median:6.3f} {reads[given] / 1e9:8.1f} {share:8.3f} {2 * size**3 / median / 1e12:8.2f}"
+            f"   round {number} devices {given}: {seconds:.3f} s, predicted {plan.prediction.total:.3f}, "
+            f"tile {plan.tile}, read {found['read_bytes'] / 1e9:.1f} GB, "
+            f"h2d {found['h2d_bytes'] / 1e9:.1f} GB, compute shares {shown}, "
+            f"{'; '.join(found['names'])}{bits}",
+            flush=True,
         )
-    shutil.rmtree(folder, ignore_errors=True)
+        if number and seconds > self.slowest[given]:
+            self.slowest[given] = seconds
+            os.replace(fresh, log)
+        fresh.unlink(missing_ok=True)
+
+    def keep(self, sample: dict[str, Any]) -> None:
+        """Add a sample to the results file."""
+        kept = json.loads(self.output.read_text()) if self.output.exists() else here() | {"cases": {}}
+        kept["cases"].setdefault(self.case.name, []).append({"size": self.size} | sample)
+        fresh = self.output.with_suffix(".new")
+        fresh.write_text(json.dumps(kept, indent=1, default=str) + "\n")
+        os.replace(fresh, self.output)
+
+    @contextmanager
+    def operands(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Create A and B, and what to pass as C."""
+        shape, dtype = (self.size, self.size), self.case.dtype
+        if self.case.source == "zarr":
+            # Cases of the same size use the same arrays.
+            if not (self.folder / f"B {self.size}").exists():
+                shutil.rmtree(self.folder, ignore_errors=True)
+            chunk = min(CHUNK, self.size)
+            while self.size % chunk:
+                chunk //= 2
+            for seed, name in enumerate("AB"):
+                path = self.folder / f"{name} {self.size}"
+                if not path.exists():
+                    linked_zarr(path, shape, chunk, DISTINCT, seed, dtype=dtype, integers=True)
+            yield self.folder / f"A {self.size}", self.folder / f"B {self.size}", self.folder / "C"
+            remove(self.folder / "C")
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)  # frees memory
+        a, b, c = (filled(shape, dtype, seed) for seed in range(3))
+        if self.case.source == "pinned":
+            pin(a, b, c)
+        yield a, b, c
+
+    @contextmanager
+    def cluster(self) -> Iterator[None]:
+        """Start the workers for a case with dask."""
+        if DASK not in self.lists:
+            yield
+            return
+        import distributed
+
+        connect: Any = distributed.Client  # its constructor has no types
+        with workers(self.backend) as cluster, connect(cluster) as client:
+            self.client = client
+            yield
+
+
+@contextmanager
+def workers(backend: str) -> Iterator[Any]:
+    """Start a dask cluster with one worker per GPU: that of dask-cuda, or plain workers if that fails."""
+    common: dict[str, Any] = {"dashboard_address": None, "threads_per_worker": 1}
+    count = oocgemm.backends.open_backend("cuda").device_count() if backend == "cuda" else 2
+    try:
+        from dask_cuda import LocalCUDACluster  # type: ignore[import-not-found]
+
+        cluster = LocalCUDACluster(
+            CUDA_VISIBLE_DEVICES=list(range(count)), memory_limit=None, local_directory="/tmp", **common
+        )
+    except Exception:
+        traceback.print_exc()
+        print("   dask-cuda does not start: plain dask workers are used", flush=True)
+    else:
+        print(f"   LocalCUDACluster with {len(cluster.workers)} workers", flush=True)
+        with cluster:
+            yield cluster
+        return
+    import distributed
+
+    local: Any = distributed.LocalCluster  # its constructor has no types
+
+    with local(n_workers=0, processes=False, protocol="tcp", host="127.0.0.1", **common) as plain:
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", plain.scheduler_address]
+        command += ["--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--local-directory", "/tmp"]
+        started = [
+            subprocess.Popen(
+                command,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for gpu in range(count)
+        ]
+        try:
+            until = time.time() + 30
+            while len(plain.scheduler_info["workers"]) < count and time.time() < until:
+                time.sleep(0.1)
+            yield plain
+        finally:
+            for process in started:
+                process.terminate()
+                process.wait()
+
+
+def remove(c: Path) -> None:
+    """Delete a zarr array in memory, with all cores: to free its pages takes seconds."""
+    rows = list(c.glob("c/*"))
+    spread(lambda number: shutil.rmtree(rows[number], ignore_errors=True), len(rows))
+    shutil.rmtree(c, ignore_errors=True)
+
+
+def spread(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Call `work` with the numbers below `count`, in one thread per core."""
+    with ThreadPoolExecutor(CORES) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def fault_in(size: int) -> None:
+    """Write to each page of `size` bytes once: a virtual machine may get its memory at the first use."""
+    begun, size = time.time(), min(size, available_memory() * 3 // 4)
+    memory = np.empty(size, np.uint8)
+    part = -(-size // CORES)
+
+    def touch(number: int) -> None:
+        memory[number * part : (number + 1) * part : PAGE] = 1
+
+    spread(touch, CORES)
+    print(f"{size >> 30} GiB faulted in in {time.time() - begun:.1f} s", flush=True)
+
+
+def filled(shape: tuple[int, int], dtype: str, seed: int) -> Any:
+    """Return an array of small integers. Each band of rows is a different rotation of the same rows."""
+    made = np.empty(shape, dtype)
+    one = np.random.default_rng(seed).integers(-3, 4, (min(BAND, shape[0]), shape[1])).astype(dtype)
+
+    def fill(number: int) -> None:
+        top = number * BAND
+        rows, shift = min(BAND, shape[0] - top), number * 37 % shape[1]
+        made[top : top + rows, shift:] = one[:rows, : shape[1] - shift]
+        made[top : top + rows, :shift] = one[:rows, shape[1] - shift :]
+
+    spread(fill, -(-shape[0] // BAND))
+    return made
+
+
+def pin(*arrays: Any) -> None:
+    """Pin arrays for all GPUs. They stay pinned until the process ends."""
+    from cupy.cuda import runtime
+
+    for array in arrays:
+        runtime.hostRegister(array.ctypes.data, array.nbytes, 1)
+
+
+def digest_of(c: Any, size: int, dtype: str) -> int:
+    """Return a digest of the bits of C that does not depend on how C is stored.
+
+    It is the sum over all elements of their bits times a random weight of their row and of their column,
+    modulo 2^64.
+    """
+    weights = np.random.default_rng(99).integers(0, 2**63, (2, size), np.uint64) * np.uint64(2) + np.uint64(1)
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+    def part(block: Any, top: int, left: int) -> int:
+        rows, cols = block.shape
+        across = block.view(bits).astype(np.uint64, copy=False) @ weights[1, left : left + cols]
+        return int((across * weights[0, top : top + rows]).sum())
+
+    if not isinstance(c, Path):
+        parts = spread(lambda n: part(c[n * BAND : (n + 1) * BAND], n * BAND, 0), -(-size // BAND))
+        return int(sum(parts)) % 2**64
+    height, width = json.loads((c / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+    files = [(int(path.parent.name), int(path.name), path) for path in c.glob("c/*/*")]
+
+    def stored(number: int) -> int:
+        i, j, path = files[number]
+        block = np.fromfile(path, dtype).reshape(height, width)
+        top, left = i * height, j * width
+        return part(np.ascontiguousarray(block[: size - top, : size - left]), top, left)
+
+    return int(sum(spread(stored, len(files)))) % 2**64
+
+
+def logs_of(folder: Path) -> Path:
+    """Return the folder for timelines."""
+    return Path(tempfile.gettempdir()) / f"{folder.name}-logs"
+
+
+def pack(logs: Path, target: Path) -> None:
+    """Put all timelines into one archive."""
+    with tarfile.open(target, "w:gz") as archive:
+        for path in sorted(logs.glob("*.jsonl")):
+            archive.add(path, path.name)
+
+
+def summarize(output: Path) -> None:
+    """Print medians, relative to the first list of each case."""
+    print("case, devices: median s (least to most), speed, predicted s, read GB, relative")
+    for name, samples in json.loads(output.read_text())["cases"].items():
+        measured = [one for one in samples if one.get("round")]
+        first: tuple[float, int] | None = None
+        for given in dict.fromkeys(one["devices"] for one in measured):
+            mine = [one for one in measured if one["devices"] == given]
+            times, read = [one["seconds"] for one in mine], mine[-1]["read_bytes"]
+            first = first or (statistics.median(times), read)
+            middle = statistics.median(times)
+            print(
+                f"{name:34} {given:5}{middle:8.3f} ({min(times):.3f} to {max(times):.3f}) "
+                f"{first[0] / middle:6.3f} {mine[-1]['predicted']:8.3f} {read / 1e9:8.1f} "
+                f"{read / max(1, first[1]):6.3f}"
+            )
+        for one in samples:
+            if "error" in one:
+                print(f"{name:34} {one['devices']:5}{one['error']}")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ def linked_zarr(
     seed: int,
     codec: Any = None,
     dtype: str = "float64",
+    integers: bool = False,
 ) -> None:
     """Create an array whose chunk files are hard links to `distinct` files.
 
-    Chunk (i, j) is file number (i * 7 + j * 3) % distinct. With a codec the elements are integers, which
-    compress well. The files are synced to the disk and then read into the page cache, so that the first timed
-    run reads as fast as later ones.
+    Chunk (i, j) is file number (i * 7 + j * 3) % distinct. With a codec or `integers`, the elements are
+    integers: they compress well, and products of them are exact. The files are synced to the disk and then
+    read into the page cache, so that the first timed run reads as fast as later ones.
     """
     zarr.create_array(path, shape=shape, dtype=dtype, chunks=(chunk, chunk), compressors=codec)
     made = zarr.create_array(
@@ -37,7 +38,7 @@ def linked_zarr(
 
     def fill(number: int) -> None:
         block = np.random.default_rng((seed, number)).standard_normal((chunk, chunk))
-        made[:, number * chunk : (number + 1) * chunk] = np.round(block * 64) if codec else block
+        made[:, number * chunk : (number + 1) * chunk] = np.round(block * 64) if codec or integers else block
 
     with ThreadPoolExecutor(CORES) as pool:
         list(pool.map(fill, range(distinct)))

@@ -28,6 +28,8 @@ from tests.suite import slow
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 UNAVAILABLE = 46  # cudaErrorDevicesUnavailable
+UNCORRECTABLE = 214  # cudaErrorECCUncorrectable
+FELL_OFF_THE_BUS = 100  # cudaErrorNoDevice
 SHAPES = (130, 90), (90, 110)
 TILE = "20x20x10"
 RNG = np.random.default_rng(2)
@@ -166,19 +168,25 @@ def test_host_slots_are_pinned_for_all_devices(gpus: Device, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("call", ["cublasGemmEx", "cuMemcpyAsync"])
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cublasGemmEx", UNAVAILABLE),
+        ("cuMemcpyAsync", UNAVAILABLE),
+        *slow(("cublasGemmEx", UNCORRECTABLE), ("cuMemcpyAsync", FELL_OFF_THE_BUS)),
+    ],
+)
 def test_a_device_that_fails_is_named_and_the_others_finish_the_product(
-    call: str, late: bool, gpus: Device, tmp_path: Path
+    call: str, code: int, late: bool, gpus: Device, tmp_path: Path
 ) -> None:
     right = np.asarray(product(tmp_path, "right"))
-    gpus.faults[call] = Fault(UNAVAILABLE, first=gpus.count(call) + 60, late=late, device=1)
-    with pytest.raises(ExecutionError, match=rf"device 1: CUDA error {UNAVAILABLE}"):
+    gpus.faults[call] = Fault(code, first=gpus.count(call) + 60, late=late, device=1)
+    with pytest.raises(ExecutionError, match=rf"device 1: CUDA error {code}"):
         product(tmp_path, devices="0,1,2")
     gpus.faults.clear()
-    gpus.failed.clear()
     resumed = product(tmp_path, devices="0,2", resume=True)
     np.testing.assert_array_equal(np.asarray(resumed), right)
-    # The failed device's memory was freed and unpinned, or could not be.
+    # The failed device's memory was freed and unpinned, or could not be. Its commands never run.
     gpus.memory._device.clear()
     gpus.memory._pinned.clear()
 
@@ -310,7 +318,7 @@ def test_sessions_on_one_gpu_share_its_link_and_its_kernels(tmp_path: Path) -> N
         assert rates == [rates[0], rates[0], rates[0] / 2]
     assert one.machine.kernels["float64"].peak == alone.machine.kernels["float64"].peak / 2
     busy = [plan.prediction.lanes["compute"] for plan in (alone, two, one)]
-    assert busy[1] < 0.6 * busy[0] < 0.6 * 1.1 * busy[2]
+    assert busy[1] < 0.6 * busy[0] < 0.6 * 1.2 * busy[2]
 
 
 def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ from tests.test_schedule import expected, operands, schedules
 DEVICES = st.integers(1, 8)
 
 
-def shared(schedule: Schedule, devices: int, traversal: Traversal = ROW_BY_ROW) -> SharedSchedule:
+def shared(
+    schedule: Schedule, devices: int, traversal: Traversal = ROW_BY_ROW, *, apart: bool = False
+) -> SharedSchedule:
     """Return the schedule of the same tiles on several devices."""
-    arranged = arrangement(devices, schedule.problem, schedule.grid)
-    tiles = deal(devices, schedule.grid.shape, traversal, arranged, set(schedule.tiles))
+    arranged = arrangement(devices, schedule.problem, schedule.grid, apart=apart)
+    tiles = deal(devices, schedule.grid.shape, traversal, arranged, set(schedule.tiles), apart=apart)
     given = {field.name: getattr(schedule, field.name) for field in fields(Schedule)}
     return SharedSchedule(**(given | {"tiles": tiles}), devices=devices)
 
@@ -32,7 +34,7 @@ def shared(schedule: Schedule, devices: int, traversal: Traversal = ROW_BY_ROW) 
 @st.composite
 def shared_schedules(draw: st.DrawFn) -> SharedSchedule:
     traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)), draw(st.booleans()))
-    return shared(draw(schedules()), draw(DEVICES), traversal)
+    return shared(draw(schedules()), draw(DEVICES), traversal, apart=draw(st.booleans()))
 
 
 @given(
@@ -57,6 +59,46 @@ def test_every_tile_is_dealt_once_in_full_rounds_of_one_direction(
     mixed = [each for each in rounds if len({forwards(tile) for tile in each}) > 1]
     assert len(mixed) <= 1, "rounds of one direction share panels"
     assert all(each in rounds[-2:] for each in mixed)
+
+
+@given(
+    devices=DEVICES,
+    shape=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    axis=st.integers(0, 1),
+    band=st.integers(1, 4),
+    left=st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))) | st.none(),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_every_tile_is_dealt_once_to_devices_that_work_apart(
+    devices: int, shape: tuple[int, int], axis: int, band: int, left: Any
+) -> None:
+    grid = TileGrid.of(problem(4 * shape[0], 4 * shape[1], 8), TileShape(4, 4, 4))
+    arranged = arrangement(devices, problem(4, 4, 8), grid, apart=True)
+    dealt = deal(devices, shape, Traversal(axis, band), arranged, left, apart=True)
+    every = {(i, j) for i in range(shape[0]) for j in range(shape[1])}
+    assert arranged[0] * arranged[1] == devices
+    assert sorted(dealt) == sorted(every if left is None else every & left)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "rectangle"),
+    [
+        pytest.param(2, (4, 8), (4, 4), id="the longer side is divided"),
+        pytest.param(4, (6, 6), (3, 3), id="both sides are divided"),
+        pytest.param(6, (2, 12), (2, 2), id="squares have the fewest panels"),
+        pytest.param(2, (1, 4), (1, 2), id="a single row"),
+    ],
+)
+def test_devices_that_work_apart_compute_rectangles(
+    devices: int, shape: tuple[int, int], rectangle: tuple[int, int]
+) -> None:
+    p = problem(8 * shape[0], 8 * shape[1], 64)
+    grid = TileGrid.of(p, TileShape(8, 8, 2))
+    tiles = deal(devices, shape, Traversal(), arrangement(devices, p, grid, apart=True), apart=True)
+    for device in range(devices):
+        mine = tiles[device::devices]
+        rows, cols = ({tile[axis] for tile in mine} for axis in (0, 1))
+        assert (len(rows), len(cols), len(mine)) == (*rectangle, rectangle[0] * rectangle[1])
 
 
 @given(schedule=shared_schedules(), seed=st.integers(0, 2**16))

@@ -337,8 +337,9 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     given = candidate.slots, encoded, last(traversal, *grid.shape) if 0 not in grid.shape else None
     if setting.devices == 1:
         return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given)
-    arranged = arrangement(setting.devices, problem, grid)
-    dealt = deal(setting.devices, grid.shape, traversal, arranged, only)
+    apart = setting.works_apart
+    arranged = arrangement(setting.devices, problem, grid, apart=apart)
+    dealt = deal(setting.devices, grid.shape, traversal, arranged, only, apart=apart)
     return SharedSchedule(problem, grid, dealt, *given, devices=setting.devices)
 
 

@@ -94,6 +94,11 @@ class Setting:
         operands = self.layouts.a, self.layouts.b
         return not self.machine.unified and not all(x.in_memory or self.streams(x) for x in operands)
 
+    @property
+    def works_apart(self) -> bool:
+        """Whether devices share no panels, because neither A nor B has host slots."""
+        return self.machine.unified or (self.streams(self.layouts.a) and self.streams(self.layouts.b))
+
     def c_chunks(self, tile: TileShape) -> Shape:
         """Return the shape of C's chunks: those of an existing C, or chunks of a new C for this tile shape.
 

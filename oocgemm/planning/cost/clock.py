@@ -57,12 +57,18 @@ class Prediction:
         return sum(self.lanes.values())
 
 
-def predict(setting: Setting, candidate: Candidate, prices: Prices | None = None) -> Prediction:
-    """Predict the seconds of a run of a candidate over all of C."""
+def predict(
+    setting: Setting, candidate: Candidate, prices: Prices | None = None, *, last_drains: bool = True
+) -> Prediction:
+    """Predict the seconds of a run of a candidate over all of C.
+
+    `last_drains` tells that the last tile of the product is among the tiles of the run. Only the steps of
+    that tile run strip by strip at its end, so that its strips drain meanwhile.
+    """
     grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp)
     if 0 in grid.shape:
         return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
-    clock = _Clock(prices or Prices(setting), candidate, grid)
+    clock = _Clock(prices or Prices(setting), candidate, grid, last_drains)
     clock.run()
     return clock.prediction()
 
@@ -81,12 +87,12 @@ def cached(slots: int, between: int, steps: int) -> int:
 class _Clock:
     """Runs the tiles of a candidate on streams."""
 
-    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid) -> None:
+    def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid, last_drains: bool) -> None:
         self.setting, self.prices = prices.setting, prices
         self.grid, self.traversal, self.slots = grid, candidate.traversal, candidate.slots
         self.rows = min(candidate.slots.strip, extents(self.setting.problem, candidate.tile)[0])
         self.streams = Streams(prices, candidate.slots)
-        self._last = last(candidate.traversal, *grid.shape)
+        self._last = last(candidate.traversal, *grid.shape) if last_drains else None
         self._loads: dict[tuple[str, int, int, float], Load] = {}
         self._widths = [0] * self.slots.c  # of the latest tile in each accumulator, next accumulator first
         self._strips: dict[tuple[int, int], Strip] = {}

@@ -158,7 +158,11 @@ class MachineModel:
     @property
     def copy_threads(self) -> int:
         """Number of threads that copy between pageable arrays and pinned buffers, in each direction."""
-        return max(1, min(MAX_COPY_THREADS, self.cores * 3 // 4))
+        return self.copy_threads_of(1)
+
+    def copy_threads_of(self, devices: int) -> int:
+        """Return the number of these threads that each of several devices has."""
+        return max(1, min(MAX_COPY_THREADS, self.cores * 3 // 4 // devices))
 
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
         """Return the seconds of `flops` operations, done in products of m x k by k x n blocks.

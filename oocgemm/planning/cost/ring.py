@@ -39,11 +39,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
-    lanes = 1 + (
-        machine.copy_threads
-        if devices == 1
-        else max(1, min(machine.copy_threads, machine.cores * 3 // 4 // devices))
-    )
+    lanes = 1 + machine.copy_threads_of(devices)
     room = setting.budgets.host // 4 // devices
     while piece > PAGE and RingShape(lanes, piece).bytes > room:
         piece //= 2

@@ -36,7 +36,7 @@ class Share:
     def of(cls, setting: Setting, candidate: Candidate) -> "Share":
         """Return the share of each device. It has at least one tile."""
         grid = TileGrid.of(setting.problem, candidate.tile)
-        down, across = arrangement(setting.devices, setting.problem, grid)
+        down, across = arrangement(setting.devices, setting.problem, grid, apart=setting.works_apart)
         rows, cols = ceil_div(grid.shape[0], down), ceil_div(grid.shape[1], across)
         slots, order = candidate.slots, candidate.traversal
         on_host = ceil_div(slots.host_a, down), ceil_div(slots.host_b, across)
@@ -74,13 +74,15 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
     """Return the rates at which one of several devices works that are busy with their shares.
 
     `reading` is the factor by which reads take longer. Other work that the devices have in common takes
-    `devices` times as long.
+    `devices` times as long. The rate of copies between pageable arrays and pinned buffers follows the number
+    of threads that copy for each device.
     """
     each = 1 / devices
-    factors = {"read": 1 / reading, "decode": 1 / reading, "write": each, "memory": each}
+    factors = {"read": 1 / reading, "decode": 1 / reading, "write": each}
     factors["issue"] = devices
     if machine.shares_cores:
-        return scaled(machine, factors | dict.fromkeys(machine.kernels, each))
+        return scaled(machine, factors | dict.fromkeys(("memory", *machine.kernels), each))
+    factors["memory"] = machine.copy_threads_of(devices) / machine.copy_threads
     # More threads read for several devices, if there are cores for them.
     threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
     return replace(scaled(machine, factors), io_threads=threads)
@@ -116,7 +118,9 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     alone = part * (each.a_read + each.b_read)
     reading = max(1.0, (loads.a_read + loads.b_read) / alone) if alone else 1.0
     machine = slowed(setting.machine, reading, setting.devices)
-    return part_of(predict(replace(share.setting, machine=machine), share.candidate), part)
+    # Only one device has the last tile. The others may end later.
+    setting = replace(share.setting, machine=machine)
+    return part_of(predict(setting, share.candidate, last_drains=False), part)
 
 
 def part_of(whole: Prediction, share: float) -> Prediction:

@@ -74,7 +74,9 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
     """
     issue, shares_cores = setting.machine.issue, setting.machine.shares_cores
     tracker: HazardTracker[list[float]] = HazardTracker()
-    prices, staged = Prices(setting), 0.0
+    prices, staged = Prices(setting), [0.0] * setting.devices
+    # Each device has threads of its own for copies between pageable arrays and pinned buffers.
+    copying = setting.machine.copy_threads_of(setting.devices) / setting.machine.copy_threads
     stream_free: dict[tuple[int, str], float] = {}
     end = issued = 0.0
     for operation, seconds in timed(schedule, setting):
@@ -97,6 +99,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
             computed = stream_free.get((0, "compute"), 0.0)
             stream_free[0, "compute"] = computed + prices.write_cpu_share * seconds
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            staged += prices.staged(operation.operand, *map(length, operation.block))
+            copied = prices.staged(operation.operand, *map(length, operation.block))
+            staged[operation.device] += copied / copying
         end = max(end, done[0])
-    return max(end, staged)
+    return max(end, *staged)

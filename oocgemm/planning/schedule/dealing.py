@@ -1,25 +1,29 @@
 """Deal the tiles of C to several devices.
 
 The devices work on one tile each at the same time: a *round*. Tiles of a round that are in one tile row use
-the same panels of op(A), and those in one tile column the same panels of op(B). Such a panel is read from
-storage once for all of them, if they use it at about the same time. So a round takes tiles that have the same
-direction along k, which is that of the sum of their coordinates: even or odd. With four devices, for example,
-the first round takes every other tile of two tile rows and of two tile columns:
+the same panels of op(A), and those in one tile column the same panels of op(B). If devices share host slots,
+such a panel is read from storage once for all of them, provided that they use it at about the same time. So a
+round takes tiles that have the same direction along k, which is that of the sum of their coordinates: even or
+odd. With four devices, for example, the first round takes every other tile of two tile rows and of two tile
+columns:
 
     0 . 1 .
     . . . .
     2 . 3 .
 
 The next round takes the tiles to the right of these. So a device keeps its panels of op(A) at the turn.
+
+Without shared host slots, as for operands in host memory, each device loads all its panels itself. Then the
+devices work *apart*: each takes a rectangle of C, so that it loads as few panels as possible.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product, zip_longest
 
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import Traversal, forwards, walk
-from oocgemm.planning.tiling import Tile, TileGrid
+from oocgemm.planning.tiling import Tile, TileGrid, ceil_div
 
 # `arrangement` compares the panels that are loaded in this many rounds.
 COMPARED_ROUNDS = 64
@@ -31,6 +35,8 @@ def deal(
     traversal: Traversal,
     arranged: tuple[int, int],
     tiles: Container[Tile] | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Tile]:
     """Order the tiles of a grid for several devices: every tile once, or every one of `tiles`.
 
@@ -43,25 +49,35 @@ def deal(
         traversal: the order of the rounds. Its bands have the width that they have on one device.
         arranged: over how many tile rows and tile columns the tiles of a round are spread (`arrangement`).
         tiles: the tiles to deal, by default all.
+        apart: whether devices share no panels. `arranged` then counts rectangles down and across.
 
     >>> deal(2, (3, 2), Traversal(), (2, 1))
     [(0, 0), (2, 0), (0, 1), (2, 1), (1, 1), (1, 0)]
+    >>> deal(2, (4, 2), Traversal(), (2, 1), apart=True)
+    [(0, 0), (2, 0), (0, 1), (2, 1), (1, 1), (3, 1), (1, 0), (3, 0)]
     """
-    blocks = _blocks(shape, traversal, arranged)
-    return list(_rounds(devices, blocks if tiles is None else (tile for tile in blocks if tile in tiles)))
+    order = (_rectangles if apart else _blocks)(shape, traversal, arranged)
+    found = order if tiles is None else (tile for tile in order if tile in tiles)
+    return list((_pieces if apart else _rounds)(devices, found))
 
 
-def arrangement(devices: int, problem: GemmProblem, grid: TileGrid) -> tuple[int, int]:
+def arrangement(
+    devices: int, problem: GemmProblem, grid: TileGrid, *, apart: bool = False
+) -> tuple[int, int]:
     """Choose over how many tile rows and tile columns the tiles of a round are spread.
 
     The product of both numbers is `devices`. They are chosen so that the panels of a round have as few bytes
-    as possible. They depend on the whole grid, not on the tiles that are left to compute.
+    as possible. They depend on the whole grid, not on the tiles that are left to compute. If the devices work
+    `apart`, the numbers are those of rectangles, and the panels are those of a whole rectangle.
     """
     if 0 in grid.shape:
         return 1, devices
     a, b = grid.tile.m * problem.itemsizes["A"], grid.tile.n * problem.itemsizes["B"]
+    rows, cols = grid.shape
 
     def loaded(arranged: tuple[int, int]) -> tuple[int, float]:
+        if apart:
+            return a * ceil_div(rows, arranged[0]) + b * ceil_div(cols, arranged[1]), 0.0
         rounds = _rounds(devices, _blocks(grid.shape, Traversal(), arranged))
         total = 0
         for _ in range(COMPARED_ROUNDS):
@@ -83,6 +99,27 @@ def _rounds(devices: int, tiles: Iterable[Tile]) -> Iterator[Tile]:
             yield from alike
             alike.clear()
     yield from (*waiting[True], *waiting[False])
+
+
+def _pieces(devices: int, tiles: Iterable[Tile]) -> Iterator[Tile]:
+    """Cut a sequence of tiles into one piece per device. Yield the first tile of each, then the second."""
+    every = list(tiles)
+    cuts = [ceil_div(number * len(every), devices) for number in range(devices + 1)]
+    pieces = sorted((every[start:stop] for start, stop in pairwise(cuts)), key=len, reverse=True)
+    for found in zip_longest(*pieces):
+        yield from (tile for tile in found if tile is not None)
+
+
+def _rectangles(shape: tuple[int, int], traversal: Traversal, arranged: tuple[int, int]) -> Iterator[Tile]:
+    """Yield the tiles of a grid rectangle by rectangle."""
+    rows, cols = (
+        list(pairwise(number * count // parts for number in range(parts + 1)))
+        for count, parts in zip(shape, arranged, strict=True)
+    )
+    order = replace(traversal, band=max(1, traversal.band // arranged[traversal.axis]))
+    for (top, bottom), (left, right) in product(rows, cols):
+        for i, j in walk(order, bottom - top, right - left):
+            yield top + i, left + j
 
 
 def _blocks(shape: tuple[int, int], traversal: Traversal, arranged: tuple[int, int]) -> Iterator[Tile]:

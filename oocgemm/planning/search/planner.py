@@ -136,7 +136,8 @@ def resumed_plan(
     begun_with = [candidate]
     if devices > 1:
         # With fewer slots, the reads of one device would wait for the uploads to another one.
-        arranged = arrangement(devices, problem, TileGrid.of(problem, candidate.tile))
+        apart = Setting(problem, machine, layouts, budgets, devices).works_apart
+        arranged = arrangement(devices, problem, TileGrid.of(problem, candidate.tile), apart=apart)
         host_a, host_b = (
             max(count, PANELS_PER_LINE * lines) if count else 0
             for count, lines in zip((slots.host_a, slots.host_b), arranged, strict=True)

@@ -20,6 +20,7 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import io_threads
 from oocgemm.planning.search.guarded import guarded_plan
+from oocgemm.planning.search.planner import MIN_GAIN
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -58,7 +59,9 @@ def shared_plan(
     if tile is not None:
         check_tile(search.setting, tile)
     plans = [search.planned(shape) for shape in ([tile] if tile is not None else search.shapes())]
-    plans.sort(key=lambda plan: plan.prediction.total)
+    # Of plans that take about as long, the one that moves fewer bytes depends less on exact rates.
+    limit = (1 + MIN_GAIN) * min(plan.prediction.total for plan in plans)
+    plans.sort(key=lambda plan: (max(limit, plan.prediction.total), plan.prediction.serial))
     return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
 
 
@@ -96,7 +99,7 @@ class _Search:
         """Return the plan for a tile shape, with the slots that suit the share of one device."""
         setting, devices = self.setting, self.setting.devices
         grid = TileGrid.of(setting.problem, tile)
-        arranged = arrangement(devices, setting.problem, grid)
+        arranged = arrangement(devices, setting.problem, grid, apart=setting.works_apart)
         rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
         own = self._own(tile, (rows * tile.m, cols * tile.n))
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
