@@ -6,9 +6,14 @@
 
 A case multiplies two square matrices on several lists of devices, in turns, after a round that is not
 measured. In that round, a digest of each C is compared with that of the first list. The matrices have small
-integers, so that C is exact whatever the tiles are. They are zarr arrays in memory (--folder is on a tmpfs,
-so that they are read as from the page cache), NumPy arrays, or NumPy arrays in pinned memory. In the case
-"dask", a LocalCUDACluster of dask-cuda with one worker per GPU takes turns with `--devices all`.
+integers, so that C is exact whatever the tiles are. The sources are:
+
+- "page-cache": zarr arrays on a disk (--disk), whose few distinct chunk files stay in the page cache. C is a
+  NumPy array whose pages are faulted in.
+- "memory" and "pinned": NumPy arrays, in pageable and in pinned memory. C too.
+- "zarr": zarr arrays on a tmpfs (--folder). C too.
+
+In the case "dask", a LocalCUDACluster of dask-cuda with one worker per GPU takes turns with `--devices all`.
 
 Every case runs in a process of its own, the most important one first. A sample that would not end within
 --minutes is left out. Each sample is stored when it ends, with the prediction of its plan. The timeline of
@@ -27,27 +32,21 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
+from device_arrays import digest_of, fault_in, filled, pin, remove, touched
 from keeping import here
 from linked import linked_zarr
 
 import oocgemm
-from oocgemm.system.memory import available_memory
 from oocgemm.timeline import report
 
-CORES = len(os.sched_getaffinity(0))
 CHUNK, DISTINCT = 2048, 64
-# Rows of NumPy arrays that are filled, or whose digest is computed, at a time.
-BAND = 512
-PAGE = 4096
 DASK = "dask"
 
 
@@ -58,7 +57,7 @@ class Case:
     source: str
     size: int
     devices: tuple[str, ...]
-    rounds: int = 3
+    rounds: int = 2
     dtype: str = "float64"
 
     @property
@@ -69,16 +68,17 @@ class Case:
 
 EVERY, TWICE = ("0", "all"), ("0", "0,0")
 CASES = (
-    Case("zarr", 65536, EVERY),
-    Case("zarr", 65536, ("all", DASK)),
+    Case("page-cache", 65536, EVERY),
     Case("memory", 65536, EVERY),
     Case("memory", 40960, TWICE),
     Case("memory", 53248, TWICE),
+    Case("page-cache", 45056, TWICE),
+    Case("page-cache", 32768, TWICE),
+    Case("zarr", 65536, EVERY),
+    Case("zarr", 65536, ("all", DASK)),
     Case("zarr", 45056, TWICE),
-    Case("zarr", 32768, TWICE),
-    Case("pinned", 65536, EVERY, 2),
-    Case("memory", 65536, TWICE, 2),
-    Case("zarr", 65536, TWICE, 2),
+    Case("pinned", 65536, EVERY),
+    Case("memory", 65536, TWICE),
 )
 
 
@@ -87,6 +87,12 @@ CASES = (
 @click.option("--timelines", type=click.Path(path_type=Path), help="tar.gz for the kept timelines.")
 @click.option("--minutes", default=8.0, show_default=True, help="No sample ends later than this.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/oocgemm-devices"))
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path),
+    default=Path(tempfile.gettempdir()) / "oocgemm-devices-disk",
+    help="Folder for arrays that are read from the page cache. It is deleted.  [default: in the temp folder]",
+)
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--scale", default=1, show_default=True, help="Divide all sizes by this number.")
 @click.option("--rounds", type=int, help="Samples per list.  [default: those of the case]")
@@ -100,6 +106,7 @@ def main(
     timelines: Path | None,
     minutes: float,
     folder: Path,
+    disk: Path,
     backend: str,
     scale: int,
     rounds: int | None,
@@ -110,7 +117,7 @@ def main(
     until: float | None,
 ) -> None:
     if number is not None and until is not None:
-        bench = Bench(CASES[number], output, folder, backend, scale, rounds, devices, until)
+        bench = Bench(CASES[number], output, (folder, disk), backend, scale, rounds, devices, until)
         bench.run()
         return
     until = time.time() + 60 * minutes
@@ -135,7 +142,8 @@ def main(
             child.wait()
     if timelines is not None:
         pack(logs_of(folder), timelines)
-    shutil.rmtree(folder, ignore_errors=True)
+    for arrays in (folder, disk):
+        shutil.rmtree(arrays, ignore_errors=True)
     shutil.rmtree(logs_of(folder), ignore_errors=True)
     if output.exists():
         summarize(output)
@@ -148,14 +156,14 @@ class Bench:
         self,
         case: Case,
         output: Path,
-        folder: Path,
+        folders: tuple[Path, Path],
         backend: str,
         scale: int,
         rounds: int | None,
         devices: tuple[str, ...],
         until: float,
     ) -> None:
-        self.case, self.output, self.folder = case, output, folder
+        self.case, self.output, (self.folder, self.disk) = case, output, folders
         self.backend, self.until = backend, until
         self.size = case.size // scale
         self.rounds = rounds or case.rounds
@@ -165,7 +173,7 @@ class Bench:
         self.lasted: dict[str, float] = {}  # seconds of the latest run, by list
         self.slowest: defaultdict[str, float] = defaultdict(float)
         self.digest: int | None = None
-        self.logs = logs_of(folder)
+        self.logs = logs_of(self.folder)
         self.client: Any = None
 
     def run(self) -> None:
@@ -250,18 +258,12 @@ class Bench:
     def operands(self) -> Iterator[tuple[Any, Any, Any]]:
         """Create A and B, and what to pass as C."""
         shape, dtype = (self.size, self.size), self.case.dtype
+        if self.case.source == "page-cache":
+            shutil.rmtree(self.folder, ignore_errors=True)  # frees memory
+            yield *self.stored(self.disk), touched(shape, dtype)
+            return
         if self.case.source == "zarr":
-            # Cases of the same size use the same arrays.
-            if not (self.folder / f"B {self.size}").exists():
-                shutil.rmtree(self.folder, ignore_errors=True)
-            chunk = min(CHUNK, self.size)
-            while self.size % chunk:
-                chunk //= 2
-            for seed, name in enumerate("AB"):
-                path = self.folder / f"{name} {self.size}"
-                if not path.exists():
-                    linked_zarr(path, shape, chunk, DISTINCT, seed, dtype=dtype, integers=True)
-            yield self.folder / f"A {self.size}", self.folder / f"B {self.size}", self.folder / "C"
+            yield *self.stored(self.folder), self.folder / "C"
             remove(self.folder / "C")
             return
         shutil.rmtree(self.folder, ignore_errors=True)  # frees memory
@@ -269,6 +271,19 @@ class Bench:
         if self.case.source == "pinned":
             pin(a, b, c)
         yield a, b, c
+
+    def stored(self, folder: Path) -> tuple[Path, Path]:
+        """Return A and B as zarr arrays in a folder. Cases of the same size use the same arrays."""
+        a, b = (folder / f"{name} {self.size}" for name in "AB")
+        if not b.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            chunk = min(CHUNK, self.size)
+            while self.size % chunk:
+                chunk //= 2
+            for seed, path in enumerate((a, b)):
+                shape = self.size, self.size
+                linked_zarr(path, shape, chunk, DISTINCT, seed, dtype=self.case.dtype, integers=True)
+        return a, b
 
     @contextmanager
     def cluster(self) -> Iterator[None]:
@@ -328,84 +343,6 @@ def workers(backend: str) -> Iterator[Any]:
             for process in started:
                 process.terminate()
                 process.wait()
-
-
-def remove(c: Path) -> None:
-    """Delete a zarr array in memory, with all cores: to free its pages takes seconds."""
-    rows = list(c.glob("c/*"))
-    spread(lambda number: shutil.rmtree(rows[number], ignore_errors=True), len(rows))
-    shutil.rmtree(c, ignore_errors=True)
-
-
-def spread(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Call `work` with the numbers below `count`, in one thread per core."""
-    with ThreadPoolExecutor(CORES) as pool:
-        return list(pool.map(work, range(count)))
-
-
-def fault_in(size: int) -> None:
-    """Write to each page of `size` bytes once: a virtual machine may get its memory at the first use."""
-    begun, size = time.time(), min(size, available_memory() * 3 // 4)
-    memory = np.empty(size, np.uint8)
-    part = -(-size // CORES)
-
-    def touch(number: int) -> None:
-        memory[number * part : (number + 1) * part : PAGE] = 1
-
-    spread(touch, CORES)
-    print(f"{size >> 30} GiB faulted in in {time.time() - begun:.1f} s", flush=True)
-
-
-def filled(shape: tuple[int, int], dtype: str, seed: int) -> Any:
-    """Return an array of small integers. Each band of rows is a different rotation of the same rows."""
-    made = np.empty(shape, dtype)
-    one = np.random.default_rng(seed).integers(-3, 4, (min(BAND, shape[0]), shape[1])).astype(dtype)
-
-    def fill(number: int) -> None:
-        top = number * BAND
-        rows, shift = min(BAND, shape[0] - top), number * 37 % shape[1]
-        made[top : top + rows, shift:] = one[:rows, : shape[1] - shift]
-        made[top : top + rows, :shift] = one[:rows, shape[1] - shift :]
-
-    spread(fill, -(-shape[0] // BAND))
-    return made
-
-
-def pin(*arrays: Any) -> None:
-    """Pin arrays for all GPUs. They stay pinned until the process ends."""
-    from cupy.cuda import runtime
-
-    for array in arrays:
-        runtime.hostRegister(array.ctypes.data, array.nbytes, 1)
-
-
-def digest_of(c: Any, size: int, dtype: str) -> int:
-    """Return a digest of the bits of C that does not depend on how C is stored.
-
-    It is the sum over all elements of their bits times a random weight of their row and of their column,
-    modulo 2^64.
-    """
-    weights = np.random.default_rng(99).integers(0, 2**63, (2, size), np.uint64) * np.uint64(2) + np.uint64(1)
-    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
-
-    def part(block: Any, top: int, left: int) -> int:
-        rows, cols = block.shape
-        across = block.view(bits).astype(np.uint64, copy=False) @ weights[1, left : left + cols]
-        return int((across * weights[0, top : top + rows]).sum())
-
-    if not isinstance(c, Path):
-        parts = spread(lambda n: part(c[n * BAND : (n + 1) * BAND], n * BAND, 0), -(-size // BAND))
-        return int(sum(parts)) % 2**64
-    height, width = json.loads((c / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
-    files = [(int(path.parent.name), int(path.name), path) for path in c.glob("c/*/*")]
-
-    def stored(number: int) -> int:
-        i, j, path = files[number]
-        block = np.fromfile(path, dtype).reshape(height, width)
-        top, left = i * height, j * width
-        return part(np.ascontiguousarray(block[: size - top, : size - left]), top, left)
-
-    return int(sum(spread(stored, len(files)))) % 2**64
 
 
 def logs_of(folder: Path) -> Path:
