@@ -17,8 +17,8 @@ from oocgemm.service.schedule import Limits, Need, Running
 
 # Seconds for which a worker waits for a job.
 KEEP = 300.0
-# What a worker on a GPU keeps between jobs, at most: `oocgemm.release` describes it. It keeps a sixteenth of the
-# device memory, and no GPU has more than 192 GiB.
+# What a worker on a GPU keeps between jobs, at most: `oocgemm.release` describes it. It keeps a sixteenth of
+# the device memory, and no GPU has more than 192 GiB.
 KEPT = Need(device=12 << 30, host=(128 + 416) << 20)
 
 
