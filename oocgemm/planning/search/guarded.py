@@ -39,31 +39,35 @@ def guarded_plan(
     assumed: frozenset[str] = frozenset(),
     layouts: Layouts | None = None,
     tile: TileShape | None = None,
+    effort: float = 1.0,
 ) -> Plan:
     """Choose a plan for the last of several machine models that is not slower than the plans for the others.
 
     Args:
-        problem, budgets, layouts, tile: as for `make_plan`.
+        problem, budgets, layouts, tile, effort: as for `make_plan`.
         machines: models of the same machine, from the default rates to the rates that are known best.
         assumed: names of the rates (`oocgemm.planning.cost.rates`) that the last model only assumes.
 
     Raises what `make_plan` raises.
     """
-    best, *others = (make_plan(problem, budgets, machine, layouts, tile) for machine in machines)
+    best, *others = (make_plan(problem, budgets, machine, layouts, tile, effort) for machine in machines)
     if not others:
         return best
     latest = others[-1]
     for challenger in others:
-        if challenger.candidate != best.candidate and _is_better(latest.setting, best, challenger, assumed):
+        differs = challenger.candidate != best.candidate
+        if differs and _is_better(latest.setting, best, challenger, assumed, effort):
             best = challenger
     return best if best is latest else _with_rates(best, latest)
 
 
-def _is_better(setting: Setting, incumbent: Plan, challenger: Plan, assumed: frozenset[str]) -> bool:
+def _is_better(
+    setting: Setting, incumbent: Plan, challenger: Plan, assumed: frozenset[str], part: float
+) -> bool:
     """Tell whether the challenger is faster than the incumbent. `setting` has the measured rates."""
     plans = incumbent, challenger
     effort = SIMULATE_SECONDS * sum(map(_operations, plans))
-    simulated = effort <= max(MIN_EFFORT, EFFORT * predict(setting, challenger.candidate).total)
+    simulated = effort <= part * max(MIN_EFFORT, EFFORT * predict(setting, challenger.candidate).total)
 
     def seconds(setting: Setting, plan: Plan) -> float:
         if simulated:

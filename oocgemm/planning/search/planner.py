@@ -33,6 +33,8 @@ from oocgemm.planning.units import ceil_size, parse_size
 # The virtual clock runs for at most this fraction of the predicted time of the run, and for at most this many
 # seconds. It may always run for MIN_EFFORT seconds.
 EFFORT, MIN_EFFORT, MAX_EFFORT = 0.004, 0.008, 0.4
+# A search that is shortened (`effort` below 1) may always run for SHORT_EFFORT seconds.
+SHORT_EFFORT = 0.012
 # Estimated seconds that the clock takes per candidate, per tile that it runs, and per step.
 CANDIDATE_SECONDS, TILE_SECONDS, STEP_SECONDS = 100e-6, 20e-6, 2e-6
 # The clock runs about this many tiles of a candidate, and this many steps of a tile. It skips the others.
@@ -57,26 +59,27 @@ def make_plan(
     machine: MachineModel,
     layouts: Layouts | None = None,
     tile: TileShape | None = None,
+    effort: float = 1.0,
 ) -> Plan:
     """Choose the plan that is predicted to be fastest within the budgets. If given, `tile` is its tile shape.
 
-    `layouts` are those of op(A), op(B) and C. Raises `BudgetError` if no plan fits; the message names
-    sufficient budgets. Raises `InputError` if the product cannot use tiles of shape `tile`, for instance
-    because their borders would divide chunks of C.
+    `layouts` are those of op(A), op(B) and C. The search takes the part `effort` of its usual time. Raises
+    `BudgetError` if no plan fits; the message names sufficient budgets. Raises `InputError` if the product
+    cannot use tiles of shape `tile`, for instance because their borders would divide chunks of C.
 
     Plans are cached, because planning may take as long as a small product: milliseconds.
     """
     setting = Setting(problem, machine, layouts or Layouts(), budgets)
     if setting.enqueues:
         setting = replace(setting, machine=machine.enqueued())
-    return _plan_with_advice(setting, tile)
+    return _plan_with_advice(setting, tile, effort)
 
 
 @lru_cache(64)
-def _plan_with_advice(setting: Setting, tile: TileShape | None) -> Plan:
-    """Choose a plan, and find larger budgets that would make it far faster."""
-    plan = _planned(setting, tile)
-    faster = None if tile else _faster(plan)
+def _plan_with_advice(setting: Setting, tile: TileShape | None, effort: float) -> Plan:
+    """Choose a plan, and find larger budgets that would make it far faster, unless the effort is small."""
+    plan = _planned(setting, tile, effort)
+    faster = None if tile or effort < 1 else _faster(plan)
     return replace(plan, faster=faster) if faster else plan
 
 
@@ -151,8 +154,9 @@ def resumed_plan(
     raise too_small(budgets, used, "the plan that the run was begun with")
 
 
-@lru_cache(64)
-def _planned(setting: Setting, tile: TileShape | None) -> Plan:
+@lru_cache(16)
+def _enumerated(setting: Setting, tile: TileShape | None) -> tuple[Prices, Sequence[tuple[float, Candidate]]]:
+    """Return the prices and all candidates with their lower bounds, for searches of any effort."""
     if tile is not None:
         check_tile(setting, tile)
     prices, gram = Prices(setting), bool(setting.problem.gram)
@@ -160,10 +164,15 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
     for threads in (io_threads(setting), 1):  # one I/O thread needs the least temporary memory
         found = list(enumerated(prices, tile, threads))
         if found:
-            break
-    else:
-        raise budget_error(setting, tile, smallest(setting, tile) if gram else None)
-    search = _Search(prices)
+            return prices, found
+    raise budget_error(setting, tile, smallest(setting, tile) if gram else None)
+
+
+@lru_cache(64)
+def _planned(setting: Setting, tile: TileShape | None, effort: float = 1.0) -> Plan:
+    prices, found = _enumerated(setting, tile)
+    gram = bool(setting.problem.gram)
+    search = _Search(prices, effort)
     search.run_best(found)
     if tile is None and not gram and 0 not in (setting.problem.m, setting.problem.n):
         search.improve()
@@ -181,8 +190,8 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
 class _Search:
     """The candidates that the virtual clock has run, and the effort that is left for others."""
 
-    def __init__(self, prices: Prices) -> None:
-        self._prices = prices
+    def __init__(self, prices: Prices, effort: float) -> None:
+        self._prices, self._effort = prices, effort
         self._found: dict[Candidate, Prediction] = {}
         self._spent, self._limit = 0.0, MIN_EFFORT
 
@@ -209,7 +218,8 @@ class _Search:
             if least >= best:
                 continue
             best = min(best, self._run(candidate).total)
-            self._limit = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best))
+            usual = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best))
+            self._limit = min(usual, max(SHORT_EFFORT, self._effort * usual))
 
     def improve(self) -> None:
         """Change one decision of the best candidate at a time. Keep changes that save time."""

@@ -9,7 +9,8 @@ plan with the shortest predicted time is chosen.
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
+from itertools import product
+from math import inf, prod
 
 from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
@@ -29,8 +30,14 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Numbers of tiles per device, down and across, that are tried. With two, the two tiles may go through k in
 # opposite directions, so that the tiles of a round have the same direction.
 TILES_PER_DEVICE = ((1, 1), (2, 1), (1, 2))
-# This many tile shapes, those with which the share of a device takes least time, are planned for all devices.
-MAX_SHAPES = 8
+# Shares of C are tried if their panels are at most this many times as large as those of the best division.
+MAX_PANELS = 1.6
+# Tile shapes that are planned for all devices: at most MAX_CHOSEN that a search chose for the share of a
+# device, those with which it takes least time, and MAX_OTHERS that a search has tried.
+MAX_CHOSEN, MAX_OTHERS = 8, 2
+# Time of the searches, relative to that for a plan for one device: a short search for each way to divide C,
+# and a longer one for the best SEARCHED of them.
+SHORT, LONG, SEARCHED = 0.05, 0.5, 1
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -79,31 +86,59 @@ class _Search:
 
         Raises `BudgetError` if there is none.
         """
-        devices, found = self.setting.devices, dict[TileShape, float]()
-        refused: BudgetError | None = None
-        for down in range(1, devices + 1):
-            for more_down, more_across in TILES_PER_DEVICE if devices % down == 0 else ():
-                across = devices // down
-                own = self._own(None, self._extents(down * more_down, across * more_across))
+        chosen, found, refused = dict[TileShape, float](), dict[TileShape, float](), None
+        shares = list(product(self._divisions(), TILES_PER_DEVICE))
+        for effort in (SHORT, LONG):
+            seconds = dict[tuple[tuple[int, int], tuple[int, int]], float]()
+            for share in shares:
                 try:
-                    alone = self._alone(own, (down, across), 1 / devices, None)
-                    seconds = more_down * more_across * alone.prediction.total
-                    found[alone.tile] = min(seconds, found.get(alone.tile, inf))
+                    alone = self._share_of(*share, effort)
                 except BudgetError as error:
                     refused = error
-        if not found and refused is not None:
-            raise refused
-        return sorted(found, key=found.__getitem__)[:MAX_SHAPES]
+                    continue
+                seconds[share] = prod(share[1]) * alone.prediction.total
+                chosen[alone.tile] = min(seconds[share], chosen.get(alone.tile, inf))
+                for scored in alone.considered:
+                    tile, total = scored.candidate.tile, prod(share[1]) * scored.prediction.total
+                    if self._arranged(tile) == share[0]:
+                        found[tile] = min(total, found.get(tile, inf))
+            if not seconds and refused is not None:
+                raise refused
+            shares = sorted(seconds, key=seconds.__getitem__)[:SEARCHED]
+        best = sorted(chosen, key=chosen.__getitem__)[:MAX_CHOSEN]
+        others = sorted(found.keys() - set(best), key=lambda tile: (found[tile], str(tile)))
+        return best + others[:MAX_OTHERS]
+
+    def _share_of(self, division: tuple[int, int], tiles: tuple[int, int], effort: float) -> Plan:
+        """Plan a share of one device if each has some tiles, down and across. Raises `BudgetError`."""
+        own = self._own(None, self._extents(division[0] * tiles[0], division[1] * tiles[1]))
+        return self._alone(own, division, 1 / self.setting.devices, None, effort)
+
+    def _arranged(self, tile: TileShape) -> tuple[int, int]:
+        """Return over how many tile rows and columns the devices are spread."""
+        setting = self.setting
+        grid = TileGrid.of(setting.problem, tile)
+        return arrangement(setting.devices, setting.problem, grid, apart=setting.works_apart)
+
+    def _divisions(self) -> list[tuple[int, int]]:
+        """Return the numbers of shares down and across in which the devices may divide C."""
+        devices, problem = self.setting.devices, self.setting.problem
+        found = {
+            (down, devices // down): problem.m / down + problem.n * down / devices
+            for down in range(1, devices + 1)
+            if devices % down == 0
+        }
+        limit = MAX_PANELS * min(found.values())
+        return [division for division, panels in found.items() if panels <= limit]
 
     def planned(self, tile: TileShape) -> Plan:
         """Return the plan for a tile shape, with the slots that suit the share of one device."""
         setting, devices = self.setting, self.setting.devices
-        grid = TileGrid.of(setting.problem, tile)
-        arranged = arrangement(devices, setting.problem, grid, apart=setting.works_apart)
+        grid, arranged = TileGrid.of(setting.problem, tile), self._arranged(tile)
         rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
         own = self._own(tile, (rows * tile.m, cols * tile.n))
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
-            candidate = _widened(self._alone(own, arranged, part, tile).candidate, arranged, grid)
+            candidate = _widened(self._alone(own, arranged, part, tile, LONG).candidate, arranged, grid)
             if footprint(setting, candidate).host_total <= setting.budgets.host:
                 break
         return Plan(
@@ -124,19 +159,23 @@ class _Search:
     def _own(self, tile: TileShape | None, share: tuple[int, int]) -> Setting:
         return own_setting(self.setting, tile, *share)
 
-    def _alone(self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None) -> Plan:
+    def _alone(
+        self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None, effort: float
+    ) -> Plan:
         """Plan the share `own` of one device within a part of the host budget.
 
+        A short search for a tile shape takes the rates that are known best.
         Raises `BudgetError` if no plan fits. The message names budgets that suffice for all devices.
         """
         budgets, devices, once = self.setting.budgets, self.setting.devices, self._once
         host = int((budgets.host - once) * part) + once
         # About as many panels are read for all devices in a step, per panel of one device.
         reading = sum(arranged) / 2
-        machines = tuple(slowed(machine, reading, devices) for machine in self._machines)
-        given = own.problem, Budgets(budgets.device, host), machines, self._assumed, own.layouts, tile
+        known = self._machines[-1:] if effort == SHORT else self._machines
+        machines = tuple(slowed(machine, reading, devices) for machine in known)
+        given = own.problem, Budgets(budgets.device, host), machines, self._assumed, own.layouts
         try:
-            return guarded_plan(*given)
+            return guarded_plan(*given, tile, effort)
         except BudgetError as error:
             if error.needed is None:
                 raise
