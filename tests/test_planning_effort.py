@@ -41,6 +41,7 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
     ]
     plans = [make_plan(p, budgets, machine, STORED) for p, budgets in cases]
     monkeypatch.setattr(candidates, "PRUNE_FACTOR", float("inf"))
+    planner._enumerated.cache_clear()
     planner._planned.cache_clear()
     for plan, (p, budgets) in zip(plans, cases, strict=True):
         every = make_plan(p, budgets, machine, STORED)

@@ -50,6 +50,7 @@ class Recording:
     device: int = 0
     time: int = 0  # when it was reached, by `time.perf_counter_ns`
     done: bool = False
+    lost: int = 0  # the error number of its device, if that failed before this was reached
 
 
 class Access(NamedTuple):
@@ -224,7 +225,7 @@ class Device:
         """
         while recording is not None:
             with self.lock:
-                if failed := self.failed.get(recording.device, 0):
+                if failed := recording.lost or self.failed.get(recording.device, 0):
                     raise StatusError(failed)
                 if self._known(recording):
                     return
@@ -314,13 +315,24 @@ class Device:
         queue = self._random.choices(ready, [q.weight for q in ready])[0]
         command = queue.commands.popleft()
         if command.fault is not None:
-            self.failed[queue.device] = command.fault.status
-        elif command.run is not None:
+            self._fail(queue.device, command.fault.status, command)
+            return 0.0
+        if command.run is not None:
             command.run()
             queue.busy_until = now + command.seconds
         if command.records is not None:
             command.records.time, command.records.done = time.perf_counter_ns(), True
         return 0.0
+
+    def _fail(self, device: int, status: int, command: Command) -> None:
+        """Drop all commands of a device. They never run, since the memory that they access may be freed."""
+        self.failed[device] = status
+        own = [queue for queue in self._queues.values() if queue.device == device]
+        for lost in [command, *(each for queue in own for each in queue.commands)]:
+            if lost.records is not None:
+                lost.records.lost = status
+        for queue in own:
+            queue.commands.clear()
 
 
 def _merge(clock: Clock, other: Clock) -> None:
