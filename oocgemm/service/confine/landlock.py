@@ -154,6 +154,8 @@ def _needed() -> Iterator[tuple[Path, int]]:
     libraries = [entry for name in LIBRARIES for entry in os.environ.get(name, "").split(":") if entry]
     for path in (*SYSTEM, *python, *imported, *libraries):
         yield Path(path), READ | EXECUTE
+    # CUDA names its threads by writing to /proc/self/task/*/comm, and finds no device if it cannot.
+    yield Path("/proc/self/task"), READ | WRITE_FILE | TRUNCATE
     # This package, and its kernels, which lie beside it in a checkout.
     yield package, READ
     yield package.parent / "kernels", READ
