@@ -52,6 +52,7 @@ def test_the_description_is_openapi_3_1_and_complete(server: RealServer) -> None
     assert calls == actions | files | {
         *(("post", path) for path in ("/v1/jobs", "/v1/batches", "/v1/drain")),
         *(("get", path) for path in ("/v1/jobs", "/v1/jobs/{job}", "/v1/events", "/v1/devices", "/v1/roots")),
+        *(("get", path) for path in ("/v1/queue", "/v1/user")),
         *(("patch", "/v1/jobs/{job}"), ("delete", "/v1/jobs/{job}")),
         *(("get", path) for path in ("/livez", "/readyz", "/metrics")),
     }

@@ -29,7 +29,10 @@ COMMANDS = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "cancel": ("queue:cancel", "Cancel jobs of a service."),
-    "gram": ("gram:gram", "Multiply X and its transpose: a triangle of X X^T, at half the work."),
+    "gram": (
+        "gram:gram",
+        "Multiply X and its conjugate transpose, and store a triangle of the product in C.",
+    ),
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),

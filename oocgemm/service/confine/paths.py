@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oocgemm.errors import InputError
-from oocgemm.stores.hdf5.address import MARK, split
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES = {"ro": False, "rw": True}
@@ -107,6 +106,9 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
         PathError: the path is malformed, not below its root, or of the wrong kind; it does not exist and
             `write` is false; or `write` is true and the root is read-only.
     """
+    # This imports NumPy, which starts threads. A process must confine itself before that.
+    from oocgemm.stores.hdf5.address import MARK, split
+
     root, parts = _parsed(roots, text)
     address = split(f"{root.folder}/{text.partition(':')[2]}")
     dataset = ""
