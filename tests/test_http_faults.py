@@ -133,7 +133,7 @@ def test_a_socket_of_another_server_is_not_taken(server: RealServer, tmp_path: P
     other = RealServer(tmp_path, "--socket", str(server.socket))
     done = subprocess.run(other.command(), capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == 2
-    assert "another server listens on it: pass another --socket" in done.stderr
+    assert "(another server listens on it): pass another --socket" in done.stderr
     assert server.ask("GET", "/readyz").status == 200
 
 
