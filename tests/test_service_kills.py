@@ -25,7 +25,7 @@ from tests.suite import slow
 
 TILE_COUNT = 16
 # How often a server dies at each point.
-DEATHS = 20
+DEATHS = 10
 
 
 def process_with(argument: str) -> int | None:
@@ -161,7 +161,7 @@ def until(ready: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("jobs", "kills"), [(8, 2), *slow((1000, 100))])
+@pytest.mark.parametrize(("jobs", "kills"), [(8, 2), *slow((300, 40))])
 def test_no_job_is_lost_or_wrong_if_servers_and_jobs_are_killed(
     tmp_path: Path, jobs: int, kills: int
 ) -> None:
@@ -184,7 +184,9 @@ def test_a_server_may_die_at_any_point(tmp_path: Path, point: str, deaths: int) 
     victims = Victims(tmp_path, seed=1)
     died = 0
     try:
-        while died < deaths:
+        for _ in range(3 * deaths):
+            if died == deaths:
+                break
             if len(victims.store.jobs(set(State) - FINAL)) < 4:
                 victims.submit(4)
             if "attach" in point:  # only a server that finds processes of another one gets there
@@ -200,6 +202,8 @@ def test_a_server_may_die_at_any_point(tmp_path: Path, point: str, deaths: int) 
         victims.check(victims.finish(0, 0, 400))
     finally:
         victims.close()
+    # The jobs of a server that has died may all have ended before the next one could find their workers.
+    assert died == deaths or "attach" in point
     print(point, died)
 
 

@@ -1,4 +1,4 @@
-"""Processes of jobs are killed at each point between their start and their end."""
+"""Workers are killed at each point between the start and the end of a job."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ FIRST = "before result.json"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("point", "jobs"), [(FIRST, 2), *slow(*((point, 20) for point in POINTS))])
+@pytest.mark.parametrize(("point", "jobs"), [(FIRST, 2), *slow(*((point, 8) for point in POINTS))])
 def test_a_job_may_die_at_any_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, jobs: int
 ) -> None:
@@ -23,6 +23,7 @@ def test_a_job_may_die_at_any_point(
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'dying'}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OOCGEMM_DIE", point)
     monkeypatch.setenv("OOCGEMM_DEAD", str(dead))
+    monkeypatch.setenv("OOCGEMM_JOBS", str(tmp_path / "jobs"))
     victims = Victims(tmp_path, seed=3)
     victims.submit(jobs)
     victims.start()
@@ -34,4 +35,6 @@ def test_a_job_may_die_at_any_point(
     assert {path.name for path in dead.iterdir()} == {job.id for job in ended}
     completed = point == "after result.json"
     assert {job.attempt for job in ended} == {1 if completed else 2}
-    assert {job.failures for job in ended} == {0 if completed else 1}
+    # The death of a worker that has had a job before, and has not begun with this one, is no failure of it.
+    begun = point in ("after owner.json", "before result.json")
+    assert {job.failures for job in ended} <= ({0} if completed else {1} if begun else {0, 1})

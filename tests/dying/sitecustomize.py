@@ -1,8 +1,8 @@
 """Python imports this when it starts, if the folder is in PYTHONPATH: it kills processes of jobs for tests.
 
-$OOCGEMM_DIE is a point, such as "before result.json": before or after the process of a job locks the file
-``lock`` of its job, or renames ``owner.json`` or ``result.json`` into place. Each job dies once: the folder
-$OOCGEMM_DEAD has a file for each one that has.
+$OOCGEMM_DIE is a point, such as "before result.json": before or after a worker locks the file ``lock`` of its
+job, or writes ``owner.json`` or ``result.json``, which is empty before. Each job dies once: the folder
+$OOCGEMM_DEAD has a file for each one that has. $OOCGEMM_JOBS is the folder of all jobs.
 """
 
 import fcntl
@@ -15,33 +15,37 @@ from typing import Any
 WHEN, _, NAME = os.environ.get("OOCGEMM_DIE", "").partition(" ")
 
 
-def _die(path: str) -> None:
+def _die(descriptor: int) -> None:
     """Kill this process if it is at the point, and its job has not died before."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return
     if os.path.basename(path) != NAME:
         return
-    mark = os.path.join(os.environ["OOCGEMM_DEAD"], os.path.basename(os.path.dirname(path)))
+    # The worker has a link to the file of the job.
+    jobs = os.environ["OOCGEMM_JOBS"]
+    here = os.fstat(descriptor)
+    (job,) = [each for each in os.listdir(jobs) if os.path.samestat(os.stat(f"{jobs}/{each}/{NAME}"), here)]
     try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(f"{os.environ['OOCGEMM_DEAD']}/{job}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wrapped(right: Callable[..., Any], path_of: Callable[..., str]) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
-        path = path_of(*arguments)
+def _wrapped(right: Callable[..., Any]) -> Callable[..., Any]:
+    def call(descriptor: Any, *arguments: Any) -> Any:
         if WHEN == "before":
-            _die(path)
-        found = right(*arguments, **options)
+            _die(int(descriptor))
+        found = right(descriptor, *arguments)
         if WHEN == "after":
-            _die(path)
+            _die(int(descriptor))
         return found
 
     return call
 
 
-if WHEN and "oocgemm.service" in " ".join(sys.orig_argv):  # not the server
-    os.rename = _wrapped(os.rename, lambda old, new, *_: os.fspath(new))
-    fcntl.fcntl = _wrapped(
-        fcntl.fcntl, lambda descriptor, *_: os.readlink(f"/proc/self/fd/{int(descriptor)}")
-    )
+if WHEN and "oocgemm.service.worker" in sys.orig_argv:  # not the server
+    os.write = _wrapped(os.write)
+    fcntl.fcntl = _wrapped(fcntl.fcntl)
