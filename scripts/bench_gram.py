@@ -40,13 +40,15 @@ def filled(target: Any) -> Any:
 def check(x: Any, c: Any, uplo: str) -> None:
     """Compare some rows of C with NumPy. Elements in the triangle that is not stored are left out."""
     rows = np.linspace(0, x.shape[0] - 1, COMPARED).astype(int)
-    for row in map(int, rows):
-        stored = {"lower": slice(0, row + 1), "upper": slice(row, None)}.get(uplo, slice(None))
-        right = np.asarray(x[row : row + 1]).astype("float64")[0]
-        for top in range(*stored.indices(x.shape[0])[:2], BAND):
-            part = slice(top, min(top + BAND, stored.indices(x.shape[0])[1]))
-            wanted = np.asarray(x[part]).astype("float64") @ right
-            np.testing.assert_array_equal(np.asarray(c[row : row + 1, part]).astype("float64")[0], wanted)
+    right = np.stack([np.asarray(x[row]) for row in rows]).astype("float64").T
+    stored = np.stack([np.asarray(c[row]) for row in rows]).astype("float64")
+    columns = np.arange(x.shape[0])
+    compared = {"lower": columns <= rows[:, None], "upper": columns >= rows[:, None]}.get(uplo, True)
+    for top in range(0, x.shape[0], BAND):
+        part = slice(top, top + BAND)
+        wanted = (np.asarray(x[part]).astype("float64") @ right).T
+        kept = np.broadcast_to(compared, stored.shape)[:, part]
+        np.testing.assert_array_equal(stored[:, part][kept], wanted[kept])
 
 
 @click.command()
