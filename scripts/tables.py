@@ -215,7 +215,10 @@ def served() -> list[str]:
         cells = [f"{case['jobs']} of {size}x{size}x{size} float64", ", ".join(warm["devices"])]
         cells.append(seconds(warm["T"]))
         for mode in ("warm", "cold"):
-            found = case[mode]
+            found = case.get(mode)
+            if found is None:
+                cells += ["", ""]
+                continue
             cells.append(f"{found['ratio']:.3f}")
             gap = sum(found["median gaps"].values())
             cells.append(unbroken(f"{1e3 * gap:.0f} ms"))
