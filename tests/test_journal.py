@@ -24,6 +24,7 @@ from oocgemm.jobs import journal
 from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
 from oocgemm.jobs.resume import resume_hint
+from oocgemm.planning import TileGrid, TileShape
 from oocgemm.stores.durable import fingerprint_of, sync_path
 from tests.faults import nothing_left
 from tests.suite import slow
@@ -207,10 +208,12 @@ def test_no_tile_is_recorded_after_one_fails() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     matrix.sync_block.side_effect = failing
-    keeper = Committer(Mock(), matrix, Mock(), redo=False)
+    record = Mock()
+    keeper = Committer(record, matrix, TileGrid(2, 4, 2, TileShape(2, 2, 2)), redo=False)
     for tile in ((0, 0), (0, 1)):
         keeper.finished(tile)
     queued.set()
-    with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable"):
+    with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable: .*Input/output error"):
         keeper.close()
-    matrix.sync_block.assert_called_once()
+    matrix.sync_block.assert_called_once_with((0, 2), (0, 2))
+    assert not record.mock_calls

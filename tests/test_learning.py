@@ -220,9 +220,9 @@ def test_rates_apply_to_their_file_system_and_codec() -> None:
 
 def test_a_plan_does_not_rely_on_rates_that_nobody_measured() -> None:
     """All rates are known but that of host memory, which is slower than assumed."""
-    case = next(c for c in CUDA if c.name == "8192x8192x8192 float64 pinned")
+    case = next(c for c in CUDA if c.name == "65536x16384x512 float32 pageable")
     setting = setting_of(case, GPU)
-    true = true_machine(GPU, 8)
+    true = true_machine(GPU, 28)
     informed = scaled(true, {"memory": GPU.memory / true.memory})
     free, careful = (
         guarded_plan(setting.problem, setting.budgets, (GPU, informed), assumed, setting.layouts)

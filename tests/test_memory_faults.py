@@ -148,7 +148,7 @@ def staging_of(
     **faults: Fault,
 ) -> tuple[Staging, Plan]:
     """Return host buffers for stored A, B and C whose reads and writes have faults, and their plan."""
-    paths = dict(zip("ABC", (*saved(folder), folder / "C.npy"), strict=True))
+    paths = dict(zip("ABC", (*saved(folder, by_columns=True), folder / "C.npy"), strict=True))
     with staged(threads):
         plan = oocgemm.plan(paths["A"], paths["B"], paths["C"], backend="host", tile=TILE)
     np.save(paths["C"], PRODUCT)
