@@ -102,11 +102,11 @@ class _Search:
 
     def sufficing(self, error: BudgetError, tile: TileShape | None) -> BudgetError:
         """Return an error like `error` that names budgets with which a plan is found."""
-        setting, given = self.setting, self.setting.budgets
+        setting, given, needed = self.setting, self.setting.budgets, error.needed
+        if needed is None:
+            return error
         for _ in range(MAX_GROWN):
-            if error.needed is None:
-                break
-            device, host = error.needed
+            device, host = needed
             if not setting.machine.unified:
                 # Rings grow with the host budget, so that the bytes that the message names are tried.
                 device, host = max(device, given.device), parse_size(ceil_size(host))
@@ -114,12 +114,12 @@ class _Search:
             try:
                 next(_Search(other, self._machines, self._assumed).plans(tile))
             except BudgetError as larger:
-                if larger.needed is not None:
-                    larger.needed = max(error.needed[0], larger.needed[0]), max(host, larger.needed[1])
-                error = larger
+                more = larger.needed or needed
+                needed = max(needed[0], more[0]), max(host, more[1])
             else:
-                return _refusal(setting, error.needed[0], host)
-        return error if error.needed is None else _refusal(setting, *error.needed)
+                needed = needed[0], host
+                break
+        return _refusal(setting, *needed)
 
     def shapes(self) -> Collection[TileShape]:
         """Return the best tile shapes for the share of a device, of all ways to divide C into shares.
