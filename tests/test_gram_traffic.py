@@ -42,10 +42,10 @@ def test_traffic_is_near_the_minimum_over_triangle_tilings(
     assert moved <= 1.02 * traffic_oracle.min_triangle_panels(case)[0]
 
 
-@pytest.mark.parametrize("memory", [200, 800, 3000, 20_000])
+@pytest.mark.parametrize("memory", [200, 500, 1500, 6000])
 def test_no_triangle_tiling_moves_fewer_bytes_than_the_lower_bound(memory: int) -> None:
-    case = traffic_oracle.Triangle(60, 40, 8, 1, memory, max_lines=60)
-    assert min_bytes(problem(60, 40), memory) <= traffic_oracle.min_triangle_panels(case)[0]
+    case = traffic_oracle.Triangle(24, 12, 8, 1, memory, max_lines=24)
+    assert min_bytes(problem(24, 12), memory) <= traffic_oracle.min_triangle_panels(case)[0]
 
 
 @pytest.mark.parametrize("gram", ["lower", "upper", "full"])

@@ -1,5 +1,6 @@
 """Create the errors for tile shapes and budgets that no plan can use. Their messages name the remedy."""
 
+from dataclasses import replace
 from math import lcm
 
 from oocgemm.errors import BudgetError, InputError
@@ -9,7 +10,7 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.search.candidates import min_tile
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileShape
-from oocgemm.planning.units import ceil_size, format_size
+from oocgemm.planning.units import ceil_size, format_size, parse_size
 
 
 def check_tile(setting: Setting, tile: TileShape) -> None:
@@ -61,7 +62,7 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
         planes=2 if problem.planes else 0,
         unified=unified,
     )
-    needed = footprint(setting, smallest or Candidate(shape, slots))
+    needed = sufficing(setting, smallest or Candidate(shape, slots))
     if tile:
         return too_small(budgets, needed, f"the plan of tile {tile}", "a smaller tile")
     remedies = []
@@ -70,6 +71,22 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
     if max(layouts.c.write_chunk) > 16 or (needed.host_total > budgets.host and layouts.c.encodes):
         remedies.append("give C smaller chunks")
     return too_small(budgets, needed, "the smallest plan", " or ".join(remedies))
+
+
+def sufficing(setting: Setting, candidate: Candidate) -> Footprint:
+    """Return the footprint of a candidate within budgets in which it fits.
+
+    The ring grows with the host budget. So it may be larger within the budget that this footprint needs.
+    """
+    needed = footprint(setting, candidate)
+    while True:
+        exact, rounded = needed.host_total, parse_size(ceil_size(needed.host_total))
+        budgets = (Budgets(setting.budgets.device, max(setting.budgets.host, x)) for x in (exact, rounded))
+        tried = [footprint(replace(setting, budgets=within), candidate) for within in budgets]
+        larger = max(tried, key=lambda used: used.host_total)
+        if larger.host_total <= needed.host_total:
+            return needed
+        needed = larger
 
 
 def too_small(budgets: Budgets, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:

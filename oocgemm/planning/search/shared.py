@@ -6,7 +6,7 @@ each way to spread the devices over tile rows and tile columns, with one tile pe
 plan with the shortest predicted time is chosen.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -26,6 +26,7 @@ from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
+from oocgemm.planning.units import ceil_size, parse_size
 
 # Numbers of tiles per device, down and across, that are tried. With two, the two tiles may go through k in
 # opposite directions, so that the tiles of a round have the same direction.
@@ -41,6 +42,8 @@ SHORT, LONG, SEARCHED = 0.05, 0.5, 1
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
+# Maximum number of times that larger budgets are tried, to recommend some that suffice.
+MAX_GROWN = 6
 
 
 @lru_cache(64)
@@ -60,12 +63,16 @@ def shared_plan(
         budgets: the device budget is for each device, the host budget for all together.
         devices: number of devices.
 
-    Raises what `guarded_plan` raises.
+    Raises what `guarded_plan` raises. The budgets that a `BudgetError` names have been tried: they suffice.
     """
-    search = _Search(Setting(problem, machines[-1], layouts, budgets, devices), machines, assumed)
+    setting = Setting(problem, machines[-1], layouts, budgets, devices)
     if tile is not None:
-        check_tile(search.setting, tile)
-    plans = [search.planned(shape) for shape in ([tile] if tile is not None else search.shapes())]
+        check_tile(setting, tile)
+    search = _Search(setting, machines, assumed)
+    try:
+        plans = list(search.plans(tile))
+    except BudgetError as error:
+        raise search.sufficing(error, tile) from error
     # Of plans that take about as long, the one that moves fewer bytes depends less on exact rates.
     limit = (1 + MIN_GAIN) * min(plan.prediction.total for plan in plans)
     plans.sort(key=lambda plan: (max(limit, plan.prediction.total), plan.prediction.serial))
@@ -80,6 +87,39 @@ class _Search:
         self._machines, self._assumed = machines, assumed
         # Bytes of host memory that the run needs once, not per device.
         self._once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
+
+    def plans(self, tile: TileShape | None) -> Iterator[Plan]:
+        """Yield the plans of `tile`, or of the best shapes, that fit. Raises `BudgetError` if none does."""
+        fits, refused = False, None
+        for shape in [tile] if tile is not None else self.shapes():
+            try:
+                yield self.planned(shape)
+                fits = True
+            except BudgetError as error:
+                refused = error
+        if refused is not None and not fits:
+            raise refused
+
+    def sufficing(self, error: BudgetError, tile: TileShape | None) -> BudgetError:
+        """Return an error like `error` that names budgets with which a plan is found."""
+        setting, given, needed = self.setting, self.setting.budgets, error.needed
+        if needed is None:
+            return error
+        for _ in range(MAX_GROWN):
+            device, host = needed
+            if not setting.machine.unified:
+                # Rings grow with the host budget, so that the bytes that the message names are tried.
+                device, host = max(device, given.device), parse_size(ceil_size(host))
+            other = replace(setting, budgets=Budgets(device, host))
+            try:
+                next(_Search(other, self._machines, self._assumed).plans(tile))
+            except BudgetError as larger:
+                more = larger.needed or needed
+                needed = max(needed[0], more[0]), max(host, more[1])
+            else:
+                needed = needed[0], host
+                break
+        return _refusal(setting, *needed)
 
     def shapes(self) -> Collection[TileShape]:
         """Return the best tile shapes for the share of a device, of all ways to divide C into shares.
@@ -132,19 +172,23 @@ class _Search:
         return [division for division, panels in found.items() if panels <= limit]
 
     def planned(self, tile: TileShape) -> Plan:
-        """Return the plan for a tile shape, with the slots that suit the share of one device."""
+        """Return the plan for a tile shape, with the slots that suit the share of one device.
+
+        Raises `BudgetError` if it does not fit. The message names budgets that may suffice.
+        """
         setting, devices = self.setting, self.setting.devices
         grid, arranged = TileGrid.of(setting.problem, tile), self._arranged(tile)
         rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
         own = self._own(tile, (rows * tile.m, cols * tile.n))
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
             candidate = _widened(self._alone(own, arranged, part, tile, LONG).candidate, arranged, grid)
-            if footprint(setting, candidate).host_total <= setting.budgets.host:
-                break
-        return Plan(
-            *(setting.problem, setting.layouts, setting.budgets, setting.machine, candidate),
-            devices=devices,
-        )
+            used = footprint(setting, candidate)
+            if used.host_total <= setting.budgets.host:
+                return Plan(
+                    *(setting.problem, setting.layouts, setting.budgets, setting.machine, candidate),
+                    devices=devices,
+                )
+        raise _refusal(setting, used.device_total, used.host_total)
 
     def _extents(self, down: int, across: int) -> tuple[int, int]:
         """Return the extents of a share if C is divided into `down` x `across` of them, in whole chunks."""
@@ -165,7 +209,7 @@ class _Search:
         """Plan the share `own` of one device within a part of the host budget.
 
         A short search for a tile shape takes the rates that are known best.
-        Raises `BudgetError` if no plan fits. The message names budgets that suffice for all devices.
+        Raises `BudgetError` if no plan fits. The message names budgets that may suffice for all devices.
         """
         budgets, devices, once = self.setting.budgets, self.setting.devices, self._once
         host = int((budgets.host - once) * part) + once
@@ -181,8 +225,13 @@ class _Search:
                 raise
             device, on_host = error.needed
             host = once + devices * max(0, on_host - once)
-            needed = Footprint({"slots": device}, {"slots": host, "scratch": 0})
-            raise too_small(budgets, needed, f"the smallest plan for {devices} devices") from error
+            raise _refusal(self.setting, device, host) from error
+
+
+def _refusal(setting: Setting, device: int, host: int) -> BudgetError:
+    """Create the error for budgets below these bytes, of which those of the device are for each."""
+    needed = Footprint({"slots": device}, {"slots": host, "scratch": 0})
+    return too_small(setting.budgets, needed, f"the smallest plan for {setting.devices} devices")
 
 
 def _widened(alone: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Candidate:
