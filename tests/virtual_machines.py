@@ -88,11 +88,15 @@ class VirtualMachine:
         return guarded_plan(setting.problem, setting.budgets, (self.assumed, model), assumed, setting.layouts)
 
     def seconds(self, plan: Plan) -> float:
-        setting = replace(plan.setting, machine=self.true)
+        setting = self._truly(plan.setting)
         return simulate(schedule_of(setting, plan.candidate), setting)
 
+    def _truly(self, setting: Setting) -> Setting:
+        """Return a setting with the true rates, as the planner has it with the assumed ones."""
+        return replace(setting, machine=self.true.enqueued() if setting.enqueues else self.true)
+
     def learn(self, plan: Plan) -> None:
-        spans = list(virtual_spans(plan.candidate, replace(plan.setting, machine=self.true)))
+        spans = list(virtual_spans(plan.candidate, self._truly(plan.setting)))
         found = observed_rates(plan, spans, PLACES)
         observed = {key: (one.rate, one.busy) for key, one in found.items()}
         self.learned = self.learned.with_run(observed, plan.machine, self.assumed, None)

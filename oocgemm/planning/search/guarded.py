@@ -5,8 +5,9 @@ incumbent. The plan with the measured rates is the challenger. It replaces the i
 in two predictions:
 
 - At the measured rates, it is faster by more than the error of the prediction.
-- If, besides, all rates that nobody has measured were a third of what is assumed, it is not slower. So a
-  challenger cannot rely on a rate that the incumbent does not need.
+- If, besides, all rates that nobody has measured were a third of what is assumed, or three times as high, it
+  is not slower. So a challenger relies on no rate that the incumbent does not need, and avoids none that may be
+  high.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from oocgemm.planning.tiling import TileShape, ceil_div
 
 # A challenger must be faster by this fraction if both schedules are simulated, and if they are not.
 SIMULATED_MARGIN, PREDICTED_MARGIN = 0.05, 0.2
-# Rates that nobody has measured may be slower than assumed by this factor.
+# Rates that nobody has measured may be lower or higher than assumed by this factor.
 DOUBT = 3.0
 # Estimated seconds that simulating an operation takes. Two schedules are simulated if this takes at most
 # MIN_EFFORT seconds, or the fraction EFFORT of the predicted time of the run.
@@ -79,9 +80,12 @@ def _is_better(
         return False
     if not assumed:
         return True
-    slower = replace(setting, machine=scaled(setting.machine, dict.fromkeys(assumed, 1 / DOUBT)))
-    old, new = (seconds(slower, plan) for plan in plans)
-    return new <= old
+    for factor in (1 / DOUBT, DOUBT):
+        other = replace(setting, machine=scaled(setting.machine, dict.fromkeys(assumed, factor)))
+        old, new = (seconds(other, plan) for plan in plans)
+        if new > old:
+            return False
+    return True
 
 
 def _with_rates(plan: Plan, latest: Plan) -> Plan:
