@@ -6,8 +6,8 @@ in two predictions:
 
 - At the measured rates, it is faster by more than the error of the prediction.
 - If, besides, all rates that nobody has measured were a third of what is assumed, or three times as high, it
-  is not slower. So a challenger relies on no rate that the incumbent does not need, and avoids none that may be
-  high.
+  is not slower. So a challenger relies on no rate that the incumbent does not need. It also avoids none that
+  may be high.
 """
 
 from dataclasses import replace
