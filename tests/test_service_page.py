@@ -237,6 +237,7 @@ def test_a_name_is_text_and_never_markup(page: Page, server: RealServer) -> None
     assert complaints(page, server) == []
 
 
+@pytest.mark.slow  # a warm worker may finish tiles before it is stopped
 def test_tiles_and_lanes_of_a_running_job_are_shown(page: Page, server: RealServer) -> None:
     """The job's process is stopped, and the test writes the files that it would write."""
     job = server.submit("stopped.npy", name="stopped", options=TILES)
