@@ -98,7 +98,7 @@ def test_ids_of_jobs_are_no_paths(server: RealServer) -> None:
         for rest in ("", "/log", "/report", "/timeline", "/tiles"):
             reply = server.ask("GET", f"/v1/jobs/{number}{rest}")
             assert reply.status in (200, 307, 404), number
-            # "/v1/jobs/." is a list of jobs for no client: the server does not normalise paths.
+            # The server does not normalise paths, so "/v1/jobs/." is not the list of jobs.
             assert reply.status == 404 or b"root:" not in reply.body
     for name in ("..%2fviews.py", "%2e%2e/views.py", "../http/views.py", "%2fetc%2fpasswd", "index.html%00"):
         assert server.ask("GET", f"/static/{name}").problem(404) == "not-found"

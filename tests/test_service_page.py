@@ -139,7 +139,7 @@ def squares(page: Page) -> list[int]:
 def test_a_job_is_submitted_and_followed_by_keyboard(
     opened: Page, server: RealServer, width: int, theme: str
 ) -> None:
-    """From the URL that the server prints to the report."""
+    """Start at the sign-in URL that the server prints, and end at the report of the job."""
     opened.call("Network.clearBrowserCookies")
     opened.open("about:blank")
     opened.events.clear()

@@ -258,7 +258,7 @@ def test_an_idle_worker_ends_with_its_server(service: Service) -> None:
 
 
 def test_a_job_gets_the_memory_of_workers_that_wait(tmp_path: Path) -> None:
-    """The worker of another device ends, and the job waits for that."""
+    """A job that needs the memory of an idle worker waits until that worker has ended."""
     workers = Workers(tmp_path / "workers")
     process = launch.spawn(tmp_path / "workers", tmp_path / LOG)
     process.idle = True

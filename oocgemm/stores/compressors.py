@@ -78,7 +78,7 @@ def inflate(stored: Array, wbits: int, size: int) -> bytes:
 
 @cache
 def _inflater() -> Any:
-    """Return the function `decompress` of isal, which is up to twice as fast, or else that of zlib."""
+    """Return `decompress` of isal if it is installed, and that of zlib if not. isal is up to twice as fast."""
     try:
         from isal import isal_zlib
     except ImportError:

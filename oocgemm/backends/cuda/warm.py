@@ -1,4 +1,4 @@
-"""Keeps what a session leaves on a device for the next one: streams, clock, loaded kernels, an arena.
+"""Keep streams, the clock, loaded kernels and an arena of a session for the next one on the same device.
 
 Creating and destroying these takes longer than a small product. A `Warm` belongs to one session at a time.
 Idle ones are kept per device, at most `MAX_IDLE`, of which at most one has an arena.

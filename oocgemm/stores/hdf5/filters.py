@@ -32,7 +32,8 @@ SUPPORTED = {
     ZSTD: "zstd",
 }
 NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
-# The compressors of the filter bitshuffle, by their number in its parameters. Without one, h5py reads it.
+# The compressors that the filter bitshuffle can apply, by their number in its parameters. h5py reads data that
+# bitshuffle has not compressed.
 _OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
 CHECKSUM_BYTES = 4
 # In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.

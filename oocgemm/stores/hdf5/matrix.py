@@ -44,7 +44,7 @@ class Fill:
 
 
 class HDF5Matrix:
-    """A matrix in an HDF5 dataset. `reader` reads its blocks, while the file must not change.
+    """A matrix in an HDF5 dataset, whose blocks `reader` reads. The file must not change meanwhile.
 
     Some values may stand for missing elements (netCDF's _FillValue). A block with such a value is an error.
     """

@@ -174,7 +174,10 @@ def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
 
 
 def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int]) -> tuple[Reader, str]:
-    """Return what reads a dataset, and "" or the reason why it is h5py. Raises `InputError`."""
+    """Return the reader of a dataset, and the reason if that is h5py's, or "".
+
+    Raises `InputError`.
+    """
     place = f"{name}: {path}{MARK}{found.name}"
     plist = found.id.get_create_plist()
     layout = plist.get_layout()
