@@ -78,7 +78,7 @@ def inflate(stored: Array, wbits: int, size: int) -> bytes:
 
 @cache
 def _inflater() -> Any:
-    """Return `decompress` of isal if it is installed, and that of zlib if not. isal is up to twice as fast."""
+    """Return `decompress` of isal if it is installed, or that of zlib. isal is up to twice as fast."""
     try:
         from isal import isal_zlib
     except ImportError:

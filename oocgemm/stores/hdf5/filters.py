@@ -32,8 +32,8 @@ SUPPORTED = {
     ZSTD: "zstd",
 }
 NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
-# The compressors that the filter bitshuffle can apply, by their number in its parameters. h5py reads data that
-# bitshuffle has not compressed.
+# The compressors that the filter bitshuffle can apply, by their number in its parameters. h5py reads data
+# that bitshuffle has not compressed.
 _OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
 CHECKSUM_BYTES = 4
 # In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.
