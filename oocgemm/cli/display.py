@@ -1,16 +1,12 @@
 """Print plans, reports, checks and machine facts with rich."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from threading import Event, Thread
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
@@ -30,7 +26,6 @@ TRAFFIC = ("read", "h2d", "d2h", "write")
 # Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
-SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
 
 def console() -> Console:
@@ -358,48 +353,6 @@ def _engine(engine: dict[str, Any]) -> str:
     cuda, driver = (f"{int(engine[x]) // 1000}.{int(engine[x]) % 1000 // 10}" for x in ("cuda", "driver"))
     memory = f"{engine['memory']} of memory, {format_size(engine['free'])} free"
     return f"{engine['device']}, {memory}; cupy {engine['cupy']}, CUDA {cuda}, driver for CUDA {driver}"
-
-
-@contextmanager
-def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that takes the present task's name. Show this name and the elapsed time on stderr.
-
-    A terminal shows one line, which is removed at the end. Other outputs get a line every `SELDOM` seconds.
-    """
-    console = Console(stderr=True, highlight=False)
-    if not enabled:
-        yield lambda what: None
-    elif console.is_terminal:
-        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda what: bar.update(task, description=what)
-    else:
-        with _lines(console) as say:
-            yield say
-
-
-@contextmanager
-def _lines(console: Console) -> Iterator[Callable[[str], None]]:
-    started, ended, task = perf_counter(), Event(), "starting"
-
-    def say(what: str) -> None:
-        nonlocal task
-        task = what
-
-    def repeat() -> None:  # a thread, so that lines appear even if `say` is not called for minutes
-        while not ended.wait(SELDOM):
-            console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
-
-    thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
-    try:
-        with suppress(RuntimeError):  # no thread can be started: print no lines, but continue the work
-            thread.start()
-        yield say
-    finally:
-        ended.set()
-        if thread.ident is not None:
-            thread.join()
 
 
 def _scalar(value: complex) -> str:

@@ -126,7 +126,7 @@ def wait_for(jobs: Sequence[Job], show: bool) -> int:
     """
     with continuing(jobs):
         if show:
-            from oocgemm.cli.display import doing
+            from oocgemm.cli.doing import doing
 
             with doing(True) as say:
                 for job in jobs:

@@ -8,8 +8,8 @@ import click
 
 from oocgemm import backends
 from oocgemm.cli.basics import JSON
-from oocgemm.cli.display import doing
 from oocgemm.cli.display_measured import print_bench, print_calibration, print_deleted, print_tuning
+from oocgemm.cli.doing import doing
 from oocgemm.cli.options import DEVICE
 from oocgemm.cli.output import print_json
 from oocgemm.cli.parameters import Size

@@ -297,7 +297,8 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     Example: oocgemm verify A.zarr B.zarr C.zarr
     """
-    from oocgemm.cli.display import doing, print_verification
+    from oocgemm.cli.display import print_verification
+    from oocgemm.cli.doing import doing
     from oocgemm.jobs.verify import verify as check_product
 
     stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))
