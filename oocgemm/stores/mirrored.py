@@ -1,24 +1,21 @@
 """A matrix of which only one triangle is stored, read as the Hermitian matrix that it represents."""
 
-from typing import Any
-
 import numpy as np
 
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix
+from oocgemm.stores.view import View
 
 
-class MirroredMatrix:
+class MirroredMatrix(View):
     """A read-only view of a square matrix that mirrors one triangle at the diagonal."""
 
     def __init__(self, matrix: Matrix, *, upper: bool) -> None:
         """View a matrix of which the lower triangle, or with `upper` the upper one, is stored."""
-        self._matrix = matrix
+        super().__init__(matrix)
         self._upper = upper
         self.shape = matrix.shape
-        self.name = matrix.name
-        self.dtype: np.dtype[Any] = matrix.dtype
         self.layout: Layout = matrix.layout
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -35,21 +32,3 @@ class MirroredMatrix:
         self._matrix.read(rows, cols, out)
         place = np.subtract.outer(np.arange(*rows), np.arange(*cols))
         np.copyto(out, mirrored, where=place > 0 if self._upper else place < 0)
-
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        raise AssertionError("a mirrored matrix is never written")
-
-    def sync(self) -> None:
-        pass
-
-    def set_finished(self, finished: bool) -> None:
-        pass
-
-    def fingerprint(self) -> dict[str, object] | None:
-        return self._matrix.fingerprint()
-
-    def describe(self) -> dict[str, object]:
-        return self._matrix.describe()
-
-    def identities(self) -> set[object]:
-        return self._matrix.identities()

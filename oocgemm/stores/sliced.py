@@ -1,17 +1,15 @@
 """Operands of the product that computes the partial products of slices of k (`Slicing`), as views."""
 
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from oocgemm.planning import Layout
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.base import Array, Matrix
+from oocgemm.stores.view import View
 
 
-class SlicedMatrix:
+class SlicedMatrix(View):
     """A view of A or B for the product of stacked slices. Elements outside the matrix are zeros.
 
     op(A) of that product has, in row q * rows + i and column p, the element in row i and column p of slice q.
@@ -26,7 +24,7 @@ class SlicedMatrix:
             slicing: the slices of k.
             transposed: whether op() transposes the operand.
         """
-        self._matrix = matrix
+        super().__init__(matrix)
         self._slicing = slicing
         self._k_axis = int((matrix.name == "A") != transposed)
         other = matrix.shape[1 - self._k_axis]
@@ -34,8 +32,6 @@ class SlicedMatrix:
         if self._stacks:
             other = slicing.rows * len(slicing.ranges)
         self.shape = (slicing.depth, other) if self._k_axis == 0 else (other, slicing.depth)
-        self.name = matrix.name
-        self.dtype: np.dtype[Any] = matrix.dtype
         self.layout: Layout = replace(matrix.layout, zero_copy_width=0, in_place=False)
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -68,21 +64,3 @@ class SlicedMatrix:
         out[:height, width:] = 0
         if height and width:
             self._matrix.read(rows, cols, out[:height, :width])
-
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        raise AssertionError("slices of an operand are never written")
-
-    def sync(self) -> None:
-        pass
-
-    def set_finished(self, finished: bool) -> None:
-        pass
-
-    def fingerprint(self) -> dict[str, object] | None:
-        return self._matrix.fingerprint()
-
-    def describe(self) -> dict[str, object]:
-        return self._matrix.describe()
-
-    def identities(self) -> set[object]:
-        return self._matrix.identities()

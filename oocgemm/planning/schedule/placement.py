@@ -44,6 +44,26 @@ class Placed(NamedTuple):
     read: bool
 
 
+def place_on_host(slot: int, hit: bool, host: Sequence[SlotCache], panel: Panel, next_use: int) -> Placed:
+    """Choose the host slot of a panel that has a device slot.
+
+    Args:
+        slot: the device slot.
+        hit: whether the panel was cached there.
+        host: the cache of host slots; empty if there is none.
+        panel: the panel.
+        next_use: the step number of its next use, for the host slots.
+    """
+    if hit:
+        for cache in host:
+            cache.postpone(panel, next_use)
+        return Placed(slot, upload=False, host_slot=0, read=False)
+    if not host:
+        return Placed(slot, upload=True, host_slot=0, read=True)
+    host_slot, on_host = host[0].acquire(panel, next_use)
+    return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
+
+
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
@@ -122,14 +142,7 @@ class Panels:
         slot, hit = self._tiers[0].acquire((row, step), use)
         if shared := self._shared:
             use = shared.next_use(row, step, position * shared.devices + shared.device)
-        if hit:
-            for cache in self._tiers[1:]:
-                cache.postpone((row, step), use)
-            return Placed(slot, upload=False, host_slot=0, read=False)
-        if len(self._tiers) == 1:
-            return Placed(slot, upload=True, host_slot=0, read=True)
-        host_slot, on_host = self._tiers[1].acquire((row, step), use)
-        return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
+        return place_on_host(slot, hit, self._tiers[1:], (row, step), use)
 
     def advance(self) -> None:
         """End a group of steps whose panels are loaded together.

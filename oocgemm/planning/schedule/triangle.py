@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from oocgemm.planning.schedule.eviction import NEVER, SlotCache
-from oocgemm.planning.schedule.placement import Placed, Placing
+from oocgemm.planning.schedule.placement import Placed, Placing, place_on_host
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import forwards
 from oocgemm.planning.tiling import Tile
@@ -77,14 +77,7 @@ class LinePlacing(Placing):
     def _place(self, line: int, step: int, position: int) -> Placed:
         use = self._next_use(line, step, position)
         slot, hit = self._tiers[0].acquire((line, step), use)
-        if hit:
-            for cache in self._tiers[1:]:
-                cache.postpone((line, step), use)
-            return Placed(slot, upload=False, host_slot=0, read=False)
-        if len(self._tiers) == 1:
-            return Placed(slot, upload=True, host_slot=0, read=True)
-        host_slot, on_host = self._tiers[1].acquire((line, step), use)
-        return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
+        return place_on_host(slot, hit, self._tiers[1:], (line, step), use)
 
     def _next_use(self, line: int, step: int, position: int) -> int:
         """Return the number of the next use of a panel after the tile at `position`, as `NextUse` does."""
