@@ -279,10 +279,14 @@ def _plan(
         ),
     )
 
+    def tuned(budgets: Budgets) -> Layouts:
+        wanted = request.requests_by_operand
+        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, layouts, devices)
-        given = problem, budgets, machines, rates.assumed, layouts, tile
+            return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
+        given = problem, budgets, machines, rates.assumed, tuned(budgets), tile
         return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
 
     if request.planned is None:
@@ -290,7 +294,7 @@ def _plan(
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return _as_planned(request.planned, problem, machine, layouts)
+    return _as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:

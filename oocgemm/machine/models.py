@@ -147,10 +147,10 @@ def codec_of(matrix: Matrix | None) -> str:
 
 
 def stored_on(*matrices: Matrix | None) -> set[str]:
-    """Return the ids of the file systems that store these matrices. Matrices in memory are left out."""
+    """Return the ids of the file systems that store these matrices. Others are left out."""
     found = set()
     for matrix in matrices:
-        if matrix is not None and not matrix.layout.in_memory:
+        if matrix is not None and not matrix.layout.in_memory and not matrix.layout.requests:
             numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
             found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
     return found

@@ -96,6 +96,16 @@ def check_found(name: str, path: str) -> None:
     raise NotFoundError(problem)
 
 
+def check_url_format(name: str, url: str) -> None:
+    """Raise `InputError` if the suffix of a URL is that of a file format, which only local files may have."""
+    kind = "a .npy file" if url.endswith(".npy") else format_of(url)
+    if kind:
+        raise InputError(
+            f"{name} at {url} would be {kind}: only zarr arrays are read from URLs; copy the file to a local "
+            "disk, or convert it to a zarr array"
+        )
+
+
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
     """Return the error for a URL if the package that reads this kind of URL is not installed.
 

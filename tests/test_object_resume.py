@@ -1,0 +1,260 @@
+"""Runs whose C is in an object store are resumed after a kill, and never written by two processes at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oocgemm
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.jobs import lease
+from oocgemm.jobs.journal import JOURNAL, owner, read
+from oocgemm.jobs.lease import LOCK
+from oocgemm.jobs.object_journal import ObjectJournal
+from oocgemm.stores import sidecar
+from oocgemm.stores.base import RemoteFolder
+from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects.folder import ObjectFolder
+from tests.command import run
+from tests.object_runs import TILE, A, B, C, start, store, stored, url
+from tests.object_server import SECRET, Proxy
+from tests.suite import slow
+
+OPTIONS: dict[str, Any] = {"tile": "8x10x16", "backend": "host"}
+
+
+def folder() -> RemoteFolder:
+    found = sidecar(url("C"))
+    assert isinstance(found, ObjectFolder)
+    return found
+
+
+def journal() -> str:
+    found = folder().get(JOURNAL)
+    return "" if found is None else found[0].decode()
+
+
+def content(name: str) -> dict[str, str]:
+    """Return the ETags, which moto computes from the content, of the chunks of an array."""
+    return {key: tag for key, (_, tag) in Bucket(url(name)).listing("c").items()}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kills", "beta"), [(2, 0), *slow((25, 0), (25, 0.5))])
+def test_a_killed_run_is_resumed_to_the_same_bits(s3: Proxy, kills: int, beta: float) -> None:
+    """A run is killed at each of `kills` requests that write, from the first to the last, and then resumed."""
+    store("A", A), store("B", B)
+    line = url("A"), url("B"), url("C"), "--beta", str(beta)
+
+    def begin() -> None:
+        Bucket(url("C")).delete(list(Bucket(url("C")).listing()))
+        if beta:
+            store("C", C)
+
+    begin()
+    s3.requests.clear()
+    with start(*line) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    writes = sum(method == "PUT" for method, _ in s3.requests)
+    right = content("C")
+    np.testing.assert_array_equal(stored("C"), A @ B + beta * C)
+    for number in range(kills):
+        begin()
+        # Before the PUT number `last`, or after it but before its answer, the process is killed.
+        last, seen = 1 + number * (writes - 1) // kills, 0
+        running: list[int] = []
+        ready = threading.Event()
+
+        def kill(method: str, path: str, last: int = last) -> bool:
+            nonlocal seen
+            seen += method == "PUT"
+            if method == "PUT" and seen == last and ready.wait(60):
+                os.kill(running[0], signal.SIGKILL)
+                return True
+            return False
+
+        before = number % 2 == 0
+        s3.at = (lambda method, path: kill(method, path) and None) if before else (lambda method, path: None)
+        s3.lose = (lambda method, path: False) if before else kill
+        with start(*line) as process:
+            running.append(process.pid)
+            ready.set()
+            process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL
+        s3.at, s3.lose = (lambda method, path: None), (lambda method, path: False)
+        with start(*line, "--resume") as process:
+            _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, f"after PUT {last} of {writes}: {err}"
+        assert content("C") == right, f"after PUT {last} of {writes}"
+        assert not Bucket(url("C")).listing(".oocgemm/redo")
+
+
+class Held:
+    """Pauses a run in another thread at its first PUT of a chunk of C."""
+
+    def __init__(self, s3: Proxy, act: Callable[[], object]) -> None:
+        self.paused, self.go, self.error = threading.Event(), threading.Event(), None
+        self._s3, self._act = s3, act
+        s3.at = self._at
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self.paused.wait(60)
+
+    def _at(self, method: str, path: str) -> None:
+        if method == "PUT" and "C.zarr/c/" in path and not self.paused.is_set():
+            self.paused.set()
+            self.go.wait(60)
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except Exception as error:
+            self.error: Exception | None = error
+
+    def join(self) -> None:
+        self.go.set()
+        self._thread.join()
+
+
+def product(**options: Any) -> None:
+    oocgemm.gemm(url("A"), url("B"), url("C"), **OPTIONS, **options)
+
+
+def test_a_second_run_on_the_same_c_is_refused(s3: Proxy) -> None:
+    store("A", A), store("B", B)
+    first = Held(s3, product)
+    try:
+        for more in ([], ["--resume"], ["--overwrite"]):
+            done = run(url("A"), url("B"), url("C"), *TILE, *more)
+            assert done.code == 2
+            assert "another run is writing C (process" in done.err
+    finally:
+        first.join()
+    assert first.error is None
+    np.testing.assert_array_equal(stored("C"), A @ B)
+    assert owner(folder()) is None
+
+
+def abandon_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Take every holder for one on another machine, whose lease counts as abandoned almost at once."""
+    patch.setattr(lease, "_is_alive", lambda identity: None)
+    patch.setattr(lease, "LOOK_SECONDS", 0.01)
+
+
+def test_a_run_that_lost_its_lease_writes_nothing_more(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    store("A", A), store("B", B)
+    first = Held(s3, product)
+    with monkeypatch.context() as patch:
+        abandon_at_once(patch)
+        patch.setattr(lease, "LEASE_SECONDS", 1.0)
+        patch.setattr(lease, "_now", lambda now=lease._now: now() + 0.0)
+        try:
+            product(resume=True)
+        finally:
+            s3.requests.clear()
+            first.join()
+    np.testing.assert_array_equal(stored("C"), A @ B)
+    assert isinstance(first.error, ExecutionError)
+    assert "lease on C" in str(first.error) or "taken over C" in str(first.error)
+    # Only the write that was in flight, and no line of the journal.
+    assert not [path for method, path in s3.requests if method == "PUT" and path.endswith("/journal")]
+    record = read(folder())
+    assert record is not None
+    assert record.complete is not None
+
+
+def test_objects_that_another_process_overwrites_are_noticed(s3: Proxy) -> None:
+    store("A", A), store("B", B)
+
+    def overwrite(method: str, path: str) -> None:
+        if (
+            method == "GET"
+            and "list-type" in path
+            and "prefix=C.zarr" in path
+            and Bucket(url("C")).get("c/2/3")
+        ):
+            s3.at = lambda method, path: None
+            Bucket(url("C")).put("c/0/0", np.zeros(320, np.uint8))
+
+    s3.at = overwrite
+    with pytest.raises(ExecutionError, match="objects of C at s3://bucket/C.zarr were changed by another"):
+        product()
+    with pytest.raises(InputError, match="unfinished run"):
+        product()
+    product(resume=True)
+    np.testing.assert_array_equal(stored("C"), A @ B)
+
+
+def test_of_two_processes_that_take_the_lease_at_once_one_fails(s3: Proxy) -> None:
+    gate = threading.Barrier(2)
+    taken: list[ObjectJournal] = []
+    errors: list[Exception] = []
+
+    def at(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(f"/{LOCK}") and not (taken or errors) and gate.n_waiting < 2:
+            gate.wait(60)
+
+    s3.at = at
+
+    def take() -> None:
+        try:
+            taken.append(ObjectJournal(folder()))
+        except InputError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    # The second PUT of the winner, its test of conditions, waits for nothing.
+    threading.Timer(0, lambda: None).start()
+    for thread in threads:
+        thread.join()
+    assert (len(taken), len(errors)) == (1, 1)
+    assert "another run is writing C" in str(errors[0])
+    taken[0].close()
+
+
+def test_a_store_that_ignores_conditions_is_refused(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    store("A", A), store("B", B)
+    whole = Bucket._put
+    monkeypatch.setattr(Bucket, "_put", lambda self, key, data, mode: whole(self, key, data, None))
+    with pytest.raises(InputError, match="ignores the conditions of PUT requests"):
+        product()
+
+
+def test_changed_operands_and_lost_chunks_are_noticed(s3: Proxy) -> None:
+    store("A", A), store("B", B)
+    product()
+    Bucket(url("C")).delete(["c/0/0"])
+    with pytest.raises(InputError, match="C has changed since it was completed"):
+        product(resume=True)
+    product(overwrite=True)
+    Bucket(url("A")).put("c/0/0", np.zeros(320, np.uint8))
+    with pytest.raises(InputError, match="the content of A has changed"):
+        product(resume=True)
+
+
+def test_a_failed_run_leaves_nothing_behind(s3: Proxy) -> None:
+    store("A", A), store("B", B)
+    s3.faults = lambda method, path: 503 if "A.zarr/c/" in path else None
+    done = run(url("A"), url("B"), url("C"), *TILE)
+    assert done.code == 1
+    assert Bucket(url("C")).listing() == {}
+    s3.faults = lambda method, path: None
+    product()
+    assert SECRET not in journal()
+    assert "s3://bucket/A.zarr" in journal()
+
+
+def test_the_identity_of_a_process_tells_whether_it_is_alive() -> None:
+    here = lease._identity(os.getpid())
+    assert here is not None
+    assert lease._is_alive(here)
+    assert lease._is_alive([*here[:3], "1"]) is False  # its number belongs to another process now
+    assert lease._is_alive(["another boot", *here[1:]]) is None
+    assert lease._is_alive(None) is None
