@@ -15,7 +15,7 @@ from tests.unfinished_runs import TOP
 
 _rng = np.random.default_rng(31)
 A, B, C = (_rng.integers(-4, 5, shape).astype(np.float64) for shape in ((24, 32), (32, 20), (24, 20)))
-TILE = ("--tile", "8x10x16", "--chunks", "8x5", "--backend", "host")
+TILE = ("--tile", "8x10x16", "--backend", "host")
 
 
 def url(name: str) -> str:

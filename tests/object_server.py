@@ -44,7 +44,7 @@ class Proxy:
     faults: Faults = lambda method, path: None
     hold: Mapping[str, int] = field(default_factory=dict)
     lose: Callable[[str, str], bool] = lambda method, path: False
-    at: Callable[[str, str], None] = lambda method, path: None
+    at: Callable[[str, str], object] = lambda method, path: None
     requests: list[tuple[str, str]] = field(default_factory=list)
     most: dict[str, int] = field(default_factory=dict)
     url: str = ""

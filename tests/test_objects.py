@@ -10,8 +10,9 @@ import pytest
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores import open_matrix
+from oocgemm.stores.base import ChangedError
 from oocgemm.stores.objects.address import redacted, scrubbed
-from oocgemm.stores.objects.bucket import Bucket, ChangedError
+from oocgemm.stores.objects.bucket import Bucket
 from tests.command import run
 from tests.object_runs import TILE, A, B, C, store, stored, url
 from tests.object_server import DROP, SECRET, TRUNCATE, Fault, Proxy
@@ -87,7 +88,7 @@ def test_objects_are_read_from_a_web_server_with_a_query(s3: Proxy) -> None:
     store("A", A), store("B", B)
     web = [f"{s3.url}/bucket/{name}.zarr?sig={SECRET}" for name in "AB"]
     c = np.empty_like(C)
-    result = oocgemm.gemm(*web, c, backend="host")
+    result = oocgemm.gemm(web[0], web[1], c, backend="host")
     np.testing.assert_array_equal(c, A @ B)
     assert SECRET not in repr(result) + str(result.timeline.header)
     done = run(*web, f"{s3.url}/bucket/C.zarr", *TILE)
@@ -126,7 +127,7 @@ def test_a_small_host_budget_lowers_the_requests_in_flight(s3: Proxy) -> None:
 @pytest.mark.parametrize("text", ["0", "x", "A=0", "D=3", "A=", "2000", "A=1,,B=2"])
 def test_invalid_numbers_of_requests_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="pass a number from 1 to 1024"):
-        oocgemm.gemm(A, B, requests=text)
+        oocgemm.gemm(A, B, np.empty((24, 20)), requests=text)
 
 
 def failing(kind: Fault, times: int, method: str = "GET") -> Any:
@@ -187,7 +188,7 @@ def test_of_two_conditional_puts_one_succeeds(s3: Proxy) -> None:
         first.replace("x", b"4", version)
     # A PUT that was done, but whose answer was lost, is repeated, and then its condition does not hold.
     lost = [True]
-    s3.lose = lambda method, path: method == "PUT" and lost and lost.pop()
+    s3.lose = lambda method, path: method == "PUT" and bool(lost) and lost.pop()
     first.replace("x", b"5", newer)
     found = first.get("x")
     assert found is not None

@@ -80,6 +80,7 @@ class Lease:
         self._lost: str | None = None
         self._beats = 0
         self._ended = threading.Event()
+        self._renewing = threading.Lock()
         try:
             self._version = folder.replace(LOCK, self._state(held=True), None if found is None else found[1])
         except ChangedError:
@@ -117,14 +118,21 @@ class Lease:
             with suppress(OSError):  # it is then found to be abandoned
                 self._folder.replace(LOCK, self._state(held=False), self._version)
 
-    def _renew(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS) and self._lost is None:
+    def confirm(self) -> None:
+        """Renew the lease now. Raises `ExecutionError` if this process may no longer write C."""
+        with self._renewing:
+            started = _now()
             try:
-                started = _now()
                 self._version = self._folder.replace(LOCK, self._state(held=True), self._version)
                 self._renewed = started
             except ChangedError:
                 self._lost = "was taken by another process"
+        self.check()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS) and self._lost is None:
+            try:
+                self.confirm()
             except Exception as error:  # the next renewal may succeed
                 logger.warning("the lease on C could not be renewed: %s", error)
 

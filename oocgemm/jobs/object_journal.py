@@ -60,7 +60,11 @@ class ObjectJournal:
         self._append({"complete": facts})
 
     def check_in_place(self) -> None:
-        """Raise `ExecutionError` if this process may no longer write C."""
+        """Renew the lease on C. Raises `ExecutionError` if this process may no longer write C."""
+        self._lease.confirm()
+
+    def check_lease(self) -> None:
+        """Raise `ExecutionError` if it is known that this process may no longer write C."""
         self._lease.check()
 
     def close(self) -> None:
@@ -68,7 +72,7 @@ class ObjectJournal:
         self._lease.release()
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self.check_in_place()
+        self.check_lease()
         text = json.dumps(entry, separators=(",", ":")).encode()
         content = self._content + b"%08x %s\n" % (zlib.crc32(text), text)
         try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.errors import InputError, OocGemmError
+from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal
 from oocgemm.jobs.object_journal import ObjectJournal
@@ -171,7 +171,7 @@ class Journaled(Target):
         self.matrix = cast(Durable, create_output(job, earlier.folder))
         self._created = self._creates
         if isinstance(self._journal, ObjectJournal):
-            cast(Any, self.matrix).guard = self._journal.check_in_place
+            cast(Any, self.matrix).guard = self._journal.check_lease
         if earlier.resumed:
             self.matrix.delete_partial_files()
         self.matrix.set_finished(False)
@@ -219,7 +219,7 @@ class Journaled(Target):
         # part: the journal then shows that C is unfinished.
         if self._earlier.resumed or kept or not untouched or (self._earlier.folder / PARTIAL).exists():
             return
-        with suppress(OSError):
+        with suppress(OSError, ExecutionError):
             # Raises if the folder now belongs to another run, whose files must not be removed.
             self._journal.check_in_place()
             if not self._creates:

@@ -32,17 +32,9 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# For each URL scheme, the PyPI packages that zarr needs to read such a URL. Other schemes need only fsspec.
-CLIENTS = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "http": "fsspec requests aiohttp",
-    "https": "fsspec requests aiohttp",
-}
+# For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The schemes
+# of `oocgemm.stores.objects` need obstore.
+CLIENTS = {"gcs": "gcsfs"}
 
 
 def format_of(path: str) -> str:
@@ -171,7 +163,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
-    if store not in ("npy", "zarr", "hdf5"):
+    if store not in ("npy", "zarr", "hdf5") or "://" in path:
         return f"convert {path} to {dtype}"
     path = path.rstrip("/")
     if store == "hdf5":

@@ -140,8 +140,8 @@ class ObjectMatrix(ZarrMatrix):
         wrong = [key for key, tag in self._tags.items() if present.get(key) != tag]
         if wrong:
             raise ExecutionError(
-                f"{len(wrong)} objects of C at {self._bucket.url} were changed by another process during "
-                f"the run, for example {wrong[0]}: C is not complete; run again with --overwrite, and write C "
+                f"{len(wrong)} objects of C at {self._bucket.url} were changed by another process during the "
+                f"run, for example {wrong[0]}: C is not complete; run again with --overwrite, and write C "
                 "by one process"
             )
 
