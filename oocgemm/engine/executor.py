@@ -107,7 +107,6 @@ class Run:
         self._finished = finished
         self._verifier = verifier
         self._first = first
-        self._remote = any(layout.requests for layout in plan.layouts.by_operand.values())
         self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
         self._writing = threading.Lock()
         self._queues: dict[Stream, tuple[SimpleQueue[Item | None], list[threading.Thread]]] = {}
@@ -255,9 +254,8 @@ class Run:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
-        store_workers = REMOTE_WORKERS if self._remote else store_workers
-        parallel = self._plan.candidate.io_threads > 1 or self._remote
-        workers = store_workers if on_store and parallel else 1
+        store_workers = REMOTE_WORKERS if (remote := self._plan.layouts.remote) else store_workers
+        workers = store_workers if on_store and (remote or self._plan.candidate.io_threads > 1) else 1
         workers = PAGEABLE_WORKERS if self._staging.is_pageable(operation) else workers
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 

@@ -133,7 +133,12 @@ def _observed(
 
 
 def place_of(matrix: Matrix) -> str:
-    """Return the codec of a matrix whose chunks are decoded, or else the ids of its file systems."""
+    """Return the codec of a matrix whose chunks are decoded, or else the ids of its file systems.
+
+    For a matrix in an object store, return "objects": its rates are not those of any file system or codec.
+    """
+    if matrix.layout.requests:
+        return "objects"
     return codec_of(matrix) or "+".join(sorted(stored_on(matrix)))
 
 

@@ -38,6 +38,11 @@ class Layouts:
         """The layouts by the names of the operands, "A", "B" and "C"."""
         return {"A": self.a, "B": self.b, "C": self.c}
 
+    @property
+    def remote(self) -> bool:
+        """Whether any array is in an object store."""
+        return any(layout.requests for layout in self.by_operand.values())
+
     def with_requests(self, wanted: Mapping[str, int], host: int, *, reads_c: bool) -> "Layouts":
         """Return the layouts with the numbers of requests in flight that a run has.
 

@@ -32,8 +32,8 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The schemes
-# of `oocgemm.stores.objects` need obstore.
+# For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The
+# schemes of `oocgemm.stores.objects` need obstore.
 CLIENTS = {"gcs": "gcsfs"}
 
 
