@@ -230,6 +230,28 @@ def test_a_store_that_ignores_conditions_is_refused(s3: Proxy, monkeypatch: pyte
         product()
 
 
+def test_a_lease_of_another_machine_counts_as_abandoned_if_nobody_renews_it(
+    s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = lease.Lease(folder())
+    clock = [0.0]
+
+    def wait(seconds: float) -> None:
+        clock[0] += seconds
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "_is_alive", lambda identity: None)
+            patch.setattr(lease, "_now", lambda: clock[0])
+            patch.setattr(lease.time, "sleep", lambda seconds: held.confirm())
+            assert str(owner(folder())).startswith("process ")
+            patch.setattr(lease.time, "sleep", wait)
+            assert owner(folder()) is None
+            assert lease.LEASE_SECONDS <= clock[0] <= lease.LEASE_SECONDS + lease.LOOK_SECONDS
+    finally:
+        held.release()
+
+
 def test_changed_operands_and_lost_chunks_are_noticed(s3: Proxy) -> None:
     store("A", A), store("B", B)
     product()
