@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -243,9 +244,9 @@ def test_a_lease_of_another_machine_counts_as_abandoned_if_nobody_renews_it(
         with monkeypatch.context() as patch:
             patch.setattr(lease, "_is_alive", lambda identity: None)
             patch.setattr(lease, "_now", lambda: clock[0])
-            patch.setattr(lease.time, "sleep", lambda seconds: held.confirm())
+            patch.setattr(time, "sleep", lambda seconds: held.confirm())
             assert str(owner(folder())).startswith("process ")
-            patch.setattr(lease.time, "sleep", wait)
+            patch.setattr(time, "sleep", wait)
             assert owner(folder()) is None
             assert lease.LEASE_SECONDS <= clock[0] <= lease.LEASE_SECONDS + lease.LOOK_SECONDS
     finally:

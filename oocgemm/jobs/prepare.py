@@ -14,7 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.machine.models import Places, codec_of, models, stored_on
+from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -263,7 +263,8 @@ def _plan(
     read = (a, b, existing if problem.reads_c else None)
     reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
-    rates = models(backend, device, Places(reads, writes, codecs))
+    buckets = buckets_of(*read, existing) | c.buckets()
+    rates = models(backend, device, Places(reads, writes, codecs, buckets))
     sessions = _sessions(request, engine)
     machines = tuple(divided(machine, sessions) for machine in rates.machines)
     machine = machines[-1]
