@@ -31,14 +31,14 @@ def check_url(name: str, url: str) -> None:
     `name` is the name of the operand in the message.
     """
     parts = _parsed(url)
-    if parts is None or "://" not in url:
+    if parts is None or not is_object_url(url):
         return
     if "@" in parts.netloc and parts.scheme not in ("abfs", "abfss", "adl", "azure"):
         raise InputError(
             f"{name}: {redacted(url)} contains a user name or password, which is not used: drop it, and set "
             "the environment variables of the store, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if is_object_url(url) and (parts.fragment or (parts.query and not is_web(url))):
+    if parts.fragment or (parts.query and not is_web(url)):
         raise InputError(f"{name}: {redacted(url)} has a query or fragment, which is not used: drop it")
 
 

@@ -57,7 +57,7 @@ class Bucket:
     def get(self, key: str) -> tuple[Array, dict[str, str]] | None:
         """Return an object as an array of bytes, and its version for `replace`; None if there is none."""
         try:
-            with self._errors(key):
+            with self.errors(key):
                 found = self._api.get(self.store, key)
                 content = np.frombuffer(found.bytes(), np.uint8)
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class Bucket:
 
         Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
         """
-        with self._errors(key):
+        with self.errors(key):
             span = {"suffix": size} if start < 0 else (start, start + size)
             found = self._api.get(self.store, key, options={"range": span})
             content = np.frombuffer(found.bytes(), np.uint8)
@@ -82,7 +82,7 @@ class Bucket:
         Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
         """
         filled = 0
-        with self._errors(key):
+        with self.errors(key):
             found = self._api.get(self.store, key, options={"range": (start, start + out.nbytes)})
             for part in found.stream(min_chunk_size=STREAMED_BYTES):
                 out[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
@@ -117,7 +117,7 @@ class Bucket:
         With `limit`, the listing ends after about so many objects.
         """
         found: dict[str, tuple[int, str]] = {}
-        with self._errors(below):
+        with self.errors(below):
             for page in self._api.list(self.store, prefix=below or None, chunk_size=1000):
                 found.update((one["path"], (one["size"], _tag(one))) for one in page)
                 if limit is not None and len(found) >= limit:
@@ -126,22 +126,22 @@ class Bucket:
 
     def tag(self, key: str) -> str:
         """Return the ETag of an object. Raises `FileNotFoundError`."""
-        with self._errors(key):
+        with self.errors(key):
             return _tag(self._api.head(self.store, key))
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the store. Raises `FileNotFoundError`."""
-        with self._errors(source):
+        with self.errors(source):
             self._api.copy(self.store, source, target)
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects. Missing ones are no error."""
-        with self._errors(""):
+        with self.errors(""):
             if keys:
                 self._api.delete(self.store, keys)
 
     def _put(self, key: str, content: Array, mode: Any) -> Any:
-        with self._errors(key):
+        with self.errors(key):
             # One PUT, since the parts of an interrupted multipart upload would stay in the store, invisibly.
             return self._api.put(self.store, key, content, mode=mode, use_multipart=False)
 
@@ -150,11 +150,11 @@ class Bucket:
             raise EOFError(f"{self.url}/{key} ended after {found} of {wanted} bytes: it is truncated")
 
     @contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
+    def errors(self, key: str) -> Iterator[None]:
         """Turn exceptions of obstore into `StoreError`. A missing object stays a `FileNotFoundError`."""
         try:
             yield
-        except (EOFError, MemoryError, StoreError, ChangedError):
+        except (EOFError, MemoryError, ExecutionError):
             raise
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
-from oocgemm.stores.objects.address import REQUESTS, is_web
+from oocgemm.stores.objects.address import REQUESTS, is_web, scrubbed
 from oocgemm.stores.objects.bucket import Bucket
 from oocgemm.stores.objects.chunks import ObjectChunks
 from oocgemm.stores.objects.folder import ObjectFolder
-from oocgemm.stores.zarr.matrix import ATTRIBUTE, UNFINISHED, ZarrMatrix
-from oocgemm.stores.zarr.metadata import METADATA, V2_ATTRIBUTES, V3, Metadata
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
 if TYPE_CHECKING:
     import zarr
@@ -76,11 +74,17 @@ class ObjectMatrix(ZarrMatrix):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         if self._chunks is None:
-            super().read(rows, cols, out)
+            self._read_by_zarr(rows, cols, out)
             return
         if out.dtype != self.dtype:
             raise ExecutionError(f"{self.name} has dtype {self.dtype}, but the buffer for it has {out.dtype}")
         self._chunks.read(rows, cols, out)
+
+    def _read_by_zarr(self, rows: Range, cols: Range, out: Array) -> None:
+        try:
+            super().read(rows, cols, out)
+        except ExecutionError as error:
+            raise ExecutionError(scrubbed(str(error))) from None
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         self.guard()
@@ -92,7 +96,8 @@ class ObjectMatrix(ZarrMatrix):
                 "with beta != 0 it cannot be written in an object store; store it in plain chunks"
             )
         else:
-            super().write(rows, cols, data)
+            with self._bucket.errors(""):
+                super().write(rows, cols, data)
             tags = {key: self._bucket.tag(key) for key in self._stored(self._names(rows, cols))}
         self._tags.update(tags)
 
@@ -125,15 +130,8 @@ class ObjectMatrix(ZarrMatrix):
         if finished:
             self._check_untouched()
         self.guard()
-        key = V3 if self._metadata.zarr_format == 3 else V2_ATTRIBUTES
-        found = self._bucket.get(key)
-        document: dict[str, Any] = json.loads(found[0].tobytes()) if found else {}
-        attributes = document.setdefault("attributes", {}) if key == V3 else document
-        attributes.pop(ATTRIBUTE, None)
-        if not finished:
-            attributes[ATTRIBUTE] = UNFINISHED[ATTRIBUTE]
-        self._bucket.put(key, np.frombuffer(json.dumps(document, indent=2).encode(), np.uint8))
-        self._marked = not finished
+        with self._bucket.errors(""):
+            super().set_finished(finished)
 
     def _check_untouched(self) -> None:
         present = self._listing()
