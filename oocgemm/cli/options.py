@@ -124,6 +124,12 @@ _SETTING = (
     *_ARITHMETIC,
     *_BUDGETS,
     *_STORAGE,
+    click.option(
+        "--requests",
+        metavar="N|A=N,B=N",
+        help="Requests in flight to each array in an object store, such as 128, or A=128,B=16.  "
+        "[default: 64]",
+    ),
     JSON,
 )
 PROBLEM = (*PRODUCT, *_SETTING)

@@ -109,6 +109,9 @@ def gemm(
         chunks: chunk extents (rows, columns) of a new zarr array. By default, chunks have about 8 MiB, and
             their extents divide those of a tile.
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
+        requests: number of requests in flight to each array in an object store, 64 by default. Pass one
+            number for all operands, or numbers by operand, such as {"A": 128} or "A=128,B=16". Fewer are used
+            if their buffers would take more than a quarter of the host memory.
         verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
             if they differ (`oocgemm.integrity.checksums.check`).
         devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,

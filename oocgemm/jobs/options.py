@@ -1,7 +1,7 @@
 """Types of what callers pass: operands, destinations of C, and options."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
 import numpy.typing as npt
@@ -36,6 +36,7 @@ Transpose = Op | Literal["N", "T", "C"] | bool
 Progress = Callable[[Plan], Observer]
 
 
+Requests = int | str | Mapping[str, int]  # 64, "64", "A=128,B=16" or {"A": 128}
 Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 
 
@@ -56,6 +57,7 @@ class PlanOptions(TypedDict, total=False):
     tile: TileShape | str | None
     chunks: tuple[int, int] | None
     compressor: str | None
+    requests: Requests | None
     verify: bool
     devices: Devices | None
 
@@ -75,6 +77,7 @@ class GramPlanOptions(TypedDict, total=False):
     tile: TileShape | str | None
     chunks: tuple[int, int] | None
     compressor: str | None
+    requests: Requests | None
     verify: bool
 
 

@@ -14,7 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.machine.models import Places, codec_of, models, stored_on
+from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -263,7 +263,8 @@ def _plan(
     read = (a, b, existing if problem.reads_c else None)
     reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
-    rates = models(backend, device, Places(reads, writes, codecs))
+    buckets = buckets_of(*read, existing) | c.buckets()
+    rates = models(backend, device, Places(reads, writes, codecs, buckets))
     sessions = _sessions(request, engine)
     machines = tuple(divided(machine, sessions) for machine in rates.machines)
     machine = machines[-1]
@@ -279,10 +280,14 @@ def _plan(
         ),
     )
 
+    def tuned(budgets: Budgets) -> Layouts:
+        wanted = request.requests_by_operand
+        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, layouts, devices)
-        given = problem, budgets, machines, rates.assumed, layouts, tile
+            return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
+        given = problem, budgets, machines, rates.assumed, tuned(budgets), tile
         return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
 
     if request.planned is None:
@@ -290,7 +295,7 @@ def _plan(
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return _as_planned(request.planned, problem, machine, layouts)
+    return _as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:

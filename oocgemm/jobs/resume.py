@@ -16,6 +16,7 @@ from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
+from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import Durable
 
 # What the identity of a general product says about `GemmProblem.gram`.
@@ -31,10 +32,16 @@ class Earlier:
     changed.
     """
 
-    folder: Path
+    folder: Folder
     record: Record | None
     resumed: bool
     lost: frozenset[Tile] = frozenset()
+
+    @property
+    def local(self) -> Path:
+        """The folder, which must be local."""
+        assert isinstance(self.folder, Path)
+        return self.folder
 
     @property
     def recreates(self) -> bool:
@@ -86,7 +93,8 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     if folder is None:
         if resume:
             raise InputError(
-                "a run can be resumed only if C is at a local path, where a journal is kept: drop --resume"
+                "a run can be resumed only if C is at a local path or in an object store, where a journal is "
+                "kept: drop --resume"
             )
         return None
     record = read(folder)
@@ -106,7 +114,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
             f"C is the result of an unfinished run, {_share(record)}: pass --resume to continue it, or "
             f"{restart} to start over"
         )
-    removed = record.complete is not None and not stores.place(folder).exists()
+    removed = record.complete is not None and not stores.c_exists(folder)
     return Earlier(folder, record, resumed=resume and not removed)
 
 
@@ -139,7 +147,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
 def resume_hint(c: Any) -> str:
     """Return how many tiles of an interrupted run are done, and how to resume it; "" without such a run."""
     folder = Destination.parse(c).journal_folder
-    with suppress(InputError):
+    with suppress(InputError, OSError):
         record = read(folder) if folder is not None else None
         if record is not None and record.complete is None:
             return f"{_share(record)}: the same command with --resume computes the others"

@@ -203,6 +203,12 @@ class Layout:
     - `page_cached`: the array is in a file that stays in the page cache once it has been read. So blocks of A
       and B that a GPU uses again need no cache of ours in host memory.
 
+    Arrays in object stores:
+
+    - `requests`: the maximum number of requests in flight, each for a chunk or a part of one; 0 for arrays
+      elsewhere.
+    - `request_bytes`: temporary host memory that a request takes, for codecs too.
+
     Arrays in host memory:
 
     - `in_memory`: the array is in host memory, not in a file.
@@ -228,6 +234,8 @@ class Layout:
     zero_copy_width: int = 0
     pinned: bool = False
     in_place: bool = False
+    requests: int = 0
+    request_bytes: int = 0
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

@@ -145,6 +145,8 @@ def _rate_of(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str]) ->
     """Return the name and the place of the rate that determines an operation's time; "" if none does."""
     layouts = plan.layouts
     layout = {"A": layouts.a, "B": layouts.b, "C": layouts.c}.get(operand, Layout())
+    if kind in (Kind.READ, Kind.WRITE) and layout.requests:
+        return "remote", places.get(operand, "")
     if kind is Kind.READ and not layout.in_memory:
         return ("decode" if layout.decode_bytes else "read"), places.get(operand, "")
     if kind in (Kind.UPLOAD, Kind.DOWNLOAD) and plan.slots.streams(operand) and not plan.is_direct(operand):

@@ -12,7 +12,7 @@ from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
-from oocgemm.planning.setting import Setting
+from oocgemm.planning.setting import Setting, request_bytes
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 
@@ -97,7 +97,7 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
-    The threads of the ring read such parts too.
+    The threads of the ring read such parts too. Requests to object stores have their own memory.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
@@ -113,7 +113,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
         writing += max(MIRRORED_BYTES, part)
     ring = ring_shape(setting)
     lanes = setting.devices * ring.lanes if ring is not None and any(x.page_cached for x in sources) else 0
-    return max(io_threads, lanes) * reading + io_threads * writing
+    remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c)
+    return max(io_threads, lanes) * reading + io_threads * writing + remote
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:

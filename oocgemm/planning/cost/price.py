@@ -133,6 +133,8 @@ class Prices:
 
     def _write_rate(self, operand: str, strip: Shape) -> float:
         machine, (layout, _) = self.setting.machine, self._whole[operand]
+        if layout.requests:
+            return machine.object_rate(layout, strip)
         if layout.line:
             return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
         if layout.in_place:

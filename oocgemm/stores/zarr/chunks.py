@@ -52,7 +52,10 @@ class Shards:
         """
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
-        stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
+        return self.parsed(file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes))
+
+    def parsed(self, stored: Array) -> Array:
+        """Do the work of `index`, given the bytes of the index."""
         content = checked_content(stored) if self.checksum else stored
         return content.view(self.dtype).reshape(*self.chunks, 2)
 
