@@ -14,6 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
+from oocgemm.jobs.transforms import readable, transformed
 from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -30,8 +31,10 @@ from oocgemm.planning import (
     resumed_plan,
     shared_plan,
 )
+from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
+from oocgemm.system.memory import RECENT, available_memory
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is not None and running:
+        a, b = _readable(request, problem, a, b)
         output = _find_output(request, problem, a, b, tile, engine)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
@@ -99,6 +103,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_gram(request, backend)
     a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
     b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
+    a = transformed(a, request.transform_a, trans_a, left=True)
+    b = transformed(b, request.transform_b, trans_b, left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
@@ -117,12 +123,24 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         other = Op.N if trans.swaps else Op.T
     else:
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
+    x = transformed(x, request.transform_a, trans, left=True)
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
     if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
         problem = replace(problem, acc_dtype="int32")
     # The device has no kernels for the checksums of panels that serve in both roles.
     return x, x, replace(problem, checked="host" if request.verify else "")
+
+
+def _readable(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
+    """Return A and B with all that is needed to read them (`transforms.readable`)."""
+    check_complete(a, b)
+    if not problem.depth:  # nothing is read
+        return a, b
+    given = request.host_memory if request.memory is None else request.memory
+    memory = available_memory(RECENT) // 8 if given is None else parse_size(given)
+    left = readable(a, memory)
+    return left, left if b is a else readable(b, memory)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -162,7 +180,6 @@ def _find_output(
 
     Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
-    check_complete(a, b)
     c, chunks, compressor = request.c, request.chunks, request.compressor
     earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
     existing = _existing(c, problem, earlier, overwrite=request.overwrite)

@@ -11,6 +11,11 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.stores import Matrix
+from oocgemm.stores.transformed import TransformedMatrix
+
+# The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
+# product, and C shall not be rounded to it.
+_NARROW = {"float16": "float32", "bfloat16": "float32"}
 
 
 def problem_of(
@@ -34,6 +39,8 @@ def problem_of(
             "columns as op(B) has rows"
         )
     dtype = DTYPES[a.dtype.name]
+    if out_dtype is None and any(isinstance(x, TransformedMatrix) for x in (a, b)):
+        out_dtype = _NARROW.get(dtype.name)
     names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
     alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
     if dtype.name not in COMPUTES.get(compute, ()):

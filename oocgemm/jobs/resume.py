@@ -17,6 +17,7 @@ from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import Durable
+from oocgemm.stores.transformed import transform_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
@@ -174,6 +175,7 @@ def identify(
         "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
+        "transforms": {"A": transform_of(a), "B": transform_of(b)},
         "C": existing["metadata"] if existing is not None else None,
     }
 
@@ -246,6 +248,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             old, new = then[part].get(name, NOT_GRAM if name == "gram" else None), now[part][name]
             if old != new:
                 yield f"{name} is {new} and was {old}"
+    for name, new in now["transforms"].items():
+        old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
+        if old != new:
+            yield f"the transform of {name} is {new or 'none'} and was {old or 'none'}"
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:

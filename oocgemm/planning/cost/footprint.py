@@ -97,7 +97,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
-    The threads of the ring read such parts too.
+    The threads of the ring read such parts too. What arrays occupy besides, such as the means of columns, is
+    included.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
@@ -113,7 +114,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
         writing += max(MIRRORED_BYTES, part)
     ring = ring_shape(setting)
     lanes = setting.devices * ring.lanes if ring is not None and any(x.page_cached for x in sources) else 0
-    return max(io_threads, lanes) * reading + io_threads * writing
+    resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])
+    return max(io_threads, lanes) * reading + io_threads * writing + resident
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:

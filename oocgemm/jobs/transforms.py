@@ -1,0 +1,131 @@
+"""Apply transforms to the operands of a product: find the means and scales that they need."""
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.planning import Op
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import TransformedMatrix, Vectors
+
+
+def transformed(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> Matrix:
+    """Return an operand with its transform, which can be planned with but not read; without one, itself.
+
+    Args:
+        matrix: the operand.
+        transform: of its elements.
+        op: op() of the operand.
+        left: whether it is A, whose op() has k columns, and not B, whose op() has k rows.
+
+    Raises:
+        InputError: the transform cannot be applied to the operand.
+    """
+    if transform is None:
+        return matrix
+    if not isinstance(transform, Transform):
+        raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
+    view = TransformedMatrix(matrix, transform, int(left != op.swaps))
+    extent = matrix.shape[view.k_axis]
+    for name in ("center", "scale"):
+        given = getattr(transform, name)
+        if isinstance(given, np.ndarray) and len(given) != extent:
+            raise InputError(
+                f"{name} has {len(given)} elements, and {matrix.name} has {extent} {_LINES[view.k_axis]}: "
+                "pass one number for each of them"
+            )
+    return view
+
+
+def readable(matrix: Matrix, memory: int) -> Matrix:
+    """Return a view that can be read, given the result of `transformed`. Return other matrices as they are.
+
+    If the transform needs means or counts, they are taken from the cache, or from a pass over the operand in
+    `memory` bytes.
+
+    Raises:
+        InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
+        ExecutionError: the operand cannot be read.
+    """
+    if not isinstance(matrix, TransformedMatrix):
+        return matrix
+    transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
+    none = np.broadcast_to(0.0, extent)
+    center, scale, fill = none, np.broadcast_to(1.0, extent), none
+    found = None
+    if transform.needs_stats:
+        found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory)
+        _check(matrix, found)
+    if isinstance(transform.center, np.ndarray):
+        center = transform.center
+    elif transform.center is not None and found is not None:
+        center = found.mean
+    if isinstance(transform.scale, np.ndarray):
+        scale = transform.scale
+    elif transform.scale is not None and found is not None:
+        scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
+        _check_scale(matrix, scale)
+    if transform.imputes_mean and found is not None:
+        # Without missing elements, the mean of an index is not needed, and it may be NaN.
+        fill = np.where(found.missing > 0, found.mean, 0)
+    inverse = 1 / scale
+    return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+
+
+_LINES = ("rows", "columns")
+
+
+def _line(matrix: TransformedMatrix, index: int) -> str:
+    return f"{_LINES[matrix.k_axis][:-1]} {index} of {matrix.name}"
+
+
+def _check(matrix: TransformedMatrix, found: Stats) -> None:
+    """Raise `InputError` if the statistics do not give a transform of every element."""
+    transform = matrix.transform
+    if transform.raises and (lines := np.flatnonzero(found.missing)).size:
+        raise InputError(
+            f"{matrix.name} has {found.missing.sum()} missing elements (code {transform.missing}), the first "
+            f"ones in {_line(matrix, lines[0])}: pass impute='mean' or impute=0 to replace them"
+        )
+    needed = isinstance(transform.center, str) or isinstance(transform.scale, str)
+    used = needed | ((found.missing > 0) if transform.imputes_mean else np.zeros(len(found.count), bool))
+    if (lines := np.flatnonzero(used & (found.count == 0))).size and matrix.shape[1 - matrix.k_axis]:
+        raise InputError(
+            f"{_line(matrix, lines[0])} has only missing elements, so that it has no mean (one of "
+            f"{lines.size} such {_LINES[matrix.k_axis]}): leave them out, or pass impute=0 and center and "
+            "scale as arrays"
+        )
+    if (lines := np.flatnonzero(used & (found.count > 0) & ~np.isfinite(found.variance))).size:
+        raise InputError(
+            f"{_line(matrix, lines[0])} has elements that are Inf or NaN{_after_log(transform)}, so that it "
+            f"has no mean (one of {lines.size} such {_LINES[matrix.k_axis]}): if NaN stands for missing "
+            "elements, pass missing=float('nan')"
+        )
+
+
+def _after_log(transform: Transform) -> str:
+    return ", after log1p" if transform.log1p else ""
+
+
+def _hwe(matrix: TransformedMatrix, found: Stats) -> Array:
+    """Return sqrt(2 p (1 - p)), the standard deviations of genotypes in Hardy-Weinberg equilibrium."""
+    outside = np.flatnonzero((found.mean < 0) | (found.mean > 2))
+    if outside.size:
+        raise InputError(
+            f"scale = 'hwe' is for genotypes 0, 1 and 2, and {_line(matrix, outside[0])} has the mean "
+            f"{found.mean[outside[0]]:.6g}: give the code of missing genotypes, such as missing=-1, or pass "
+            "scale='k'"
+        )
+    share = found.mean / 2
+    return np.asarray(np.sqrt(2 * share * (1 - share)))
+
+
+def _check_scale(matrix: TransformedMatrix, scale: Array) -> None:
+    zeros = np.flatnonzero(scale == 0)
+    if zeros.size:
+        raise InputError(
+            f"the scale of {_line(matrix, zeros[0])} is 0, because all of its elements are equal (one of "
+            f"{zeros.size} such {_LINES[matrix.k_axis]}): leave them out, or pass scale as an array with 1 "
+            "there, such as numpy.where(s.std > 0, s.std, 1) for the result s of oocgemm.stats"
+        )
