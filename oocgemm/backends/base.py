@@ -56,6 +56,22 @@ class Pageable:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelTransform:
+    """How the elements of an operand's panels are transformed on the device (`oocgemm.Transform`).
+
+    Attributes:
+        code: the code of missing elements, which may be NaN; None if no element is missing.
+        log1p: whether x is replaced by log(1 + x).
+        vectors: float64 numbers of shape (3, k): what missing elements become, what is subtracted from the
+            other ones, and what they are then multiplied by, per index along k.
+    """
+
+    code: float | None
+    log1p: bool
+    vectors: Array
+
+
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
 # the stored block; or a block in the memory of the operand's owner.
 HostBlock = Sequence[Array] | Pinned | Pageable
@@ -170,6 +186,12 @@ class Session(Protocol):
         """Multiply the caller's arrays of some operands ("A", "B", "C") where they are, without slots.
 
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
+        """
+
+    def use_transforms(self, transforms: Mapping[str, PanelTransform]) -> None:
+        """Expand the panels of some operands ("A", "B") with these transforms.
+
+        Called before the first `submit`, with the operands for which the problem says so (`stored_a`).
         """
 
     def kernels_used(self) -> list[str]:

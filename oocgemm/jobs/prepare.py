@@ -14,7 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.jobs.transforms import readable, transformed
+from oocgemm.jobs.transforms import as_read, expanded, readable, transformed
 from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -70,6 +70,11 @@ class Job:
     output: Output
     plan: Plan
 
+    @property
+    def read(self) -> dict[str, Matrix]:
+        """The matrices that are read, by operand: as stored if the device transforms their elements."""
+        return {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
+
 
 def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     """Open and check everything, and plan. Nothing is written.
@@ -85,6 +90,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         BudgetError: a budget is too small.
     """
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
+    problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is not None and running:
         a, b = _readable(request, problem, a, b)
@@ -286,6 +292,7 @@ def _plan(
     machine = machines[-1]
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
+    a, b = as_read(problem, a), as_read(problem, b)
     layouts = Layouts(
         _layout(a, engine, in_place=in_place).oriented(problem.trans_a),
         _layout(b, engine, in_place=in_place).oriented(problem.trans_b),

@@ -21,6 +21,8 @@ from oocgemm.stores.transformed import transform_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
+# The values that journals of older versions, which lack these names, stand for.
+_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": ""}
 
 
 @dataclass(frozen=True)
@@ -244,8 +246,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
-            # A journal without the name "gram" is older than Gram matrices.
-            old, new = then[part].get(name, NOT_GRAM if name == "gram" else None), now[part][name]
+            old, new = then[part].get(name, _OLDER.get(name)), now[part][name]
             if old != new:
                 yield f"{name} is {new} and was {old}"
     for name, new in now["transforms"].items():

@@ -1,10 +1,13 @@
 """Apply transforms to the operands of a product: find the means and scales that they need."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from oocgemm.backends.base import PanelTransform
 from oocgemm.errors import InputError
 from oocgemm.jobs.stats import Stats, stats_of
-from oocgemm.planning import Op
+from oocgemm.planning import GemmProblem, Op
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
@@ -129,3 +132,33 @@ def _check_scale(matrix: TransformedMatrix, scale: Array) -> None:
             f"{zeros.size} such {_LINES[matrix.k_axis]}): leave them out, or pass scale as an array with 1 "
             "there, such as numpy.where(s.std > 0, s.std, 1) for the result s of oocgemm.stats"
         )
+
+
+def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:
+    """Return the problem, with the stored dtypes of the operands that the device will transform.
+
+    A GPU transforms panels, which cross the link to it as they are stored. Two kinds of runs need transformed
+    elements on the host, where panels are then transformed when they are read: those that compute checksums,
+    and emulated products.
+    """
+    if backend != "cuda" or problem.checked or problem.planes or not problem.depth:
+        return problem
+    stored_a, stored_b = (x.stored.dtype.name if isinstance(x, TransformedMatrix) else "" for x in (a, b))
+    return replace(problem, stored_a=stored_a, stored_b=stored_b)
+
+
+def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:
+    """Return the matrix from which the panels of an operand are read."""
+    return matrix.stored if problem.expands and isinstance(matrix, TransformedMatrix) else matrix
+
+
+def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTransform]:
+    """Return the transforms of the operands whose elements the device transforms."""
+    found = {}
+    for operand, matrix in zip(problem.operands, (a, b), strict=False):
+        if problem.expands and isinstance(matrix, TransformedMatrix):
+            v = matrix.vectors
+            assert v is not None, "the matrix was opened only to plan"
+            vectors = np.stack((v.fill, v.center, v.inverse))
+            found[operand] = PanelTransform(matrix.code, matrix.transform.log1p, vectors)
+    return found

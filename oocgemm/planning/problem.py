@@ -78,6 +78,9 @@ class GemmProblem:
     If `gram` is not empty, op(B) is the conjugate transpose of op(A), so that m = n and C is Hermitian. Only
     a triangle of C is computed (SYRK, HERK), which `gram` names: it is one of `GRAMS`. There is no operand B:
     a panel of A is used in both roles.
+
+    If `stored_a` (or `stored_b`) is not empty, panels of A (or B) have this dtype until the device expands
+    them: it transforms their elements to `a_dtype` just before they are multiplied.
     """
 
     m: int
@@ -94,6 +97,8 @@ class GemmProblem:
     compute: str = "native"
     checked: str = ""
     gram: str = ""
+    stored_a: str = ""
+    stored_b: str = ""
 
     @property
     def operands(self) -> str:
@@ -129,6 +134,21 @@ class GemmProblem:
         return DTYPES[self.a_dtype].planes if self.compute == "emulated" else 0
 
     @property
+    def expands(self) -> bool:
+        """Whether panels of A or B are transformed on the device."""
+        return bool(self.stored_a or self.stored_b)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether each step has a Prepare operation, which splits or transforms its panels."""
+        return bool(self.planes or self.expands)
+
+    def prepared_bytes(self, m: int, n: int, k: int) -> int:
+        """Return the bytes of the panels that the Prepare of an m x n x k step reads."""
+        a, b = (bool(self.planes or stored) for stored in (self.stored_a, self.stored_b))
+        return (m * a * self.itemsizes["A"] + n * b * self.itemsizes["B"]) * k
+
+    @property
     def rate(self) -> str:
         """Key in `MachineModel.kernels` of the speed at which the product is multiplied."""
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
@@ -162,5 +182,10 @@ class GemmProblem:
     @cached_property
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of A, B and C as stored, and of the accumulator ("acc")."""
-        names = {"A": self.a_dtype, "B": self.b_dtype, "C": self.c_dtype, "acc": self.acc_dtype}
-        return {operand: DTYPES[name].itemsize for operand, name in names.items()}
+        return {operand: DTYPES[name].itemsize for operand, name in self.dtypes.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of the dtypes of A, B and C in slots, and of the accumulator ("acc")."""
+        a, b = self.stored_a or self.a_dtype, self.stored_b or self.b_dtype
+        return {"A": a, "B": b, "C": self.c_dtype, "acc": self.acc_dtype}

@@ -56,7 +56,8 @@ class Transform:
         missing = self.missing
         if missing is not None and not (isinstance(missing, int | float | np.number) and np.isreal(missing)):
             raise InputError(f"missing = {missing!r} is not a real number: pass the code, such as -1 or NaN")
-        if not (isinstance(self.impute, str) and self.impute in ("mean", "raise") or _is_zero(self.impute)):
+        by_word = isinstance(self.impute, str) and self.impute in ("mean", "raise")
+        if not by_word and not _is_zero(self.impute):
             raise InputError(f"impute = {self.impute!r}: pass 'mean', 0 or 'raise'")
         for name, words in (("center", ("k",)), ("scale", ("k", "hwe"))):
             object.__setattr__(self, name, _vector(name, getattr(self, name), words))

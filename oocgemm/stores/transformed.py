@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from oocgemm.planning import Layout
+from oocgemm.planning.expansion import VECTOR_BYTES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.stores.transform import Transform
@@ -17,8 +18,6 @@ from oocgemm.stores.view import View
 SLAB = 1 << 15
 # Bytes of the temporary arrays for one slab: float64 elements, and a mask of missing ones.
 SLAB_BYTES = SLAB * 9
-# Bytes of `Vectors` per index along k.
-VECTOR_BYTES = 24
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from oocgemm.backends.base import (
     DoneToken,
     HostBlock,
     Pageable,
+    PanelTransform,
     Pinned,
     Session,
     Stream,
@@ -89,6 +90,9 @@ class HostSession:
 
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
+
+    def use_transforms(self, transforms: Mapping[str, PanelTransform]) -> None:
+        assert not transforms  # operands are transformed when they are read
 
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]

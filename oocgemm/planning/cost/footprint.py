@@ -8,8 +8,9 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
+from oocgemm.planning.expansion import expanded_bytes, vector_bytes
 from oocgemm.planning.integers import workspace_layout
-from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.setting import Setting
@@ -84,7 +85,9 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "A"): round_up(m * k * sizes["A"], DEVICE_ALIGNMENT),
         ("device", "B"): round_up(k * n * sizes["B"], DEVICE_ALIGNMENT),
         ("device", "C"): round_up(elements * sizes["acc"], DEVICE_ALIGNMENT),
-        ("device", "P"): plane_offsets(problem.planes, m, n, k).end if problem.planes else 0,
+        ("device", "P"): plane_offsets(problem.planes, m, n, k).end
+        if problem.planes
+        else sum(expanded_bytes(problem, m, n, k)),
         ("device", "D"): round_up(strip * n * sizes["C"], DEVICE_ALIGNMENT),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
@@ -132,6 +135,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "finish": slots.finish * size["device", "D"],
         "planes": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
+        "transform": sum(vector_bytes(problem).values()),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
@@ -168,12 +172,13 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """Return the bytes of temporary memory per element of a step's two panels.
 
-    For an emulated product, this memory stores residues of the panels. For other products, it stores a cast
-    or an int8 copy of the panels, or is not needed.
+    For an emulated product, this memory stores residues of the panels. For other products, it stores
+    transformed panels, a cast or an int8 copy of the panels, or is not needed.
     """
     if problem.planes:
         return 2 * problem.planes
-    return problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
+    expanded = 2 * DTYPES[problem.a_dtype].itemsize if problem.expands else 0
+    return expanded + (problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact))
 
 
 def whole(problem: GemmProblem) -> Coverage:

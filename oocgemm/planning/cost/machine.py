@@ -93,7 +93,8 @@ class MachineModel:
     - `read`: reads of whole chunks. `read_scattered`: reads of half of each chunk's columns.
     - `decode`: output of the decoders. `write`: writes to storage.
     - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
-    - `prepare`: input of the kernel that splits panels into residue planes, for emulated products.
+    - `prepare`: input of the kernels that split panels into residue planes, for emulated products, or that
+      transform them.
 
     Times, in seconds:
 
