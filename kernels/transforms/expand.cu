@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) expand(
     }
     const long long step = static_cast<long long>(gridDim.y) * ROWS;
     for (long long top = static_cast<long long>(blockIdx.y) * ROWS; top < rows; top += step) {
-#pragma unroll 4
+#pragma unroll (OOC_LOG1P ? 1 : 2)
         for (int down = threadIdx.x / ACROSS; down < ROWS; down += DOWN) {
             const long long row = top + down;
             if (row < rows) {

@@ -14,7 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.jobs.transforms import as_read, expanded, readable, transformed
+from oocgemm.jobs.transforms import as_read, by_rows, expanded, readable, transformed
 from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -107,10 +107,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
     if request.gram:
         return _open_gram(request, backend)
-    a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
-    b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
-    a = transformed(a, request.transform_a, trans_a, left=True)
-    b = transformed(b, request.transform_b, trans_b, left=False)
+    a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
+    a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
+    b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
@@ -125,11 +124,11 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
     if x.dtype.kind != "c":
-        x, trans = stores.by_rows(x, trans)
+        x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T
     else:
+        x = transformed(x, request.transform_a, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
-    x = transformed(x, request.transform_a, trans, left=True)
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
     if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:

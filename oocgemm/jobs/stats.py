@@ -153,7 +153,7 @@ class _Sums:
             )
         )
         # The mean of equal elements may be rounded, and their variance is 0 all the same.
-        variance = np.where(low == high, 0.0, variance)
+        variance = np.where((low == high) & np.isfinite(low), 0.0, variance)
         return Stats(self.count, self.missing, mean, variance, low, high)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from oocgemm import stores
 from oocgemm.backends.base import PanelTransform
 from oocgemm.errors import InputError
 from oocgemm.jobs.stats import Stats, stats_of
@@ -12,8 +13,19 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
 
+# What the indices along each axis of an array are called.
+_LINES = ("rows", "columns")
 
-def transformed(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> Matrix:
+
+def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:
+    """Return an operand as `stores.by_rows` does, with its transform."""
+    by_row, new_op = stores.by_rows(matrix, op)
+    return transformed(by_row, transform, new_op, left=left, lines=_LINES[int(left != op.swaps)]), new_op
+
+
+def transformed(
+    matrix: Matrix, transform: Transform | None, op: Op, *, left: bool, lines: str | None = None
+) -> Matrix:
     """Return an operand with its transform, which can be planned with but not read; without one, itself.
 
     Args:
@@ -21,6 +33,7 @@ def transformed(matrix: Matrix, transform: Transform | None, op: Op, *, left: bo
         transform: of its elements.
         op: op() of the operand.
         left: whether it is A, whose op() has k columns, and not B, whose op() has k rows.
+        lines: what the caller calls the indices along k, "rows" or "columns", if not by this matrix.
 
     Raises:
         InputError: the transform cannot be applied to the operand.
@@ -29,16 +42,8 @@ def transformed(matrix: Matrix, transform: Transform | None, op: Op, *, left: bo
         return matrix
     if not isinstance(transform, Transform):
         raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
-    view = TransformedMatrix(matrix, transform, int(left != op.swaps))
-    extent = matrix.shape[view.k_axis]
-    for name in ("center", "scale"):
-        given = getattr(transform, name)
-        if isinstance(given, np.ndarray) and len(given) != extent:
-            raise InputError(
-                f"{name} has {len(given)} elements, and {matrix.name} has {extent} {_LINES[view.k_axis]}: "
-                "pass one number for each of them"
-            )
-    return view
+    k_axis = int(left != op.swaps)
+    return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
 
 
 def readable(matrix: Matrix, memory: int) -> Matrix:
@@ -76,11 +81,8 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
 
 
-_LINES = ("rows", "columns")
-
-
 def _line(matrix: TransformedMatrix, index: int) -> str:
-    return f"{_LINES[matrix.k_axis][:-1]} {index} of {matrix.name}"
+    return f"{matrix.lines[:-1]} {index} of {matrix.name}"
 
 
 def _check(matrix: TransformedMatrix, found: Stats) -> None:
@@ -96,13 +98,13 @@ def _check(matrix: TransformedMatrix, found: Stats) -> None:
     if (lines := np.flatnonzero(used & (found.count == 0))).size and matrix.shape[1 - matrix.k_axis]:
         raise InputError(
             f"{_line(matrix, lines[0])} has only missing elements, so that it has no mean (one of "
-            f"{lines.size} such {_LINES[matrix.k_axis]}): leave them out, or pass impute=0 and center and "
+            f"{lines.size} such {matrix.lines}): leave them out, or pass impute=0 and center and "
             "scale as arrays"
         )
     if (lines := np.flatnonzero(used & (found.count > 0) & ~np.isfinite(found.variance))).size:
         raise InputError(
             f"{_line(matrix, lines[0])} has elements that are Inf or NaN{_after_log(transform)}, so that it "
-            f"has no mean (one of {lines.size} such {_LINES[matrix.k_axis]}): if NaN stands for missing "
+            f"has no mean (one of {lines.size} such {matrix.lines}): if NaN stands for missing "
             "elements, pass missing=float('nan')"
         )
 
@@ -129,7 +131,7 @@ def _check_scale(matrix: TransformedMatrix, scale: Array) -> None:
     if zeros.size:
         raise InputError(
             f"the scale of {_line(matrix, zeros[0])} is 0, because all of its elements are equal (one of "
-            f"{zeros.size} such {_LINES[matrix.k_axis]}): leave them out, or pass scale as an array with 1 "
+            f"{zeros.size} such {matrix.lines}): leave them out, or pass scale as an array with 1 "
             "there, such as numpy.where(s.std > 0, s.std, 1) for the result s of oocgemm.stats"
         )
 

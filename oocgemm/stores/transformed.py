@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from oocgemm.errors import InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.expansion import VECTOR_BYTES
 from oocgemm.planning.tiling import Range
@@ -39,7 +40,12 @@ class TransformedMatrix(View):
     """
 
     def __init__(
-        self, matrix: Matrix, transform: Transform, k_axis: int, vectors: Vectors | None = None
+        self,
+        matrix: Matrix,
+        transform: Transform,
+        k_axis: int,
+        lines: str,
+        vectors: Vectors | None = None,
     ) -> None:
         """View a matrix. Raises `InputError` if the transform cannot be applied to it.
 
@@ -47,13 +53,21 @@ class TransformedMatrix(View):
             matrix: the operand as it is stored.
             transform: what happens to its elements.
             k_axis: the axis of the stored matrix over which the product sums.
+            lines: what the indices along this axis are called in messages, "rows" or "columns".
             vectors: the numbers per index along this axis.
         """
         super().__init__(matrix)
         self.stored, self.transform, self.k_axis, self.vectors = matrix, transform, k_axis, vectors
+        self.lines = lines
         self.code = transform.code(matrix.name, matrix.dtype)
         self.shape = matrix.shape
         self.dtype: np.dtype[Any] = transform.result(matrix.name, matrix.dtype)
+        for given, values in (("center", transform.center), ("scale", transform.scale)):
+            if isinstance(values, np.ndarray) and len(values) != matrix.shape[k_axis]:
+                raise InputError(
+                    f"{given} has {len(values)} elements, and {matrix.name} has {matrix.shape[k_axis]} "
+                    f"{lines}: pass one number for each of them"
+                )
         found, itemsize = matrix.layout, matrix.dtype.itemsize
         self._chunk = (1, SLAB) if found.partial_reads else found.read_chunk
         self._batch = max(1, BATCH_BYTES // itemsize)
@@ -70,7 +84,7 @@ class TransformedMatrix(View):
 
     def with_vectors(self, vectors: Vectors) -> Self:
         """Return the same view with its vectors, which can be read."""
-        return type(self)(self.stored, self.transform, self.k_axis, vectors)
+        return type(self)(self.stored, self.transform, self.k_axis, self.lines, vectors)
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"transform": transform_of(self)}
