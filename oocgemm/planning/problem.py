@@ -154,6 +154,12 @@ class GemmProblem:
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
 
     @property
+    def described_dtype(self) -> str:
+        """The dtype of A and B in the product, and in storage if the device transforms them, as text."""
+        stored = dict.fromkeys(filter(None, (self.stored_a, self.stored_b)))
+        return f"{self.a_dtype} from {' and '.join(stored)}" if stored else self.a_dtype
+
+    @property
     def exact(self) -> bool:
         """Whether op(A) @ op(B) is summed without rounding."""
         return self.a_dtype == "int8"

@@ -56,6 +56,9 @@ class Transform:
         missing = self.missing
         if missing is not None and not (isinstance(missing, int | float | np.number) and np.isreal(missing)):
             raise InputError(f"missing = {missing!r} is not a real number: pass the code, such as -1 or NaN")
+        if missing is not None:  # equal codes are shown alike
+            whole = isinstance(missing, int | np.integer) or float(missing).is_integer()
+            object.__setattr__(self, "missing", int(missing) if whole else float(missing))
         by_word = isinstance(self.impute, str) and self.impute in ("mean", "raise")
         if not by_word and not _is_zero(self.impute):
             raise InputError(f"impute = {self.impute!r}: pass 'mean', 0 or 'raise'")

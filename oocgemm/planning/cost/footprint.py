@@ -133,7 +133,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "A": slots.a * size["device", "A"],
         "B": slots.b * size["device", "B"],
         "finish": slots.finish * size["device", "D"],
-        "planes": slots.planes * size["device", "P"],
+        "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
         "transform": sum(vector_bytes(problem).values()),
         "reserve": machine.device_reserve,
