@@ -63,13 +63,13 @@ class PanelTransform:
     Attributes:
         code: the code of missing elements, which may be NaN; None if no element is missing.
         log1p: whether x is replaced by log(1 + x).
-        vectors: float64 numbers of shape (3, k): what missing elements become, what is subtracted from the
+        vectors: three float64 arrays of length k: what missing elements become, what is subtracted from the
             other ones, and what they are then multiplied by, per index along k.
     """
 
     code: float | None
     log1p: bool
-    vectors: Array
+    vectors: tuple[Array, Array, Array]
 
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of

@@ -14,7 +14,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.jobs.transforms import as_read, by_rows, expanded, readable, transformed
+from oocgemm.jobs.transforms import as_read, by_rows, expanded, readable_both, transformed
 from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -31,10 +31,8 @@ from oocgemm.planning import (
     resumed_plan,
     shared_plan,
 )
-from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
-from oocgemm.system.memory import RECENT, available_memory
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is not None and running:
-        a, b = _readable(request, problem, a, b)
+        check_complete(a, b)
+        a, b = readable_both(request, problem, a, b)
         output = _find_output(request, problem, a, b, tile, engine)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
@@ -135,17 +134,6 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
         problem = replace(problem, acc_dtype="int32")
     # The device has no kernels for the checksums of panels that serve in both roles.
     return x, x, replace(problem, checked="host" if request.verify else "")
-
-
-def _readable(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
-    """Return A and B with all that is needed to read them (`transforms.readable`)."""
-    check_complete(a, b)
-    if not problem.depth:  # nothing is read
-        return a, b
-    given = request.host_memory if request.memory is None else request.memory
-    memory = available_memory(RECENT) // 8 if given is None else parse_size(given)
-    left = readable(a, memory)
-    return left, left if b is a else readable(b, memory)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -291,10 +279,16 @@ def _plan(
     machine = machines[-1]
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
-    a, b = as_read(problem, a), as_read(problem, b)
+    # The numbers of a transform are in host memory, also if a device transforms the elements.
+    of_a, of_b = (
+        replace(
+            _layout(as_read(problem, x), engine, in_place=in_place), resident_bytes=x.layout.resident_bytes
+        )
+        for x in (a, b)
+    )
     layouts = Layouts(
-        _layout(a, engine, in_place=in_place).oriented(problem.trans_a),
-        _layout(b, engine, in_place=in_place).oriented(problem.trans_b),
+        of_a.oriented(problem.trans_a),
+        of_b.oriented(problem.trans_b),
         _layout(
             c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
             engine,

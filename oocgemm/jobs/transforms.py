@@ -7,11 +7,14 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import PanelTransform
 from oocgemm.errors import InputError
+from oocgemm.jobs.request import Request
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning import GemmProblem, Op
+from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
+from oocgemm.system.memory import RECENT, available_memory
 
 # What the indices along each axis of an array are called.
 _LINES = ("rows", "columns")
@@ -79,6 +82,16 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
         fill = np.where(found.missing > 0, found.mean, 0)
     inverse = 1 / scale
     return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+
+
+def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
+    """Return A and B so that they can be read (`readable`), within the host memory of a request."""
+    if not problem.depth:  # nothing is read
+        return a, b
+    given = request.host_memory if request.memory is None else request.memory
+    memory = available_memory(RECENT) // 8 if given is None else parse_size(given)
+    left = readable(a, memory)
+    return left, left if b is a else readable(b, memory)
 
 
 def _line(matrix: TransformedMatrix, index: int) -> str:
@@ -161,6 +174,6 @@ def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTran
         if problem.expands and isinstance(matrix, TransformedMatrix):
             v = matrix.vectors
             assert v is not None, "the matrix was opened only to plan"
-            vectors = np.stack((v.fill, v.center, v.inverse))
+            vectors = v.fill, v.center, v.inverse
             found[operand] = PanelTransform(matrix.code, matrix.transform.log1p, vectors)
     return found

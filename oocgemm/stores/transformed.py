@@ -75,7 +75,8 @@ class TransformedMatrix(View):
         self.layout: Layout = replace(
             found,
             decode_bytes=found.decode_bytes + piece + SLAB_BYTES,
-            resident_bytes=VECTOR_BYTES * matrix.shape[k_axis],
+            # The numbers, and a copy of them while they go to a device.
+            resident_bytes=2 * VECTOR_BYTES * matrix.shape[k_axis],
             page_cached=found.page_cached or found.in_memory,
             in_memory=False,
             in_place=False,

@@ -46,7 +46,9 @@ class Expander:
         for operand, size in vector_bytes(self._problem).items():
             given = transforms[operand]
             pinned = cupy.cuda.alloc_pinned_memory(size)
-            np.frombuffer(pinned, np.float64, given.vectors.size)[...] = given.vectors.ravel()
+            numbers = np.frombuffer(pinned, np.float64, 3 * self._problem.depth).reshape(3, -1)
+            for row, vector in zip(numbers, given.vectors, strict=True):
+                row[...] = vector
             cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
             stream.synchronize()
             # A panel of a Gram matrix has both roles.
