@@ -30,8 +30,10 @@ from oocgemm.system.memory import available_memory
 MAX_THREADS, THREADS_PER_CORE = 16, 2
 # Columns of the blocks in which an array without chunks is read for statistics of columns.
 COLUMNS = 1 << 12
-# Temporary bytes per element of a slab.
-_SLAB_BYTES = 40
+# Elements of a slab of int8, and how many of them are added at most: squares up to 2^14 give sums up to 2^24.
+INT8_SLAB, INT8_DEPTH = 1 << 19, 1 << 10
+# Temporary bytes for a slab: about 40 per element in float64, 16 per element of int8.
+SCRATCH = max(SLAB * 40, INT8_SLAB * 16)
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
 
@@ -162,7 +164,7 @@ def _computed(matrix: Matrix, axis: int, code: float | None, log1p: bool, memory
     batch = max(1, BATCH_BYTES // matrix.dtype.itemsize)
     piece = max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
     # Twice as many pieces as threads are begun, and the sums of a piece may be larger than the piece.
-    each = matrix.layout.decode_bytes + 2 * piece + SLAB * _SLAB_BYTES + 12 * 8 * max(unit[1 - axis], batch)
+    each = matrix.layout.decode_bytes + 2 * piece + SCRATCH + 12 * 8 * max(unit[1 - axis], batch)
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
     found, begun = _Sums(matrix.shape[1 - axis]), deque[tuple[Range, Future[_Sums]]]()
@@ -205,36 +207,89 @@ def _sums_of(matrix: Matrix, rows: Range, cols: Range, axis: int, code: float | 
         raise ExecutionError(
             f"reading {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}"
         ) from error
-    lines = raw if axis == 1 else raw.T  # one per row or column that gets a result
-    found, (extent, depth) = _Sums(len(lines)), lines.shape
-    for first in range(0, extent, step := max(1, SLAB // depth)):
-        at = slice(first, min(first + step, extent))
-        for left in range(0, depth, SLAB):
-            found.add(at, _sums_of_slab(lines[at, left : left + SLAB].astype(np.float64), code, log1p))
+    if matrix.dtype == np.int8 and not log1p:
+        return _of_int8(raw, axis, code)
+    found = _Sums(raw.shape[1 - axis])
+    for block, at in _slabs(raw.shape, SLAB, SLAB, axis):
+        found.add(at, _of_floats(raw[block].astype(np.float64), axis, code, log1p))
     return found
 
 
-def _sums_of_slab(x: Array, code: float | None, log1p: bool) -> _Sums:
-    """Return the sums of the rows of float64 elements. `x` is overwritten."""
+def _slabs(
+    shape: tuple[int, int], elements: int, rows: int, axis: int
+) -> Iterator[tuple[tuple[slice, slice], slice]]:
+    """Cut a block into slabs of at most `elements` elements and `rows` rows.
+
+    Yield each with the range of columns, or for axis 1 of rows, that it has.
+    """
+    width = min(shape[1], elements)
+    height = min(rows, max(1, elements // width))
+    for top in range(0, shape[0], height):
+        for left in range(0, shape[1], width):
+            block = slice(top, min(top + height, shape[0])), slice(left, min(left + width, shape[1]))
+            yield block, block[1 - axis]
+
+
+def _of_floats(x: Array, axis: int, code: float | None, log1p: bool) -> _Sums:
+    """Return the sums of a slab of float64 elements, which is overwritten."""
     found, absent = _Sums(0), is_missing(x, code)
+    shape = (1, -1) if axis == 0 else (-1, 1)
     with np.errstate(all="ignore"):
         if log1p:
             np.log1p(x, out=x)
         low = high = x
-        found.missing = np.zeros(len(x), np.int64)
-        if absent is not None:
-            found.missing = absent.sum(axis=1)
-            if found.missing.any():
-                low, high = np.where(absent, np.inf, x), np.where(absent, -np.inf, x)
-                x[absent] = 0
-        found.count = x.shape[1] - found.missing
-        found.min, found.max, found.total = low.min(axis=1), high.max(axis=1), x.sum(axis=1)
-        x -= (found.total / np.maximum(found.count, 1))[:, None]
-        if absent is not None:
-            x[absent] = 0
+        found.missing = np.zeros(x.shape[1 - axis], np.int64)
+        lost: tuple[Array, ...] = ()
+        if absent is not None and absent.any():
+            found.missing, lost = np.count_nonzero(absent, axis), np.nonzero(absent)
+            low, high = x.copy(), x.copy()
+            low[lost], high[lost], x[lost] = np.inf, -np.inf, 0
+        found.count = x.shape[axis] - found.missing
+        found.min, found.max, found.total = low.min(axis), high.max(axis), x.sum(axis)
+        x -= (found.total / np.maximum(found.count, 1)).reshape(shape)
+        if lost:
+            x[lost] = 0
         x *= x
-        found.m2 = x.sum(axis=1)
+        found.m2 = x.sum(axis)
     return found
+
+
+def _of_int8(raw: Array, axis: int, code: float | None) -> _Sums:
+    """Return the sums of a block of int8 elements, ten times as fast as in float64.
+
+    Sums of squares of `INT8_DEPTH` elements are exact in float32.
+    """
+    extent = raw.shape[1 - axis]
+    found, squares = _Sums(extent), np.zeros(extent)
+    for block, at in _slabs(raw.shape, INT8_SLAB, INT8_DEPTH, axis):
+        low = high = x = raw[block]
+        if code is not None and (absent := x == np.int8(code)).any():
+            found.missing[at] += absent.astype(np.float32).sum(axis).astype(np.int64)
+            # Operations on bits, because those with a mask take ten times as long.
+            bits = -absent.view(np.int8)
+            low, high, x = x ^ ((x ^ 127) & bits), x ^ ((x ^ -128) & bits), x & ~bits
+        wide = x.astype(np.float32)
+        found.total[at] += _added(wide, axis)
+        wide *= wide
+        squares[at] += _added(wide, axis)
+        np.minimum(found.min[at], low.min(axis), out=found.min[at])
+        np.maximum(found.max[at], high.max(axis), out=found.max[at])
+    found.count = raw.shape[axis] - found.missing
+    none = found.count == 0
+    found.min[none], found.max[none] = np.inf, -np.inf
+    # Sums of differences from the integer nearest to the mean: they are exact, and do not cancel.
+    near = np.rint(found.total / np.maximum(found.count, 1))
+    total = found.total - near * found.count
+    squares += near * (near * found.count - 2 * found.total)
+    found.m2 = squares - total * (total / np.maximum(found.count, 1))
+    return found
+
+
+def _added(x: Array, axis: int) -> Array:
+    """Return exact sums of float32 elements that are squares of int8, along an axis."""
+    if axis == 0:  # `_slabs` has cut it to INT8_DEPTH
+        return np.asarray(x.sum(0))
+    return np.asarray(np.add.reduceat(x, range(0, x.shape[1], INT8_DEPTH), axis=1).sum(1, dtype=np.float64))
 
 
 def _place(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Path | None:

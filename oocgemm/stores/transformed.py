@@ -15,10 +15,10 @@ from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.view import View
 
-# Elements that are transformed at a time. In float64 they fit into the cache of a core.
-SLAB = 1 << 15
-# Bytes of the temporary arrays for one slab: float64 elements, and a mask of missing ones.
-SLAB_BYTES = SLAB * 9
+# Elements that are transformed at a time. With fewer, threads mostly wait for the GIL.
+SLAB = 1 << 17
+# Bytes of the temporary arrays for one slab: float64 elements, and which of them are missing.
+SLAB_BYTES = SLAB * 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +103,9 @@ class TransformedMatrix(View):
         assert vectors is not None, "the matrix was opened only to plan"
         for rows, cols in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):
             start, stop = cols if self.k_axis else rows
-            fill, center, inverse = (
-                x[first + start : first + stop].reshape((1, -1) if self.k_axis else (-1, 1))
-                for x in (vectors.fill, vectors.center, vectors.inverse)
-            )
+            here = slice(first + start, first + stop)
+            fill, shape = vectors.fill[here], (1, -1) if self.k_axis else (-1, 1)
+            center, inverse = (x[here].reshape(shape) for x in (vectors.center, vectors.inverse))
             at = slice(*rows), slice(*cols)
             x = raw[at].astype(np.float64)
             absent = is_missing(x, self.code)
@@ -115,8 +114,9 @@ class TransformedMatrix(View):
                     np.log1p(x, out=x)
                 x -= center
                 x *= inverse
-                if absent is not None:
-                    np.copyto(x, fill, where=absent)
+                if absent is not None:  # few elements are missing, so that a copy with a mask is slower
+                    lost = np.nonzero(absent)
+                    x[lost] = fill[lost[self.k_axis]]
                 np.copyto(out[at], x, casting="unsafe")
 
 
