@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
+from oocgemm.jobs import moments, streaming
 from oocgemm.jobs import stats as module
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.suite import examples
@@ -45,7 +46,8 @@ def test_statistics_are_those_of_numpy(
     elif code is not None:
         code = None
     x = np.where(lost, 0 if code is None else code, values).astype(dtype)
-    with patch.multiple(module, BATCH_BYTES=piece, COLUMNS=8, SLAB=24):
+    small: Any = {"SLAB": 24, "INT8_SLAB": 24, "INT8_DEPTH": 8}
+    with patch.multiple(streaming, BATCH_BYTES=piece, COLUMNS=8), patch.multiple(moments, **small):
         found = oocgemm.stats(x, axis, missing=code, log1p=log1p)
     wide = np.log1p(values) if log1p else values
     kept = np.ma.masked_array(wide, lost)
@@ -65,7 +67,7 @@ def test_statistics_are_those_of_numpy(
 
 def test_large_means_do_not_cancel_in_variances() -> None:
     x = 1e9 + np.random.default_rng(0).standard_normal((3000, 5))
-    with patch.multiple(module, BATCH_BYTES=1000, SLAB=64):
+    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(moments, SLAB=64):
         found = oocgemm.stats(x)
     assert_allclose(found.std, x.std(0), rtol=1e-6)
 
@@ -79,7 +81,7 @@ def test_threads_and_memory_do_not_change_a_bit(axis: int, tmp_path: Path) -> No
         found = []
         for threads, memory in ((1, "1MiB"), (2, "1GiB"), (13, "1GiB")):
             limits: dict[str, Any] = {"MAX_THREADS": threads, "THREADS_PER_CORE": 9, "BATCH_BYTES": 9000}
-            with patch.multiple(module, _load=lambda *place: None, **limits):
+            with patch.object(module, "_load", lambda *place: None), patch.multiple(streaming, **limits):
                 found.append(names(oocgemm.stats(source, axis, host_memory=memory)))
         for other in found[1:]:
             for name, value in other.items():
@@ -162,7 +164,7 @@ def test_a_failed_read_names_the_block_and_ends_the_threads() -> None:
     message = r"reading X\[\d+:\d+, 0:8\]: OSError: .*Input/output error"
     with (
         patch.object(ArrayMatrix, "read", read),
-        patch.object(module, "BATCH_BYTES", 64),
+        patch.object(streaming, "BATCH_BYTES", 64),
         pytest.raises(ExecutionError, match=message),
     ):
         oocgemm.stats(np.ones((50, 8)))
