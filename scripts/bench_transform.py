@@ -10,6 +10,7 @@ missing. The cases are
     float16      complete genotypes in float16, no transform
     transform    missing genotypes replaced by means, centred and scaled, cast to float16
     imputed      missing genotypes replaced by 0: exact int8 products
+    centred      complete genotypes, centred: exact int8 products, and a correction of C
 
 The first round is not counted. The statistics of the columns are taken before, in a pass that is timed
 alone. The first rows of C are compared with a product in float64. On cuda, the kernel of transforms is timed
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "float16": ("half", {"out_dtype": "float32"}),
     "transform": ("missing", {"transform": Transform(missing=-1, center="k", scale="k", cast="float16")}),
     "imputed": ("missing", {"transform": Transform(missing=-1, impute=0)}),
+    "centred": ("complete", {"transform": Transform(center="k", cast="int8")}),
 }
 
 
@@ -151,7 +153,7 @@ def main(
     row |= {name: statistics.median(times) for name, times in taken.items() if times}
     row["rounds"] = min(map(len, taken.values()))
     row["to int8"], row["to float16"] = (row["transform"] / row[name] for name in ("int8", "float16"))
-    row["imputed to int8"] = row["imputed"] / row["int8"]
+    row |= {f"{name} to int8": row[name] / row["int8"] for name in ("imputed", "centred")}
     if backend == "cuda":
         row["kernel"] = kernel_rates(people)
     keep(output or Path("scripts/results/bench_transform.json"), f"{backend} {people}x{places}", row)

@@ -72,6 +72,11 @@ class PanelTransform:
     vectors: tuple[Array, Array, Array]
 
 
+# What is subtracted from C when it is finished, if the problem is `centered`: float64 arrays (rows, cols), of
+# which rows[i] + cols[j] is subtracted from the element (i, j).
+Correction = tuple[Array, Array] | None
+
+
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
 # the stored block; or a block in the memory of the operand's owner.
 HostBlock = Sequence[Array] | Pinned | Pageable
@@ -188,10 +193,14 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform]) -> None:
-        """Expand the panels of some operands ("A", "B") with these transforms.
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        """Transform panels of operands, and correct C.
 
-        Called before the first `submit`, with the operands for which the problem says so (`stored_a`).
+        Called before the first `submit`.
+
+        Args:
+            transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
+            correction: of C.
         """
 
     def kernels_used(self) -> list[str]:

@@ -13,6 +13,7 @@ from oocgemm.backends.base import (
     Array,
     Backend,
     Checksums,
+    Correction,
     HostBlock,
     PanelTransform,
     Session,
@@ -141,9 +142,9 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform]) -> None:
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
         for session in self._each:
-            session.use_transforms(transforms)
+            session.use_transforms(transforms, correction)
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

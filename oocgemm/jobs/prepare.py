@@ -7,14 +7,15 @@ from typing import Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.base import Correction, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
+from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.jobs.transforms import as_read, by_rows, expanded, readable_both, transformed
+from oocgemm.jobs.transforms import as_read, by_rows, expanded, memory_of, readable_both, transformed
 from oocgemm.machine.models import Places, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -60,13 +61,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Job:
-    """A request that is ready to run, with its open operands, its checked output and its plan."""
+    """A request that is ready to run, with its open operands, its checked output and its plan.
+
+    `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`).
+    """
 
     request: Request
     a: Matrix
     b: Matrix
     output: Output
     plan: Plan
+    correction: Correction = None
 
     @property
     def read(self) -> dict[str, Matrix]:
@@ -99,7 +104,9 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, a, b)
     plan = _plan(request, problem, a, b, output, tile, engine)
-    return Job(request, a, b, output, plan)
+    if not running or not plan.steps:
+        return Job(request, a, b, output, plan)
+    return Job(request, a, b, output, plan, correction(problem, a, b, memory_of(request)))
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:

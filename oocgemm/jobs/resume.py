@@ -22,7 +22,7 @@ from oocgemm.stores.transformed import transform_of
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
 # The values that journals of older versions, which lack these names, stand for.
-_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": ""}
+_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False"}
 
 
 @dataclass(frozen=True)

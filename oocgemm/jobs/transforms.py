@@ -80,6 +80,8 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     if transform.imputes_mean and found is not None:
         # Without missing elements, the mean of an index is not needed, and it may be NaN.
         fill = np.where(found.missing > 0, found.mean, 0)
+    if transform.corrects:
+        return matrix.with_vectors(Vectors(none, none, scale, np.asarray(center)))
     inverse = 1 / scale
     return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
 
@@ -88,10 +90,14 @@ def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) 
     """Return A and B so that they can be read (`readable`), within the host memory of a request."""
     if not problem.depth:  # nothing is read
         return a, b
+    left = readable(a, memory_of(request))
+    return left, left if b is a else readable(b, memory_of(request))
+
+
+def memory_of(request: Request) -> int:
+    """Return the bytes that a pass over an operand before the run may take."""
     given = request.host_memory if request.memory is None else request.memory
-    memory = available_memory(RECENT) // 8 if given is None else parse_size(given)
-    left = readable(a, memory)
-    return left, left if b is a else readable(b, memory)
+    return available_memory(RECENT) // 8 if given is None else parse_size(given)
 
 
 def _line(matrix: TransformedMatrix, index: int) -> str:
@@ -156,22 +162,31 @@ def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmPr
     elements on the host, where panels are then transformed when they are read: those that compute checksums,
     and emulated products.
     """
+    if problem.centered and problem.checked:
+        raise InputError(
+            "checksums do not cover the centers that are subtracted from a product of int8: drop verify, and "
+            "check C with oocgemm verify, or pass another cast than int8"
+        )
     if backend != "cuda" or problem.checked or problem.planes or not problem.depth:
         return problem
-    stored_a, stored_b = (x.stored.dtype.name if isinstance(x, TransformedMatrix) else "" for x in (a, b))
+    stored_a, stored_b = (
+        x.stored.dtype.name if isinstance(x, TransformedMatrix) and not x.is_copy else "" for x in (a, b)
+    )
     return replace(problem, stored_a=stored_a, stored_b=stored_b)
 
 
 def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:
     """Return the matrix from which the panels of an operand are read."""
-    return matrix.stored if problem.expands and isinstance(matrix, TransformedMatrix) else matrix
+    if isinstance(matrix, TransformedMatrix) and (matrix.is_copy or problem.expands):
+        return matrix.stored
+    return matrix
 
 
 def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTransform]:
     """Return the transforms of the operands whose elements the device transforms."""
     found = {}
     for operand, matrix in zip(problem.operands, (a, b), strict=False):
-        if problem.expands and isinstance(matrix, TransformedMatrix):
+        if problem.expands and isinstance(matrix, TransformedMatrix) and not matrix.is_copy:
             v = matrix.vectors
             assert v is not None, "the matrix was opened only to plan"
             vectors = v.fill, v.center, v.inverse

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
 from time import perf_counter
@@ -178,6 +178,11 @@ def verify(
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed, and one of them is None")
     ops = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
+    if any(x is not None and x.corrects for x in (transform_a, transform_b)):
+        # Centers that were subtracted from C are subtracted from the operands here.
+        transform_a, transform_b = (
+            replace(x or Transform(), cast="float64") for x in (transform_a, transform_b)
+        )
     left = transformed(left, transform_a, ops[0], left=True)
     right = transformed(right, transform_b, ops[1], left=False)
     name = result.dtype.name

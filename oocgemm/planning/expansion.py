@@ -26,6 +26,12 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
     return a, b
 
 
+def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
+    """Return the bytes on the device of what is subtracted from the rows and the columns of C, aligned."""
+    rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
+    return (rows, cols) if problem.centered else (0, 0)
+
+
 def vector_bytes(problem: GemmProblem) -> dict[str, int]:
     """Return the bytes on the device of the numbers of each operand's transform, aligned."""
     stored = {"A": problem.stored_a, "B": problem.stored_b}

@@ -81,6 +81,9 @@ class GemmProblem:
 
     If `stored_a` (or `stored_b`) is not empty, panels of A (or B) have this dtype until the device expands
     them: it transforms their elements to `a_dtype` just before they are multiplied.
+
+    If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
+    is computed, and a matrix of rank one is subtracted when C is finished.
     """
 
     m: int
@@ -99,6 +102,7 @@ class GemmProblem:
     gram: str = ""
     stored_a: str = ""
     stored_b: str = ""
+    centered: bool = False
 
     @property
     def operands(self) -> str:
@@ -171,7 +175,8 @@ class GemmProblem:
         Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
         = 1 and beta = 0, because partial sums must stay exact.
         """
-        return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
+        scales = self.exact and (self.alpha, self.beta) != (1, 0)
+        return self.acc_dtype != self.c_dtype or scales or self.centered
 
     @property
     def flops(self) -> int:

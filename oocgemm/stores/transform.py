@@ -39,7 +39,8 @@ class Transform:
             Hardy-Weinberg equilibrium; or an array; or None.
         cast: dtype that is multiplied: float16, bfloat16, float32, float64 or int8. By default that of a
             floating-point operand; float32 for int8; float64 for int32 and int64. An int8 operand that is
-            only imputed with 0 stays int8.
+            only imputed with 0 stays int8. An int8 operand may also be centred and stay int8, with
+            cast="int8": then its product is exact, and the centers are subtracted from C, which is float64.
 
     Raises:
         InputError: an argument cannot be used.
@@ -91,8 +92,14 @@ class Transform:
 
     @property
     def is_plain(self) -> bool:
-        """Whether elements stay what they are, except that missing ones become 0."""
-        return not (self.log1p or self.imputes_mean) and self.center is None and self.scale is None
+        """Whether elements stay what they are, except that missing ones become 0, and that C is corrected."""
+        kept = not (self.log1p or self.imputes_mean) and self.scale is None
+        return kept and (self.center is None or self.cast == "int8")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether centers are subtracted from the product of int8 instead of from its operand."""
+        return self.cast == "int8" and self.center is not None
 
     def code(self, name: str, stored: np.dtype[Any]) -> float | None:
         """Return the code of missing elements as it is stored; None if there is none.
@@ -134,8 +141,8 @@ class Transform:
         )
         if self.cast == "int8" and default != "int8":
             raise InputError(
-                f"cast = 'int8' needs an int8 {name} without log1p, center, scale and impute='mean', which "
-                f"give other numbers; {name} has dtype {stored}: choose another cast, such as float16"
+                f"cast = 'int8' needs an int8 {name} without log1p, scale and impute='mean', which give "
+                f"other numbers; {name} has dtype {stored}: choose another cast, such as float16"
             )
         return _dtype(self.cast or default)
 

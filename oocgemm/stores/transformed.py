@@ -25,12 +25,14 @@ SLAB_BYTES = SLAB * 10
 class Vectors:
     """What a transform needs per index along k, in float64.
 
-    A missing element becomes `fill`, any other element ``(f(x) - center) * inverse``.
+    A missing element becomes `fill`, any other element ``(f(x) - center) * inverse``. `corrected` is
+    subtracted by a correction of C; None if nothing is (`Transform.corrects`).
     """
 
     fill: Array
     center: Array
     inverse: Array
+    corrected: Array | None = None
 
 
 class TransformedMatrix(View):
@@ -90,6 +92,11 @@ class TransformedMatrix(View):
     def describe(self) -> dict[str, object]:
         return super().describe() | {"transform": transform_of(self)}
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the elements that are multiplied are those in storage."""
+        return self.transform.corrects and self.code is None
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
             raw = np.empty((r1 - r0, c1 - c0), self.stored.dtype)
@@ -136,6 +143,7 @@ def transform_of(matrix: Matrix) -> str:
     if matrix.vectors is None:
         return found
     digest = hashlib.sha256()
-    for vector in (matrix.vectors.fill, matrix.vectors.center, matrix.vectors.inverse):
+    v = matrix.vectors
+    for vector in (v.fill, v.center, v.inverse, *(() if v.corrected is None else (v.corrected,))):
         digest.update(np.ascontiguousarray(vector).tobytes())
     return f"{found}, numbers {digest.hexdigest()[:16]}"

@@ -191,6 +191,24 @@ def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [block_of(source, stored, rows, cols, cols), *read], [written])
 
 
+def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/transforms/rank_one.cu, which subtracts a matrix of rank one from a strip of C."""
+    elements, width, *at, to = _values((_LONG, _LONG, _POINTER, _POINTER, _POINTER), pointers)
+    height = elements // width
+    c = memory.matrix(to, np.float64, height, width, width)
+    rows, cols = (
+        memory.matrix(start, np.float64, 1, extent, extent)
+        for start, extent in zip(at, (height, width), strict=True)
+    )
+
+    def run() -> None:
+        c[...] = c - rows.T - cols
+
+    read = [block_of(x, np.float64, 1, n, n) for x, n in zip(at, (height, width), strict=True)]
+    block = block_of(to, np.float64, height, width, width)
+    return Work(run, [*read, block], [block])
+
+
 def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
     return dtype.type(value if dtype.kind == "c" else complex(value).real)
 
@@ -210,6 +228,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),
     "expand": (8, _expand),
+    "rank_one": (5, _rank_one),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -41,8 +41,11 @@ class Expander:
         self._transforms: dict[str, PanelTransform] = {}
         self._vectors: dict[str, int] = {}
 
-    def use(self, transforms: Mapping[str, PanelTransform], address: int, stream: Any) -> None:
-        """Copy the numbers of the transforms to the device, from `address` on, and load the kernels."""
+    def use(self, transforms: Mapping[str, PanelTransform], address: int, stream: Any) -> int:
+        """Copy the numbers of the transforms to the device, from `address` on, and load the kernels.
+
+        Returns the address behind the numbers.
+        """
         for operand, size in vector_bytes(self._problem).items():
             given = transforms[operand]
             pinned = cupy.cuda.alloc_pinned_memory(size)
@@ -58,6 +61,7 @@ class Expander:
         for role in self._kinds:
             for width in (1, _WIDTH):
                 self._kernel(role, width)
+        return address
 
     def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
         """Return the addresses from which the panels of op(A) and op(B) of a step are multiplied.

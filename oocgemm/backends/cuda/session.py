@@ -18,6 +18,7 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import (
     Array,
+    Correction,
     HostBlock,
     Pageable,
     PanelTransform,
@@ -109,8 +110,7 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    kernels, strips = self._multiplier.kernels, plan.slots.finish
-                    self._finisher = Finisher(self._problem, kernels, strips, self._address)
+                    self._finisher = Finisher(plan, self._multiplier.kernels, self._address)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -248,10 +248,13 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform]) -> None:
-        if self._expander is not None:
-            with self._device:
-                self._expander.use(transforms, self._arena + self._vectors, self._streams["prepare"])
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        address = self._arena + self._vectors
+        with self._device:
+            if self._expander is not None:
+                address = self._expander.use(transforms, address, self._streams["prepare"])
+            if correction is not None and self._finisher is not None:
+                self._finisher.use_correction(*correction, address, self._streams["compute"])
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]

@@ -8,7 +8,7 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.expansion import expanded_bytes, vector_bytes
+from oocgemm.planning.expansion import correction_bytes, expanded_bytes, vector_bytes
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
@@ -135,7 +135,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "finish": slots.finish * size["device", "D"],
         "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
-        "transform": sum(vector_bytes(problem).values()),
+        "transform": sum(vector_bytes(problem).values()) + sum(correction_bytes(problem)),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
