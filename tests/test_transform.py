@@ -189,6 +189,30 @@ def test_the_last_steps_of_a_tile_run_strip_by_strip() -> None:
     assert plan.footprint.device_total <= plan.budgets.device
 
 
+@pytest.mark.parametrize(
+    "change", [Transform(missing=-1, center="k", scale="k"), Transform(center="k", cast="int8")]
+)
+def test_plans_run_and_several_devices_compute(change: Transform) -> None:
+    x = genotypes(np.random.default_rng(10), 60, 80)
+    x = np.where(x == -1, 0, x).astype(np.int8) if change.corrects else x
+    z = x - x.mean(0) if change.corrects else standardised(x)
+    assert oocgemm.plan_gram(x, transform=change, backend="host").traffic["read"] == 4 * x.size * (
+        not change.corrects
+    )
+    with fake_cuda(1) as device:
+        planned = oocgemm.plan_gram(
+            x, transform=change, backend="cuda", device_memory="200MiB", tile="32x32x32"
+        )
+        np.testing.assert_allclose(np.tril(planned.run().out), np.tril(z @ z.T), atol=1e-3)
+        device.check()
+    for backend in ("host", "cuda"):
+        with fake_cuda(2) as device:
+            both: Any = {"transform_a": change, "transform_b": change, "tile": "16x16x16"}
+            found = oocgemm.gemm(x, x, trans_b="T", devices="0,0", backend=backend, **both)
+            device.check()
+        np.testing.assert_allclose(found.out, z @ z.T, atol=1e-3)
+
+
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 def test_an_unfinished_run_is_resumed_only_with_the_same_transform(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -21,6 +22,8 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
+
+logger = logging.getLogger("oocgemm")
 
 # Number of results that the cache keeps, and the version of their format and of their arithmetic.
 MAX_CACHED, VERSION = 32, 1
@@ -103,6 +106,7 @@ def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> St
     place = _place(matrix, axis, code, transform.log1p)
     found = None if place is None else _load(place, matrix.shape[1 - axis])
     if found is None:
+        logger.info("reading %s for statistics of its %s", matrix.name, ("columns", "rows")[axis])
         found = _computed(matrix, axis, code, transform.log1p, memory)
         if place is not None:
             _save(place, found)
