@@ -21,6 +21,7 @@ import ctypes
 import shutil
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,16 @@ def kernel_rates(people: int) -> dict[str, float]:
     import cupy
 
     from oocgemm.backends.cuda.launch import Kernels
+    from oocgemm.kernels.transforms import expand_grid, expand_options
 
-    found = {}
-    for (stored, result, sizes), axis in (
-        (kind, axis)
-        for kind in (("signed char", "half_t", (1, 2)), ("float", "float", (4, 4)))
-        for axis in (0, 1)
+    found, rows = {}, people // 4 * 4
+    for (stored, result), shape in product(
+        (("int8", "float16"), ("float32",) * 2), ((rows, 2048), (2048, rows))
     ):
-        shape = (people, 2048) if axis else (2048, people // 4 * 4)
-        names = {"STORED": stored, "RESULT": result, "K_AXIS": axis, "MISSING": 1, "LOG1P": 0, "WIDTH": 4}
-        options = tuple(f"-DOOC_{name}={value}" for name, value in names.items())
+        options = expand_options(stored, result, shape[1] == 2048, -1.0, False, 4)
         function = Kernels(0).plain("expand", "expand", options)
-        x, y = (cupy.zeros(shape[0] * shape[1] * size, np.uint8) for size in sizes)
-        numbers = cupy.ones((3, shape[axis]))
+        x, y = (cupy.zeros(shape, dtype) for dtype in (stored, result))
+        numbers = cupy.ones((3, 2048))
         values = (
             *(ctypes.c_void_p(x.data.ptr), *map(ctypes.c_longlong, shape), ctypes.c_double(-1)),
             *(ctypes.c_void_p(row.data.ptr) for row in numbers),
@@ -100,12 +98,13 @@ def kernel_rates(people: int) -> dict[str, float]:
         for _ in range(9):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
-            function((-(-shape[1] // 256), -(-shape[0] // 64), 1), *values)
+            function(expand_grid(*shape, 4), *values)
             end.record()
             end.synchronize()
             seconds.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
-        rate = shape[0] * shape[1] * sum(sizes) / statistics.median(seconds)
-        found[f"{stored} to {result}, k along axis {axis}"] = rate
+        found[f"{stored} to {result}, {shape[0]} x {shape[1]}"] = (x.nbytes + y.nbytes) / statistics.median(
+            seconds
+        )
     return found
 
 

@@ -15,7 +15,7 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.spec import C_TYPES
+from oocgemm.kernels.transforms import expand_options
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.suite import slow, thinned
@@ -29,17 +29,10 @@ GPU = [
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
     pytest.mark.timeout(60, method="thread"),
 ]
+# No element is missing, those that are 3, or NaN.
+CODES = (None, 3.0, float("nan"))
 # Shapes whose rows are multiples of four, or not, and that need one thread block, or several.
 SHAPES = (3, 8), (130, 5), (70, 260), (1, 513)
-
-
-def macros(stored: str, result: str, k_axis: int, missing: int, log1p: bool, width: int) -> tuple[str, ...]:
-    """Return the options of the kernel, as `Expander` passes them."""
-    names = {
-        **{"STORED": C_TYPES[stored], "RESULT": C_TYPES[result], "K_AXIS": k_axis, "MISSING": missing},
-        **{"LOG1P": int(log1p), "WIDTH": width},
-    }
-    return tuple(f"-DOOC_{name}={value}" for name, value in names.items())
 
 
 def panel(rng: np.random.Generator, shape: tuple[int, int], stored: str) -> Array:
@@ -64,7 +57,7 @@ def check(run: Run, stored: str, result: str, k_axis: int, missing: int, log1p: 
         if result == "int8":  # it is only used to replace missing elements
             numbers = np.stack((np.zeros(k), np.zeros(k), np.ones(k)))
         found = np.full(shape, 1, numpy_dtype(result))
-        options = macros(stored, result, k_axis, missing, log1p, width)
+        options = expand_options(stored, result, bool(k_axis), CODES[missing], log1p, width)
         run(options, width, x, 3.0 if missing == 1 else 0.0, numbers, found)
         fill, center, inverse = (v[None, :] if k_axis else v[:, None] for v in numbers)
         wide = x.astype(np.float64)
@@ -124,7 +117,7 @@ def test_the_kernel_compiles_without_spills(
     for (stored, result, k_axis, missing, log1p), width in zip(
         GPU_KINDS, (4, 1) * len(GPU_KINDS), strict=False
     ):
-        options = macros(stored, result, k_axis, missing, log1p, width)
+        options = expand_options(stored, result, bool(k_axis), CODES[missing], log1p, width)
         cubin.write_bytes(compiled(Nvrtc(), "expand", arch, options))
         taken = resources(cubin, "expand")
         assert (taken.local, taken.stack) == (0, 0), f"{options} for {arch}: {taken}"

@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import isnan
 from typing import Any
 
 import cupy
@@ -12,15 +11,10 @@ import numpy as np
 from oocgemm.backends.base import PanelTransform, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.kernels.spec import C_TYPES
+from oocgemm.kernels.transforms import WIDTH, expand_grid, expand_options
 from oocgemm.planning import Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.expansion import expanded_bytes, vector_bytes
-
-# Threads across a row in a thread block of the kernel, rows that a block transforms, and elements of a row
-# that a thread loads together if it can (kernels/transforms/expand.cu).
-_ACROSS, _ROWS, _WIDTH = 64, 64, 4
-_MAX_GRID_ROWS = 65535
 
 
 class Expander:
@@ -59,7 +53,7 @@ class Expander:
                 self._transforms[role], self._vectors[role] = given, address
             address += size
         for role in self._kinds:
-            for width in (1, _WIDTH):
+            for width in (1, WIDTH):
                 self._kernel(role, width)
         return address
 
@@ -90,25 +84,17 @@ class Expander:
     def _launch(self, panel: Operation, source: int, result: int) -> None:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
         role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
-        width, code = 1 if cols % _WIDTH else _WIDTH, self._transforms[role].code
+        width, code = 1 if cols % WIDTH else WIDTH, self._transforms[role].code
         vectors = (self._vectors[role] + 8 * (self._problem.depth * i + panel.k[0]) for i in range(3))
         self._kernel(role, width)(
-            (-(-cols // (_ACROSS * width)), min(-(-rows // _ROWS), _MAX_GRID_ROWS), 1),
+            expand_grid(rows, cols, width),
             *(_pointer(source), _long(rows), _long(cols), ctypes.c_double(0 if code is None else code)),
             *(*map(_pointer, vectors), _pointer(result)),
         )
 
     def _kernel(self, role: str, width: int) -> Any:
-        (stored, result, k_axis), given = self._kinds[role], self._transforms[role]
-        macros = {
-            "STORED": C_TYPES[stored],
-            "RESULT": C_TYPES[result],
-            "K_AXIS": int(k_axis),
-            "MISSING": 0 if given.code is None else 2 if isnan(given.code) else 1,
-            "LOG1P": int(given.log1p),
-            "WIDTH": width,
-        }
-        options = tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+        given = self._transforms[role]
+        options = expand_options(*self._kinds[role], given.code, given.log1p, width)
         return self._kernels.plain("expand", "expand", options)
 
 
