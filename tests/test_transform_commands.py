@@ -1,5 +1,8 @@
 """Transforms on the command line, and in reports."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,7 @@ import zarr
 
 from tests.command import command
 from tests.transforms import genotypes, standardised
+from tests.unfinished_runs import TOP
 
 
 def test_the_commands_transform_verify_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +63,22 @@ def test_the_commands_transform_verify_and_report(tmp_path: Path, monkeypatch: p
 def test_wrong_options_are_refused(given: str, message: str) -> None:
     done = command("gram", "x.zarr", "k.zarr", "--transform", given)
     assert (done.code, message in " ".join(done.err.split())) == (2, True), done.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformed_products_killed_at_random_have_the_same_bits(tmp_path: Path) -> None:
+    line = [
+        sys.executable,
+        str(TOP / "scripts" / "torture.py"),
+        "--kills",
+        "50",
+        "--case",
+        "14",
+        "--case",
+        "15",
+    ]
+    line += ["--output", str(tmp_path / "torture.json")]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "torture.json").read_text())["host"]["kills"] >= 50
