@@ -86,6 +86,9 @@ def gemm(
             are never read.
         trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate
             transpose.
+        transform_a, transform_b: a `Transform` of the elements of A or of B on load: missing codes, means,
+            scales, casts. The operand may then also be int32 or int64. If it is cast to float16 or bfloat16,
+            `out_dtype` is float32 by default.
         backend: "cuda", "host", or "auto" (default): cuda if a device is available.
         kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
             (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured
@@ -205,7 +208,8 @@ def gram(
             of C crosses the diagonal, its elements on both sides are stored. "full": both triangles are
             stored, which are exact mirror images.
         options: those of `gemm`, except trans_a, trans_b, devices, workers, client and executor. alpha and
-            beta must be real, also for complex X.
+            beta must be real, also for complex X. `transform` is the `Transform` of X, in place of
+            transform_a and transform_b.
 
     Returns:
         A `Result`.

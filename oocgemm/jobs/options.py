@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from oocgemm.engine.executor import Observer
 from oocgemm.planning import Op, Plan, TileShape
+from oocgemm.stores.transform import Transform
 
 
 class LazyArray(Protocol):
@@ -47,6 +48,8 @@ class PlanOptions(TypedDict, total=False):
     beta: complex
     trans_a: Transpose
     trans_b: Transpose
+    transform_a: Transform | None
+    transform_b: Transform | None
     backend: str
     kernel: str
     compute: str
@@ -63,10 +66,11 @@ class PlanOptions(TypedDict, total=False):
 
 
 class GramPlanOptions(TypedDict, total=False):
-    """Options of `PlanOptions` that a Gram matrix has. `oocgemm.gemm` describes each."""
+    """Options of a Gram matrix. `oocgemm.gemm` describes each, and `oocgemm.gram` its `transform`."""
 
     alpha: complex
     beta: complex
+    transform: Transform | None
     backend: str
     kernel: str
     compute: str

@@ -23,6 +23,7 @@ from oocgemm.jobs.options import (
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
+from oocgemm.stores.transform import Transform
 
 # Each request in flight has a thread.
 MAX_REQUESTS = 1024
@@ -45,6 +46,8 @@ class Request:
     beta: complex = 0.0
     trans_a: Transpose = Op.N
     trans_b: Transpose = Op.N
+    transform_a: Transform | None = None
+    transform_b: Transform | None = None
     backend: str = "auto"
     kernel: str = "auto"
     compute: str = "native"
@@ -96,6 +99,11 @@ class Request:
                 "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
                 "CUDA_VISIBLE_DEVICES set"
             )
+        if self.is_distributed and (self.transform_a is not None or self.transform_b is not None):
+            raise InputError(
+                "workers compute with operands as they are stored: drop workers, client and executor, or the "
+                "transforms"
+            )
 
 
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
@@ -121,7 +129,8 @@ def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | Gr
     if uplo not in GRAMS:
         raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
     x, given = stores.located("X", x), dict[str, Any](options)
-    trans = Op.T if axis == 1 else Op.N
+    trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
+    given |= {"transform_a": transform, "transform_b": transform}
     return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
 
 

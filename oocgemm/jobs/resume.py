@@ -18,9 +18,12 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import Durable
+from oocgemm.stores.transformed import transform_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
+# The values that journals of older versions, which lack these names, stand for.
+_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False"}
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ def identify(
         "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
+        "transforms": {"A": transform_of(a), "B": transform_of(b)},
         "C": existing["metadata"] if existing is not None else None,
     }
 
@@ -250,10 +254,13 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
-            # A journal without the name "gram" is older than Gram matrices.
-            old, new = then[part].get(name, NOT_GRAM if name == "gram" else None), now[part][name]
+            old, new = then[part].get(name, _OLDER.get(name)), now[part][name]
             if old != new:
                 yield f"{name} is {new} and was {old}"
+    for name, new in now["transforms"].items():
+        old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
+        if old != new:
+            yield f"the transform of {name} is {new or 'none'} and was {old or 'none'}"
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:

@@ -194,6 +194,7 @@ class Layout:
     - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
     - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
     - `encodes`: writing runs a codec.
+    - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
 
     Lines are runs of contiguous elements:
 
@@ -223,6 +224,7 @@ class Layout:
     partial_reads: bool = True
     decode_bytes: int = 0
     encode_bytes: int = 0
+    resident_bytes: int = 0
     encodes: bool = False
     in_memory: bool = False
     free_chunks: bool = False

@@ -99,7 +99,8 @@ class MachineModel:
     - `decode`: output of the decoders. `write`: writes to storage.
     - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
     - `remote`: of all requests to one array in an object store together; `connection`: of one of them.
-    - `prepare`: input of the kernel that splits panels into residue planes, for emulated products.
+    - `prepare`: input of the kernels that split panels into residue planes, for emulated products, or that
+      transform them.
 
     Times, in seconds:
 
