@@ -1,6 +1,6 @@
 """The inputs of the planner: problem, machine, layouts of the arrays, and memory budgets."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isqrt
 
@@ -42,6 +42,13 @@ class Layouts:
         """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
         layouts = {"A": self.a, "B": self.b, "C": self.c}
         return {operand for operand, layout in layouts.items() if layout.in_place}
+
+    def cached_as(self, a: bool, b: bool) -> "Layouts":
+        """Return the layouts with A and B in the page cache, or not, as when a run was planned.
+
+        The page cache may have changed since then, and the slots of the plan depend on it.
+        """
+        return replace(self, a=replace(self.a, page_cached=a), b=replace(self.b, page_cached=b))
 
 
 @dataclass(frozen=True)

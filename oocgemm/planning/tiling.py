@@ -200,8 +200,8 @@ class Layout:
     - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
     - `line`: elements per line; 0 means the chunk's extent along that axis.
     - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
-    - `page_cached`: the array is in a file that stays in the page cache once it has been read. So blocks of A
-      and B that a GPU uses again need no cache of ours in host memory.
+    - `page_cached`: the array is in files that the page cache contains, or will contain once they have been
+      read. So blocks of A and B that a GPU uses again need no cache of ours in host memory.
 
     Arrays in host memory:
 
@@ -280,9 +280,10 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        A chunked array needs none if panels consist of whole lines of its chunks.
+        A chunked array needs none if panels consist of whole lines of its chunks, and if its chunks are not
+        read many at a time.
         """
-        return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
+        return self.scratch_bytes if self.line or self.page_cached or self.segment_bytes(panel) < inf else 0
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.

@@ -85,7 +85,7 @@ def scratch(size: int) -> Array:
 class OpenFile:
     """A local file that is open for reading. `size` is its length in bytes when it was opened."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Open the file. Raises `FileNotFoundError` or another `OSError`."""
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
