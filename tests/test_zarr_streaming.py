@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def streams(plan: Any) -> bool:
     return (Kind.READ, "A") not in kinds
 
 
-ARRAYS = {
+ARRAYS: dict[str, dict[str, Any]] = {
     "rows": {},
     "one row of chunks": {"chunks": (230, 64)},
     "narrow": {"chunks": (64, 3)},
@@ -79,6 +79,19 @@ def test_any_block_is_read_right(
         assert (whole == -1).all()
 
 
+def test_large_chunks_are_read_together_on_many_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_files, "many_cores", lambda: True)
+    values = integers(rng, (700, 900), "float64")
+    matrix = opened(stored(tmp_path, values, chunks=(400, 400)))
+    monkeypatch.setattr(DirectChunks, "_read_file", None)
+    for rows, cols in (((0, 700), (0, 900)), ((350, 420), (30, 800)), ((0, 400), (0, 400))):
+        out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
+        matrix.read(rows, cols, out)
+        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_chunks_are_read_together_where_the_system_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
@@ -104,7 +117,7 @@ def test_chunks_are_read_together_where_the_system_supports_it(
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("trans_a", ["N", "T"])
-def test_products_are_exact(tmp_path: Path, name: str, trans_a: str) -> None:
+def test_products_are_exact(tmp_path: Path, name: str, trans_a: Literal["N", "T"]) -> None:
     values = integers(rng, SHAPE, "float64")
     values[40:80, 64:128] = 3
     options = dict(ARRAYS[name])

@@ -18,7 +18,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, publish
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts
 from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
@@ -135,12 +135,13 @@ class DirectChunks:
         count = grid[0] * grid[1]
         for at in range(0, count, -(-count // SAMPLED_FILES)):
             try:
-                file = OpenFile(self.root / self.key(divmod(at, grid[1])))
+                with OpenFile(self.root / self.key(divmod(at, grid[1]))) as file:
+                    if file.size and not file.cached([0, file.size // 2, file.size - 1]):
+                        return False
             except FileNotFoundError:
                 continue  # the chunk has only the fill value
-            with file:
-                if file.size and not file.cached([0, file.size // 2, file.size - 1]):
-                    return False
+            except (OSError, EOFError):
+                return False  # a read of the file will say what is wrong
         return True
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -178,10 +179,12 @@ class DirectChunks:
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `_gather` can read chunks into an array, and is the fastest way to do so."""
-        line, small = self.chunk[1] * self.encoding.dtype.itemsize, self.chunk_bytes < MIN_DIRECT
+        line = self.chunk[1] * self.encoding.dtype.itemsize
         if not (self.readable_in_place and copies_bytes(self.encoding.dtype, out) and out.size):
             return False
-        return (small or self.cached) and (line >= MIN_LINE or out.strides[0] == line)
+        if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
+            return False  # on few cores, a mapping is faster
+        return line >= MIN_LINE or out.strides[0] == line
 
     def _gather(self, needed: Sequence[_Needed], block: tuple[Range, Range], out: Array) -> list[_Needed]:
         """Read blocks of uncompressed chunks from many files together. `out` has the block `block`.
