@@ -280,10 +280,9 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        A chunked array needs none if panels consist of whole lines of its chunks, and if its chunks are not
-        read many at a time.
+        A chunked array needs none if panels consist of whole lines of its chunks.
         """
-        return self.scratch_bytes if self.line or self.page_cached or self.segment_bytes(panel) < inf else 0
+        return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.

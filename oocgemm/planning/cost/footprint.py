@@ -105,10 +105,10 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     reading, writing = 0, layouts.c.encode_bytes
     m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
     for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
-        lines = 0 if tile is None else source.line_scratch(panel)
         if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
-            lanes, streamed = setting.devices * ring.lanes, max(streamed, lines)
+            lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
         else:
+            lines = 0 if tile is None else source.line_scratch(panel)
             reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
