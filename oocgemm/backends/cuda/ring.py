@@ -12,7 +12,6 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -40,6 +39,9 @@ JOINS = 4
 # A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
 # and to look up a file takes about as long as to read a tenth of it.
 MIN_PART = 256 << 10
+# Buffers that a failed device did not unpin. They are never freed: CUDA refuses to pin other memory at their
+# addresses.
+_still_pinned: list[Array] = []
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 _Piece = tuple[Range, Range, int]
 
@@ -224,8 +226,11 @@ class Direction:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        with suppress(Exception), self._device:  # after a failed launch, every CUDA call raises
-            runtime.hostUnregister(self._memory.ctypes.data)
+        try:
+            with self._device:
+                runtime.hostUnregister(self._memory.ctypes.data)
+        except Exception:  # after a failed launch, every CUDA call raises
+            _still_pinned.append(self._memory)
 
 
 class Ring:
