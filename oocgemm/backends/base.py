@@ -44,11 +44,15 @@ class Pageable:
         dtype: dtype of its elements, in native byte order.
         move: copies some rows and columns of the block, counted from its first ones, to an array for an
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
+        chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
+        origin: row and column of the block's first element in its chunk.
     """
 
     shape: Shape
     dtype: np.dtype[Any]
     move: Callable[[Range, Range, Array], None]
+    chunk: Shape = (1, 1)
+    origin: Shape = (0, 0)
 
     @property
     def nbytes(self) -> int:

@@ -389,6 +389,8 @@ def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layo
 
     Raises `InputError` if the product or the layouts of its operands have changed since it was planned.
     """
+    before = planned.layouts
+    layouts = layouts.cached_as(before.a.page_cached, before.b.page_cached)
     now = replace(planned, machine=machine, layouts=layouts)
 
     def operands(found: Layouts) -> tuple[Layout, Layout]:

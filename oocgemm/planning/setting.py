@@ -73,6 +73,13 @@ class Layouts:
         """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
         return {operand for operand, layout in self.by_operand.items() if layout.in_place}
 
+    def cached_as(self, a: bool, b: bool) -> "Layouts":
+        """Return the layouts with A and B in the page cache, or not, as when a run was planned.
+
+        The page cache may have changed since then, and the slots of the plan depend on it.
+        """
+        return replace(self, a=replace(self.a, page_cached=a), b=replace(self.b, page_cached=b))
+
 
 def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:
     """Return the bytes of temporary host memory that all requests in flight take."""

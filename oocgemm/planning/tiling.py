@@ -201,8 +201,8 @@ class Layout:
     - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
     - `line`: elements per line; 0 means the chunk's extent along that axis.
     - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
-    - `page_cached`: the array is in a file that stays in the page cache once it has been read. So blocks of A
-      and B that a GPU uses again need no cache of ours in host memory.
+    - `page_cached`: the array is in files that the page cache contains, or will contain once they have been
+      read. So blocks of A and B that a GPU uses again need no cache of ours in host memory.
 
     Arrays in object stores:
 

@@ -100,26 +100,29 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
-    The threads of the ring read such parts too. What arrays occupy besides, such as the means of columns, is
-    included, as is the memory of requests to object stores.
+    The threads of the ring read such parts of the operands that they stream. What arrays occupy besides, such
+    as the means of columns, is included, as is the memory of requests to object stores.
     """
     layouts = setting.layouts
+    ring, lanes, streamed = ring_shape(setting), 0, 0
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
-    reading, writing = max(source.decode_bytes for source in sources), layouts.c.encode_bytes
+    reading, writing = 0, layouts.c.encode_bytes
+    m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
+    for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
+        if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
+            lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
+        else:
+            lines = 0 if tile is None else source.line_scratch(panel)
+            reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
-        m, n, k = extents(setting.problem, tile)
-        panels = zip(sources, ((m, k), (k, n), (m, n)), strict=False)
-        reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
     if setting.problem.gram == "full":
         # A thread transposes a part of a strip before it writes the part a second time.
         part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part)
-    ring = ring_shape(setting)
-    lanes = setting.devices * ring.lanes if ring is not None and any(x.page_cached for x in sources) else 0
     remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c)
     resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])
-    return max(io_threads, lanes) * reading + io_threads * writing + remote + resident
+    return io_threads * (reading + writing) + lanes * streamed + remote + resident
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:
