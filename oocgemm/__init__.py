@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
+    from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
     from oocgemm.planning.parts.partition import Partition
     from oocgemm.service.client import Client, Job
+    from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
@@ -57,8 +59,10 @@ __all__ = [
     "Report",
     "Result",
     "RunOptions",
+    "Stats",
     "TileShape",
     "Timeline",
+    "Transform",
     "Verification",
     "gemm",
     "gram",
@@ -68,6 +72,7 @@ __all__ = [
     "read_log",
     "release",
     "report",
+    "stats",
     "verify",
 ]
 
@@ -82,10 +87,12 @@ _HOMES = {
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
+    "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),
     "planning.parts.partition": ("Partition",),
     "service.client": ("Client", "Job"),
+    "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
 }
 _MODULES = {name: f"oocgemm.{module}" for module, names in _HOMES.items() for name in names}

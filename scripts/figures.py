@@ -70,6 +70,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "on-cores": tables.on_cores,
         "safeguards": tables.safeguards,
         "served": tables.served,
+        "queued": tables.queued,
         "hdf5": tables.hdf5,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,

@@ -227,6 +227,22 @@ def served() -> list[str]:
     return table([*heads, "a process per job: time / sum of T", "between two"], rows)
 
 
+def queued() -> list[str]:
+    """Return the table of how long a submission takes, by `bench_queue.py`."""
+    found = load("bench_queue.json")["queue"]
+    cells = ("p50_ms", "p99_ms", "max_ms")
+    rows = [
+        [f"{jobs:,}", str(figures["count"]), *(unbroken(f"{figures[name]:.0f} ms") for name in cells)]
+        for jobs, figures in ((0, found["empty"]), (found["queued"], found["full"]))
+    ]
+    return [
+        *table(["queued jobs", "submissions", "median", "99th percentile", "maximum"], rows),
+        "",
+        f"On {found['machine']['cores']} cores. From its submission to its end, a job that runs alone takes "
+        f"{found['overhead_s']:.2f} s longer than its T.",
+    ]
+
+
 def hdf5() -> list[str]:
     """Return the sentences and the table of `bench_hdf5.py`: how fast datasets are read, beside h5py."""
     found = load("bench_hdf5.json")["hdf5"]

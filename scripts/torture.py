@@ -86,6 +86,14 @@ CASES = (
     Case("zstd", command="gram", dtype="complex64", options=("--uplo", "full"), tiles=(4, 4, 3)),
     Case("npy", beta="0.5", existing=True, command="gram", options=("--uplo", "upper")),
     Case("raw", beta="0.5", existing=True, command="gram", options=("--uplo", "full"), tiles=(3, 3, 6)),
+    Case("raw", command="gram", dtype="float32", options=("--transform", "center=k,scale=k")),
+    Case(
+        "raw",
+        beta="0.5",
+        existing=True,
+        dtype="float32",
+        options=("--transform-a", "center=k", "--transform-b", "scale=k"),
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from oocgemm.backends import registry
 from oocgemm.planning.search import guarded, planner
 from tests.command import forget_threads, own_threads
+from tests.object_server import Proxy
 
 # No deadline: the time of an example depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None)
@@ -82,3 +83,31 @@ def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     from oocgemm.engine import transfers
 
     monkeypatch.setattr(transfers, "RETRY_AFTER", (0.01,) * 3)
+
+
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    """The address of an S3 server."""
+    from tests.object_server import s3_server
+
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before an S3 server with an empty bucket. obstore finds it by its environment variables.
+
+    Failed requests are soon repeated, and not often.
+    """
+    from oocgemm.stores.objects import bucket
+    from tests.object_server import create_bucket, environment, proxy_before
+
+    create_bucket(s3_address)
+    monkeypatch.setattr(bucket, "RETRIES", 3)
+    monkeypatch.setattr(bucket, "FIRST_WAIT", 0.005)
+    monkeypatch.setattr(bucket, "LONGEST_WAIT", 0.02)
+    with proxy_before(s3_address) as proxy:
+        for name, value in environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        yield proxy

@@ -82,9 +82,11 @@ def test_what_is_read_again_is_cached_if_it_fits(
         read(file, offset, out, past_cache=past_cache)
 
     monkeypatch.setattr(files.OpenFile, "read", note)
-    matrix = ZarrMatrix("A", zarr.create_array(tmp_path / "A", data=np.eye(8), compressors=None))
+    values = np.eye(400)  # smaller chunks are read together, always through the page cache
+    array = zarr.create_array(tmp_path / "A", data=values, chunks=(400, 400), compressors=None)
+    matrix = ZarrMatrix("A", array)
     for _ in expected:
-        matrix.read((0, 8), (0, 8), np.empty((8, 8)))
+        matrix.read((0, 400), (0, 400), np.empty((400, 400)))
     assert asked == expected
 
 

@@ -57,7 +57,7 @@ def test_a_truncated_journal_does_not_apply_beta_twice(here: Path, c: str, lines
     np.save("c.npy", C)
     unfinished(c, "--beta", "0.5")
     folder = stores.sidecar(c)
-    assert folder is not None
+    assert isinstance(folder, Path)
     path = folder / JOURNAL
     whole = path.read_bytes()
     if lines:

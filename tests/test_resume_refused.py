@@ -117,7 +117,7 @@ def test_a_c_changed_since_completion_is_not_taken_as_done(here: Path) -> None:
 def test_a_second_run_is_refused_while_the_first_lives(here: Path, c: str) -> None:
     unfinished(c)
     folder = stores.sidecar(c)
-    assert folder is not None
+    assert isinstance(folder, Path)
     held = Journal(folder)
     try:
         for options in ((), ("--resume",), ("--overwrite",)):

@@ -44,16 +44,41 @@ class Pageable:
         dtype: dtype of its elements, in native byte order.
         move: copies some rows and columns of the block, counted from its first ones, to an array for an
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
+        chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
+        origin: row and column of the block's first element in its chunk.
     """
 
     shape: Shape
     dtype: np.dtype[Any]
     move: Callable[[Range, Range, Array], None]
+    chunk: Shape = (1, 1)
+    origin: Shape = (0, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the block."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelTransform:
+    """How the elements of an operand's panels are transformed on the device (`oocgemm.Transform`).
+
+    Attributes:
+        code: the code of missing elements, which may be NaN; None if no element is missing.
+        log1p: whether x is replaced by log(1 + x).
+        vectors: three float64 arrays of length k: what missing elements become, what is subtracted from the
+            other ones, and what they are then multiplied by, per index along k.
+    """
+
+    code: float | None
+    log1p: bool
+    vectors: tuple[Array, Array, Array]
+
+
+# What is subtracted from C when it is finished, if the problem is `centered`: float64 arrays (rows, cols), of
+# which rows[i] + cols[j] is subtracted from the element (i, j).
+Correction = tuple[Array, Array] | None
 
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
@@ -170,6 +195,16 @@ class Session(Protocol):
         """Multiply the caller's arrays of some operands ("A", "B", "C") where they are, without slots.
 
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
+        """
+
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        """Transform panels of operands, and correct C.
+
+        Called before the first `submit`.
+
+        Args:
+            transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
+            correction: of C.
         """
 
     def kernels_used(self) -> list[str]:

@@ -9,7 +9,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from oocgemm.backends.base import Array, Backend, Checksums, HostBlock, Session, Stream, Token
+from oocgemm.backends.base import (
+    Array,
+    Backend,
+    Checksums,
+    Correction,
+    HostBlock,
+    PanelTransform,
+    Session,
+    Stream,
+    Token,
+)
 from oocgemm.backends.registry import open_backend
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region
@@ -131,6 +141,10 @@ class DevicesSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         for session in self._each:
             session.use_in_place(arrays)
+
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        for session in self._each:
+            session.use_transforms(transforms, correction)
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

@@ -6,7 +6,7 @@ import click
 
 from oocgemm import stores
 from oocgemm.cli.basics import taking
-from oocgemm.cli.options import DEVICE, GRAM, OVERWRITE, RUN, UPLO, VERIFY
+from oocgemm.cli.options import DEVICE, GRAM, OVERWRITE, RUN, TRANSFORM, UPLO, VERIFY
 from oocgemm.cli.parameters import Place
 from oocgemm.cli.products import note_clipped, run_product
 from oocgemm.jobs import api
@@ -28,6 +28,7 @@ _RUN_ONLY = ("device", "timeline", "overwrite", "resume", "trust_operands", "qui
     show_default=True,
     help="Axis of X that survives. 0: inner products of the rows, X X^T. 1: of the columns, X^T X.",
 )
+@TRANSFORM
 @taking(*GRAM)
 @DEVICE
 @VERIFY

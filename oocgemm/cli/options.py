@@ -6,7 +6,7 @@ import click
 
 from oocgemm import backends, stores
 from oocgemm.cli.basics import JSON
-from oocgemm.cli.parameters import Chunks, Scalar
+from oocgemm.cli.parameters import Changes, Chunks, Scalar
 from oocgemm.planning import COMPUTES
 from oocgemm.planning.problem import GRAMS
 
@@ -54,6 +54,16 @@ _COMPUTE = (
         "rounded to that precision. emulated: float64 or float32 operands, computed from exact int8 "
         "products, as accurate as native.",
     ),
+)
+_TRANSFORM = (
+    "Transform the elements of {} on load, by values separated by commas: missing=CODE, impute=mean|0|raise, "
+    "log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE. Means and scales are per index along k; FILE is a "
+    ".npy file with one number for each. Such as missing=-1,center=k,scale=k,cast=float16."
+)
+TRANSFORM = click.option("--transform", type=Changes(), metavar="CHANGES", help=_TRANSFORM.format("X"))
+TRANSFORMS = (
+    click.option("--transform-a", type=Changes(), metavar="CHANGES", help=_TRANSFORM.format("A")),
+    click.option("--transform-b", type=Changes(), metavar="CHANGES", help="The same for B."),
 )
 PRODUCT = (*_SCALARS, *_TRANSPOSES, *_COMPUTE)
 _ARITHMETIC = (
@@ -124,6 +134,12 @@ _SETTING = (
     *_ARITHMETIC,
     *_BUDGETS,
     *_STORAGE,
+    click.option(
+        "--requests",
+        metavar="N|A=N,B=N",
+        help="Requests in flight to each array in an object store, such as 128, or A=128,B=16.  "
+        "[default: 64]",
+    ),
     JSON,
 )
 PROBLEM = (*PRODUCT, *_SETTING)

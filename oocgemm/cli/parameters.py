@@ -4,9 +4,11 @@ import re
 from typing import Any
 
 import click
+import numpy as np
 from click.shell_completion import CompletionItem
 
 from oocgemm.planning.parts.partition import MAX_WORKERS
+from oocgemm.stores.transform import Transform
 
 
 class Scalar(click.ParamType[complex]):
@@ -22,6 +24,45 @@ class Scalar(click.ParamType[complex]):
         except ValueError:
             self.fail(f"{value!r} is not a number: write one such as 2, 0.5 or 1+2j", param, ctx)
         return number.real if number.imag == 0 else number
+
+
+class Changes(click.ParamType[Transform]):
+    """The transform of an operand, written NAME=VALUE,NAME=VALUE, with the names of `Transform`."""
+
+    name = "transform"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Transform:
+        if isinstance(value, Transform):
+            return value
+        given: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in str(value).split(","))):
+            name, equals, text = part.partition("=")
+            if name not in Transform.__dataclass_fields__ or bool(equals) == (name == "log1p"):
+                self.fail(
+                    f"{part!r} is not part of a transform: write missing=CODE, impute=mean|0|raise, log1p, "
+                    "center=k|FILE, scale=k|hwe|FILE or cast=DTYPE, separated by commas",
+                    param,
+                    ctx,
+                )
+            if name in given:
+                self.fail(f"{name} is given twice: drop one", param, ctx)
+            given[name] = self._value(name, text, param, ctx)
+        return Transform(**given)
+
+    def _value(self, name: str, text: str, param: Any, ctx: Any) -> Any:
+        if name == "log1p":
+            return True
+        if name == "missing" or (name == "impute" and text not in ("mean", "raise")):
+            try:
+                return float(text)
+            except ValueError:
+                self.fail(f"{name}={text} is not a number", param, ctx)
+        if name == "cast" or text in ("k", "hwe", "mean", "raise"):
+            return text
+        try:
+            return np.load(text, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            self.fail(f"{name}={text} is neither k nor a readable .npy file ({error})", param, ctx)
 
 
 class Place(click.ParamType[str]):

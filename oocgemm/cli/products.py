@@ -21,6 +21,7 @@ from oocgemm.cli.options import (
     PROBLEM,
     PRODUCT,
     RUN,
+    TRANSFORMS,
     VERIFY,
     WORKERS,
     transposes,
@@ -52,7 +53,7 @@ MIN_REPORT_ROOM = 256 << 20
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*PROBLEM)
+@taking(*PROBLEM, *TRANSFORMS)
 @DEVICE
 @DEVICES
 @VERIFY
@@ -197,7 +198,7 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place(), required=False)
-@taking(*PROBLEM)
+@taking(*PROBLEM, *TRANSFORMS)
 @DEVICES
 @click.option(
     "--explain", is_flag=True, help="Also list the plans that were considered, and why each was not chosen."
@@ -254,7 +255,7 @@ def plan(
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*PRODUCT, JSON)
+@taking(*PRODUCT, *TRANSFORMS, JSON)
 @click.option(
     "--gram",
     type=click.Choice(GRAMS),

@@ -94,7 +94,7 @@ class Coordinator:
             finished: called with each tile that is in C.
         """
         assert job.output.earlier is not None
-        self._sidecar: Path = job.output.earlier.folder
+        self._sidecar: Path = job.output.earlier.local
         self._grid = job.plan.grid
         self._target = target
         self._parts = {part.number: part for part in parts}

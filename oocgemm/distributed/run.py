@@ -256,7 +256,7 @@ class _Welcome:
         self._survey = survey
         self._job = job
         self._found = found
-        self._nonce = job.output.earlier.folder / ATTEMPTS / "nonce"
+        self._nonce = job.output.earlier.local / ATTEMPTS / "nonce"
 
     def ask(self, name: str) -> Task:
         self._nonce.parent.mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ def partial_products(
     plan = job.plan
     slicing = Slicing.of(plan.grid, 1 + max(part.k_slice for part in parts))
     assert job.output.earlier is not None
-    path = str(job.output.earlier.folder / PARTIAL)
+    path = str(job.output.earlier.local / PARTIAL)
     request = replace(
         job.request,
         c=Destination.parse(path),

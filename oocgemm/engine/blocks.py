@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import stored_shape
-from oocgemm.planning import Op, Operation, Plan
+from oocgemm.planning import Layout, Op, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
@@ -94,6 +94,8 @@ def parts(
     bytes. A larger chunk is read in several parts, but written as one.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
+    if layout.requests:
+        return _requests(layout, itemsize, rows, cols, reading=reading)
     height, width = layout.read_chunk if reading else layout.write_chunk
     if not layout.partial_reads if reading else layout.encode_bytes:
         batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
@@ -114,6 +116,24 @@ def parts(
         else:
             width = _divisor(width, -(-width // count))
     return pieces(rows, cols, (height, width), wanted)
+
+
+def _requests(
+    layout: Layout, itemsize: int, rows: Range, cols: Range, *, reading: bool
+) -> Iterator[tuple[Range, Range]]:
+    """Cut a block of a matrix in an object store into parts that each take one request.
+
+    A part is a chunk. A large chunk of which parts can be read is cut into bands of whole lines, of at most
+    about `MAX_PIECE_BYTES`.
+    """
+    height, width = layout.read_chunk if reading else layout.write_chunk
+    count = height * width * itemsize // MAX_PIECE_BYTES
+    if reading and layout.partial_reads and count > 1:
+        if layout.contiguous:
+            height = _divisor(height, -(-height // count))
+        else:
+            width = _divisor(width, -(-width // count))
+    return pieces(rows, cols, (height, width), 1)
 
 
 def _divisor(extent: int, minimum: int) -> int:

@@ -37,4 +37,5 @@ def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Trans
     def move(rows: Range, cols: Range, part: Array) -> None:
         transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
 
-    return Pageable(shape, dtype, move)
+    chunk = matrix.layout.read_chunk
+    return Pageable(shape, dtype, move, chunk, (top % chunk[0], left % chunk[1]))

@@ -30,7 +30,7 @@ from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
-from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, STORE_WORKERS
+from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
@@ -254,7 +254,8 @@ class Run:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
-        workers = store_workers if on_store and self._plan.candidate.io_threads > 1 else 1
+        store_workers = REMOTE_WORKERS if (remote := self._plan.layouts.remote) else store_workers
+        workers = store_workers if on_store and (remote or self._plan.candidate.io_threads > 1) else 1
         workers = PAGEABLE_WORKERS if self._staging.is_pageable(operation) else workers
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 

@@ -52,8 +52,7 @@ class HostSlots:
 
         Each array is a range of the block's columns, contiguous in memory.
         """
-        problem = self._plan.problem
-        name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
+        name = self._plan.problem.dtypes[slot.operand]
         return slot_views(self._plan, operation, self.arena[self._offsets[slot] :], numpy_dtype(name))
 
     def checksum_bytes(self, slot: Slot) -> Array:

@@ -27,7 +27,8 @@ Work = Callable[[], None]
 class Transfers:
     """Reads and writes blocks with one pool of reader threads and one of writer threads.
 
-    Each pool has `plan.candidate.io_threads` threads, which limits the scratch memory of codecs.
+    Each pool has `plan.candidate.io_threads` threads, which limits the scratch memory of codecs. An operand
+    in an object store has pools of its own, with a thread per request in flight. Most of these threads wait.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -39,6 +40,13 @@ class Transfers:
         # Two pools, so that reads never queue behind writes.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
+        self._remote: dict[tuple[str, bool], ThreadPoolExecutor] = {}
+        for name, layout in plan.layouts.by_operand.items():
+            if layout.requests:
+                for kind in (True, False) if name == "C" else (True,):
+                    self._remote[name, kind] = ThreadPoolExecutor(
+                        layout.requests, thread_name_prefix=f"oocgemm-requests-{name}"
+                    )
 
     def read(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
         """Read a block from its store into `columns`, part by part.
@@ -49,7 +57,8 @@ class Transfers:
             ExecutionError: a part cannot be read; the message names the store and the range.
         """
         blocks = located(self._plan, operation, columns)
-        self._each(operation, self._parts(operation, blocks, partial(self._read, on_part)), self._readers)
+        pool = self._remote.get((operation.operand, True), self._readers)
+        self._each(operation, self._parts(operation, blocks, partial(self._read, on_part)), pool)
 
     def write(self, operation: Operation, columns: Sequence[Array]) -> None:
         """Write a block from `columns` to its store. Strips of a Gram matrix are mirrored first.
@@ -62,7 +71,8 @@ class Transfers:
             complete(self._plan, operation, columns)
             work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
             blocks = list(trimmed(self._plan, operation, blocks))
-        self._each(operation, self._parts(operation, blocks, self.write_part) + work, self._writers)
+        pool = self._remote.get((operation.operand, False), self._writers)
+        self._each(operation, self._parts(operation, blocks, self.write_part) + work, pool)
 
     def _write_adjoint(self, matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
         """Write a part of a matrix, given its transpose."""
@@ -92,7 +102,9 @@ class Transfers:
         matrix = self._operands[operation.operand]
         # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
         # must run in the pool's threads, because the budget contains scratch memory only for these.
-        if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
+        # So must a request, so that no more are in flight than the plan says.
+        needs_pool = matrix.layout.decode_bytes or matrix.layout.encode_bytes or matrix.layout.requests
+        if len(work) == 1 and not needs_pool:
             work[0]()
             return
         left = iter(work)
@@ -109,7 +121,9 @@ class Transfers:
                 deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise
 
-        futures = [pool.submit(take) for _ in range(min(self._threads, len(work)))]
+        layout = self._plan.layouts.by_operand[operation.operand]
+        threads = layout.requests or self._threads
+        futures = [pool.submit(take) for _ in range(min(threads, len(work)))]
         wait(futures)
         for future in futures:
             future.result()
@@ -158,7 +172,7 @@ class Transfers:
 
     def close(self) -> None:
         """Join the threads."""
-        for pool in (self._readers, self._writers):
+        for pool in (self._readers, self._writers, *self._remote.values()):
             pool.shutdown(wait=True, cancel_futures=True)
 
 

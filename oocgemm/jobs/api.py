@@ -86,6 +86,9 @@ def gemm(
             are never read.
         trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate
             transpose.
+        transform_a, transform_b: a `Transform` of the elements of A or of B on load: missing codes, means,
+            scales, casts. The operand may then also be int32 or int64. If it is cast to float16 or bfloat16,
+            `out_dtype` is float32 by default.
         backend: "cuda", "host", or "auto" (default): cuda if a device is available.
         kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
             (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured
@@ -109,6 +112,9 @@ def gemm(
         chunks: chunk extents (rows, columns) of a new zarr array. By default, chunks have about 8 MiB, and
             their extents divide those of a tile.
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
+        requests: number of requests in flight to each array in an object store, 64 by default. Pass one
+            number for all operands, or numbers by operand, such as {"A": 128} or "A=128,B=16". Fewer are used
+            if their buffers would take more than a quarter of the host memory.
         verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
             if they differ (`oocgemm.integrity.checksums.check`).
         devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,
@@ -202,7 +208,8 @@ def gram(
             of C crosses the diagonal, its elements on both sides are stored. "full": both triangles are
             stored, which are exact mirror images.
         options: those of `gemm`, except trans_a, trans_b, devices, workers, client and executor. alpha and
-            beta must be real, also for complex X.
+            beta must be real, also for complex X. `transform` is the `Transform` of X, in place of
+            transform_a and transform_b.
 
     Returns:
         A `Result`.

@@ -6,6 +6,7 @@ from queue import SimpleQueue
 
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.journal import Journal
+from oocgemm.jobs.object_journal import ObjectJournal
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.durable import Durable
@@ -69,7 +70,9 @@ class Committer(TileQueue):
     beta != 0, this keeps the old content, from which the tile is computed, until the new one is durable.
     """
 
-    def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
+    def __init__(
+        self, journal: Journal | ObjectJournal, matrix: Durable, grid: TileGrid, *, redo: bool
+    ) -> None:
         self._journal = journal
         self._matrix = matrix
         self._grid = grid

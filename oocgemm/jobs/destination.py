@@ -3,13 +3,14 @@
 import os
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores import Matrix
+from oocgemm.stores.base import Folder
+from oocgemm.stores.objects.address import bucket_of, is_object_url
 from oocgemm.system import cache
 
 
@@ -52,7 +53,7 @@ class Destination:
         return self.path or self.array
 
     @property
-    def journal_folder(self) -> Path | None:
+    def journal_folder(self) -> Folder | None:
         """The folder for the journal of a run that writes C here; None if C can have no journal."""
         return stores.sidecar(self.source)
 
@@ -84,11 +85,18 @@ class Destination:
     def file_systems(self) -> set[str]:
         """Return a set with the id of the file system that stores a new C.
 
-        For a URL, the id is "elsewhere". The set is empty if C is in memory.
+        For a URL of zarr, the id is "elsewhere". The set is empty if C is in memory or in an object store,
+        which has rates of its own.
         """
         if not self.path:
             return set()
-        return {"elsewhere" if self.kind is Kind.REMOTE else cache.file_system(self.path)}
+        if self.kind is Kind.REMOTE:
+            return set() if is_object_url(self.path) else {"elsewhere"}
+        return {cache.file_system(self.path)}
+
+    def buckets(self) -> set[str]:
+        """Return a set with the name of C's bucket; an empty set if C is not in an object store."""
+        return {bucket_of(self.path)} if is_object_url(self.path) else set()
 
     def is_same_path(self, path: str) -> bool:
         """Tell whether a local path is that of C, after symbolic links are resolved."""

@@ -39,6 +39,9 @@ If the journal lost commits, beta would be applied twice to their tiles. Therefo
 the journal contains the number of commits. If the journal lists fewer, `resume` is refused.
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
+
+If C is in an object store, the journal is an object (`oocgemm.jobs.object_journal`), and the lock is a lease
+(`oocgemm.jobs.lease`).
 """
 
 import errno
@@ -59,7 +62,9 @@ from typing import Any
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs import lease
 from oocgemm.planning.tiling import Tile
+from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
 
 FORMAT = 1
@@ -91,13 +96,16 @@ class Record:
     length: int  # length of the file in bytes, without a torn last line
 
 
-def read(folder: Path) -> Record | None:
+def read(folder: Folder) -> Record | None:
     """Return the content of the journal for C; None if C has no journal.
 
     The journal is in `folder`, or in an extended attribute of a complete .npy file.
 
     Raises `InputError` if the journal is unreadable, damaged, of another format, or has lost lines.
     """
+    if not isinstance(folder, Path):
+        found = folder.get(JOURNAL)
+        return None if found is None else _record(folder / JOURNAL, folder, found[0])
     path = folder / JOURNAL
     try:
         return _record(path, folder, path.read_bytes())
@@ -118,7 +126,7 @@ def _kept_in_c(folder: Path) -> Record | None:
     return None
 
 
-def _record(path: Path, folder: Path, content: bytes) -> Record:
+def _record(path: Folder, folder: Folder, content: bytes) -> Record:
     """Parse the content of a journal, read from `path`. Raises `InputError` if the journal is damaged."""
     header: dict[str, Any] = {}
     files: dict[Tile, str | None] = {}
@@ -151,7 +159,7 @@ def _record(path: Path, folder: Path, content: bytes) -> Record:
     done, committed = frozenset(files), frozenset(commits)
     if complete is not None:
         done = frozenset(_every_tile(header))
-    if complete is None:
+    if complete is None and isinstance(folder, Path):
         _check_count(folder, len(committed))
     known = {tile: fingerprint for tile, fingerprint in files.items() if fingerprint is not None}
     return Record(header, done, known, committed - done, len(committed), complete, length)
@@ -166,7 +174,7 @@ def _every_tile(header: dict[str, Any]) -> Iterator[Tile]:
             yield i, j
 
 
-def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+def _checked_header(path: Folder, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the header, given the first line of a journal.
 
     Raises `InputError` if another version of this package wrote it in another format.
@@ -199,8 +207,10 @@ def _check_count(folder: Path, listed: int) -> None:
         )
 
 
-def owner(folder: Path) -> str | None:
+def owner(folder: Folder) -> str | None:
     """Return which process has locked a journal's folder, as text with its id and host; None if none has."""
+    if not isinstance(folder, Path):
+        return lease.owner(folder)
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -382,6 +392,8 @@ def _lock(folder: Path) -> int:
     raise InputError(busy(folder, holder))
 
 
-def busy(folder: Path, holder: str) -> str:
+def busy(folder: Folder, holder: str) -> str:
     """Return the error message for a C that another run is writing. `holder` is the process of that run."""
+    if not isinstance(folder, Path):
+        return lease.busy(folder, holder)
     return f"another run is writing C ({holder}, which has locked {folder / LOCK}): wait for it, or stop it"

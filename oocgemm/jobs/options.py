@@ -1,13 +1,14 @@
 """Types of what callers pass: operands, destinations of C, and options."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
 import numpy.typing as npt
 
 from oocgemm.engine.executor import Observer
 from oocgemm.planning import Op, Plan, TileShape
+from oocgemm.stores.transform import Transform
 
 
 class LazyArray(Protocol):
@@ -36,6 +37,7 @@ Transpose = Op | Literal["N", "T", "C"] | bool
 Progress = Callable[[Plan], Observer]
 
 
+Requests = int | str | Mapping[str, int]  # 64, "64", "A=128,B=16" or {"A": 128}
 Devices = str | Sequence[int]  # "all", "0,1" or [0, 1]
 
 
@@ -46,6 +48,8 @@ class PlanOptions(TypedDict, total=False):
     beta: complex
     trans_a: Transpose
     trans_b: Transpose
+    transform_a: Transform | None
+    transform_b: Transform | None
     backend: str
     kernel: str
     compute: str
@@ -56,15 +60,17 @@ class PlanOptions(TypedDict, total=False):
     tile: TileShape | str | None
     chunks: tuple[int, int] | None
     compressor: str | None
+    requests: Requests | None
     verify: bool
     devices: Devices | None
 
 
 class GramPlanOptions(TypedDict, total=False):
-    """Options of `PlanOptions` that a Gram matrix has. `oocgemm.gemm` describes each."""
+    """Options of a Gram matrix. `oocgemm.gemm` describes each, and `oocgemm.gram` its `transform`."""
 
     alpha: complex
     beta: complex
+    transform: Transform | None
     backend: str
     kernel: str
     compute: str
@@ -75,6 +81,7 @@ class GramPlanOptions(TypedDict, total=False):
     tile: TileShape | str | None
     chunks: tuple[int, int] | None
     compressor: str | None
+    requests: Requests | None
     verify: bool
 
 

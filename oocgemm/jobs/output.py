@@ -1,4 +1,7 @@
-"""Open or create C for a run, and complete or abandon it. Only C in local files has a journal."""
+"""Open or create C for a run, and complete or abandon it.
+
+Only a C in local files or in an object store has a journal.
+"""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -7,19 +10,22 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
+from uuid import uuid4
 
 import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.errors import InputError
+from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal
+from oocgemm.jobs.object_journal import ObjectJournal
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
+from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
 from oocgemm.system.memory import available_for
 from oocgemm.system.version import __version__
@@ -113,7 +119,10 @@ class Complete(Target):
 
 
 class Journaled(Target):
-    """A C in local files, with a journal. `oocgemm.jobs.journal` describes the order of writes."""
+    """A C with a journal, in local files or in an object store.
+
+    `oocgemm.jobs.journal` describes the order of writes.
+    """
 
     matrix: Durable
 
@@ -127,7 +136,9 @@ class Journaled(Target):
         if found is not None:
             self.matrix = cast(Durable, found)
         try:
-            self._journal = Journal(earlier.folder)
+            self._journal = open_journal(earlier.folder)
+        except OocGemmError:
+            raise
         except OSError as error:
             what = f"create {job.request.c}" if self._creates else f"keep a journal in {earlier.folder}"
             raise InputError(f"C: cannot {what}: {error.strerror}") from error
@@ -152,23 +163,30 @@ class Journaled(Target):
         else:
             self._remove_parts()  # of an earlier run: they do not belong to this one
             self._header = _header(job)
+            if not isinstance(earlier.folder, Path):
+                self._header["name"] = uuid4().hex
             self._journal.start(self._header)
         if self._creates and earlier.recreates:
             stores.clear(earlier.folder, keep=(JOURNAL, LOCK, PARTIAL))
         self.matrix = cast(Durable, create_output(job, earlier.folder))
         self._created = self._creates
+        if isinstance(self._journal, ObjectJournal):
+            cast(Any, self.matrix).guard = self._journal.check_lease
         if earlier.resumed:
             self.matrix.delete_partial_files()
         self.matrix.set_finished(False)
         if self._redo:
             redo = earlier.folder / REDO
-            self.matrix.redirect_writes(redo)
+            # In an object store, a suspended process of another run could still write redo objects. The
+            # name of this run keeps them apart.
+            self.matrix.redirect_writes(redo / self._header["name"] if "name" in self._header else redo)
             for tile in earlier.committed:
                 for block in plan.grid.blocks(tile):
                     self.matrix.apply_redo(*block)
-            shutil.rmtree(redo, ignore_errors=True)  # removes files of tiles without a commit
-            redo.mkdir()
-            sync_path(earlier.folder)
+            stores.remove(redo)  # removes files of tiles without a commit
+            if isinstance(redo, Path):
+                redo.mkdir()
+                sync_path(redo.parent)
 
     @property
     def header(self) -> dict[str, Any]:
@@ -185,10 +203,10 @@ class Journaled(Target):
         self._journal.check_in_place()
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
-        shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
+        stores.remove(self._earlier.folder / REDO)
         self._remove_parts()
         # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
-        if self._earlier.folder.name != SIDECAR:
+        if self._earlier.folder.name != SIDECAR and isinstance(self._journal, Journal):
             self._journal.move_into_c()
 
     def abandon(self) -> None:
@@ -201,7 +219,7 @@ class Journaled(Target):
         # part: the journal then shows that C is unfinished.
         if self._earlier.resumed or kept or not untouched or (self._earlier.folder / PARTIAL).exists():
             return
-        with suppress(OSError):
+        with suppress(OSError, ExecutionError):
             # Raises if the folder now belongs to another run, whose files must not be removed.
             self._journal.check_in_place()
             if not self._creates:
@@ -213,12 +231,19 @@ class Journaled(Target):
 
     def _remove_parts(self) -> None:
         """Remove what distributed runs have left in the folder of the journal."""
-        for name in (ATTEMPTS, PARTIAL):
-            shutil.rmtree(self._earlier.folder / name, ignore_errors=True)
-        (self._earlier.folder / COORDINATOR).unlink(missing_ok=True)
+        folder = self._earlier.folder
+        if isinstance(folder, Path):
+            for name in (ATTEMPTS, PARTIAL):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / COORDINATOR).unlink(missing_ok=True)
 
 
-def create_output(job: Job, folder: Path | None = None) -> Matrix:
+def open_journal(folder: Folder) -> Journal | ObjectJournal:
+    """Open the journal in a folder for writing. Raises `InputError` if another run is writing there."""
+    return Journal(folder) if isinstance(folder, Path) else ObjectJournal(folder)
+
+
+def create_output(job: Job, folder: Folder | None = None) -> Matrix:
     """Create C, or reserve disk space for a C that exists. `folder` contains the journal, if C has one."""
     found, c = job.output.matrix, job.request.c
     if found is not None:

@@ -78,7 +78,7 @@ class Plan(planning.Plan):
         problem, tile, prediction = self.problem, self.tile, self.prediction
         right = f"its adjoint, {problem.gram}" if problem.gram else f"op(B) {problem.k} x {problem.n}"
         left = f"op({'X' if problem.gram else 'A'}) {problem.m} x {problem.k}"
-        yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.a_dtype}"
+        yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.described_dtype}"
         down, across = self.grid.shape
         yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"
         tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}

@@ -7,14 +7,16 @@ from typing import Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.base import Correction, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
+from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.machine.models import Places, codec_of, models, stored_on
+from oocgemm.jobs.transforms import as_read, by_rows, expanded, memory_of, readable_both, transformed
+from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -59,13 +61,22 @@ class Output:
 
 @dataclass(frozen=True)
 class Job:
-    """A request that is ready to run, with its open operands, its checked output and its plan."""
+    """A request that is ready to run, with its open operands, its checked output and its plan.
+
+    `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`).
+    """
 
     request: Request
     a: Matrix
     b: Matrix
     output: Output
     plan: Plan
+    correction: Correction = None
+
+    @property
+    def read(self) -> dict[str, Matrix]:
+        """The matrices that are read, by operand: as stored if the device transforms their elements."""
+        return {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
 
 
 def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
@@ -82,23 +93,29 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         BudgetError: a budget is too small.
     """
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
+    problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is not None and running:
+        check_complete(a, b)
+        a, b = readable_both(request, problem, a, b)
         output = _find_output(request, problem, a, b, tile, engine)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, a, b)
     plan = _plan(request, problem, a, b, output, tile, engine)
-    return Job(request, a, b, output, plan)
+    if not running or not plan.steps:
+        return Job(request, a, b, output, plan)
+    return Job(request, a, b, output, plan, correction(problem, a, b, memory_of(request)))
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
     if request.gram:
         return _open_gram(request, backend)
-    a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
-    b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
+    a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
+    a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
+    b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
@@ -113,9 +130,10 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
     if x.dtype.kind != "c":
-        x, trans = stores.by_rows(x, trans)
+        x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T
     else:
+        x = transformed(x, request.transform_a, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
@@ -162,7 +180,6 @@ def _find_output(
 
     Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
-    check_complete(a, b)
     c, chunks, compressor = request.c, request.chunks, request.compressor
     earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
     existing = _existing(c, problem, earlier, overwrite=request.overwrite)
@@ -263,15 +280,23 @@ def _plan(
     read = (a, b, existing if problem.reads_c else None)
     reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
-    rates = models(backend, device, Places(reads, writes, codecs))
+    buckets = buckets_of(*read, existing) | c.buckets()
+    rates = models(backend, device, Places(reads, writes, codecs, buckets))
     sessions = _sessions(request, engine)
     machines = tuple(divided(machine, sessions) for machine in rates.machines)
     machine = machines[-1]
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
+    # The numbers of a transform are in host memory, also if a device transforms the elements.
+    of_a, of_b = (
+        replace(
+            _layout(as_read(problem, x), engine, in_place=in_place), resident_bytes=x.layout.resident_bytes
+        )
+        for x in (a, b)
+    )
     layouts = Layouts(
-        _layout(a, engine, in_place=in_place).oriented(problem.trans_a),
-        _layout(b, engine, in_place=in_place).oriented(problem.trans_b),
+        of_a.oriented(problem.trans_a),
+        of_b.oriented(problem.trans_b),
         _layout(
             c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
             engine,
@@ -279,10 +304,14 @@ def _plan(
         ),
     )
 
+    def tuned(budgets: Budgets) -> Layouts:
+        wanted = request.requests_by_operand
+        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, layouts, devices)
-        given = problem, budgets, machines, rates.assumed, layouts, tile
+            return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
+        given = problem, budgets, machines, rates.assumed, tuned(budgets), tile
         return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
 
     if request.planned is None:
@@ -290,7 +319,7 @@ def _plan(
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return _as_planned(request.planned, problem, machine, layouts)
+    return _as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:
@@ -360,6 +389,8 @@ def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layo
 
     Raises `InputError` if the product or the layouts of its operands have changed since it was planned.
     """
+    before = planned.layouts
+    layouts = layouts.cached_as(before.a.page_cached, before.b.page_cached)
     now = replace(planned, machine=machine, layouts=layouts)
 
     def operands(found: Layouts) -> tuple[Layout, Layout]:

@@ -8,9 +8,15 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
+from oocgemm.jobs.corrections import is_centered
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.stores import Matrix
+from oocgemm.stores.transformed import TransformedMatrix
+
+# The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
+# product, and C shall not be rounded to it.
+_NARROW = {"float16": "float32", "bfloat16": "float32"}
 
 
 def problem_of(
@@ -34,12 +40,21 @@ def problem_of(
             "columns as op(B) has rows"
         )
     dtype = DTYPES[a.dtype.name]
+    centered = is_centered(a, b)
+    if out_dtype is None and any(isinstance(x, TransformedMatrix) for x in (a, b)):
+        out_dtype = "float64" if centered else _NARROW.get(dtype.name)
     names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
     alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
     if dtype.name not in COMPUTES.get(compute, ()):
         fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
         raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose one of {fitting}")
+    if centered and names[-1] != "float64":
+        raise InputError(
+            f"C cannot have dtype {names[-1]}: centers are subtracted from the product of int8 in float64; "
+            "pass out_dtype='float64' (--out-dtype float64), or a cast other than int8"
+        )
     problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    problem = replace(problem, centered=centered and problem.depth > 0)
     if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
             f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "

@@ -49,9 +49,9 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     if any(x.layout.decode_bytes for x in sources):
         # The rate of reading is left out: it is unknown how many encoded bytes the run reads.
         known["decode"] = machine.decode
-    elif not any(x.layout.in_memory for x in sources):
+    elif not any(x.layout.in_memory or x.layout.requests for x in sources):
         known["read"] = machine.read
-    if c.describe().get("direct", not c.layout.in_memory):
+    if c.describe().get("direct", not c.layout.in_memory) and not c.layout.requests:
         known["write"] = machine.write
     return known
 

@@ -1,6 +1,6 @@
 """The request of one call: operands, destination of C, and options, before any array is opened."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from oocgemm.jobs.options import (
     PathLike,
     PlanOptions,
     Progress,
+    Requests,
     RunOptions,
     Size,
     Transpose,
@@ -22,6 +23,10 @@ from oocgemm.jobs.options import (
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
+from oocgemm.stores.transform import Transform
+
+# Each request in flight has a thread.
+MAX_REQUESTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,8 @@ class Request:
     beta: complex = 0.0
     trans_a: Transpose = Op.N
     trans_b: Transpose = Op.N
+    transform_a: Transform | None = None
+    transform_b: Transform | None = None
     backend: str = "auto"
     kernel: str = "auto"
     compute: str = "native"
@@ -51,6 +58,7 @@ class Request:
     tile: TileShape | str | None = None
     chunks: tuple[int, int] | None = None
     compressor: str | None = None
+    requests: Requests | None = None
     verify: bool = False
     devices: tuple[int, ...] | Literal["all"] | None = None
     device: int = 0
@@ -67,11 +75,17 @@ class Request:
     slicing: Slicing | None = None
 
     @property
+    def requests_by_operand(self) -> dict[str, int]:
+        """The numbers of requests in flight that the user chose, by operand. Raises `InputError`."""
+        return requests_of(self.requests)
+
+    @property
     def is_distributed(self) -> bool:
         """Whether other processes compute the product."""
         return self.workers is not None or self.client is not None or self.executor is not None
 
     def __post_init__(self) -> None:
+        requests_of(self.requests)
         budgets = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
         if self.memory is not None and budgets:
             raise InputError(
@@ -84,6 +98,11 @@ class Request:
             raise InputError(
                 "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
                 "CUDA_VISIBLE_DEVICES set"
+            )
+        if self.is_distributed and (self.transform_a is not None or self.transform_b is not None):
+            raise InputError(
+                "workers compute with operands as they are stored: drop workers, client and executor, or the "
+                "transforms"
             )
 
 
@@ -110,7 +129,8 @@ def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | Gr
     if uplo not in GRAMS:
         raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
     x, given = stores.located("X", x), dict[str, Any](options)
-    trans = Op.T if axis == 1 else Op.N
+    trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
+    given |= {"transform_a": transform, "transform_b": transform}
     return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
 
 
@@ -125,6 +145,28 @@ def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | No
     if not parts or not all(part.strip().isdecimal() for part in parts):
         raise InputError(f"devices = {devices!r} names no devices: write all, or numbers such as 0,1")
     return tuple(map(int, parts))
+
+
+def requests_of(given: Requests | None) -> dict[str, int]:
+    """Return the numbers of requests in flight in an option, by operand.
+
+    The option is a number for all operands, or numbers for some, such as "A=128,B=16" or {"A": 128}. Raises
+    `InputError` for anything else.
+
+    >>> requests_of("A=128,B=16"), requests_of(64), requests_of(None)
+    ({'A': 128, 'B': 16}, {'A': 64, 'B': 64, 'C': 64}, {})
+    """
+    if given is None:
+        return {}
+    text = ",".join(f"{k}={v}" for k, v in given.items()) if isinstance(given, Mapping) else str(given)
+    text = text if "=" in text else ",".join(f"{name}={text}" for name in "ABC")
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(k in ("A", "B", "C") and v.isdecimal() and 0 < int(v) <= MAX_REQUESTS for k, _, v in pairs):
+        raise InputError(
+            f"requests = {given!r}: pass a number from 1 to {MAX_REQUESTS}, such as 64, or numbers per "
+            'operand, such as "A=128,B=16"'
+        )
+    return {name: int(value) for name, _, value in pairs}
 
 
 def check_names(function: str, options: Iterable[str], known: frozenset[str]) -> None:

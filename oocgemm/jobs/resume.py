@@ -16,10 +16,14 @@ from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
+from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import Durable
+from oocgemm.stores.transformed import transform_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
+# The values that journals of older versions, which lack these names, stand for.
+_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False"}
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,16 @@ class Earlier:
     changed.
     """
 
-    folder: Path
+    folder: Folder
     record: Record | None
     resumed: bool
     lost: frozenset[Tile] = frozenset()
+
+    @property
+    def local(self) -> Path:
+        """The folder, which must be local."""
+        assert isinstance(self.folder, Path)
+        return self.folder
 
     @property
     def recreates(self) -> bool:
@@ -86,7 +96,8 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     if folder is None:
         if resume:
             raise InputError(
-                "a run can be resumed only if C is at a local path, where a journal is kept: drop --resume"
+                "a run can be resumed only if C is at a local path or in an object store, where a journal is "
+                "kept: drop --resume"
             )
         return None
     record = read(folder)
@@ -106,7 +117,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
             f"C is the result of an unfinished run, {_share(record)}: pass --resume to continue it, or "
             f"{restart} to start over"
         )
-    removed = record.complete is not None and not stores.place(folder).exists()
+    removed = record.complete is not None and not stores.c_exists(folder)
     return Earlier(folder, record, resumed=resume and not removed)
 
 
@@ -139,7 +150,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
 def resume_hint(c: Any) -> str:
     """Return how many tiles of an interrupted run are done, and how to resume it; "" without such a run."""
     folder = Destination.parse(c).journal_folder
-    with suppress(InputError):
+    with suppress(InputError, OSError):
         record = read(folder) if folder is not None else None
         if record is not None and record.complete is None:
             return f"{_share(record)}: the same command with --resume computes the others"
@@ -174,6 +185,7 @@ def identify(
         "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
+        "transforms": {"A": transform_of(a), "B": transform_of(b)},
         "C": existing["metadata"] if existing is not None else None,
     }
 
@@ -242,10 +254,13 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
-            # A journal without the name "gram" is older than Gram matrices.
-            old, new = then[part].get(name, NOT_GRAM if name == "gram" else None), now[part][name]
+            old, new = then[part].get(name, _OLDER.get(name)), now[part][name]
             if old != new:
                 yield f"{name} is {new} and was {old}"
+    for name, new in now["transforms"].items():
+        old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
+        if old != new:
+            yield f"the transform of {name} is {new or 'none'} and was {old or 'none'}"
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:

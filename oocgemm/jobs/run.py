@@ -24,6 +24,7 @@ from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.transforms import on_device
 from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
 from oocgemm.planning import Plan
@@ -90,7 +91,7 @@ class PreparedJob:
             job, session = self._take_memory()
             _log_plan(job.plan)
             matrix, log = execute(job, session, self._origin, self._known, progress, cancel)
-            operands = {"A": job.a, "B": job.b, "C": matrix}
+            operands = job.read | {"C": matrix}
             learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
             _clear_frames(error)
@@ -179,8 +180,9 @@ def execute(
         facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
         kernels: list[str] = []
         if session is not None:
-            operands = {"A": job.a, "B": job.b, "C": target.matrix}
+            operands = job.read | {"C": target.matrix}
             session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
+            session.use_transforms(on_device(job.plan.problem, job.a, job.b), job.correction)
             staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
 from time import perf_counter
@@ -20,14 +20,16 @@ from oocgemm.integrity.freivalds import Check, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
 from oocgemm.jobs.options import Operand, Size, Transpose
-from oocgemm.jobs.problem import problem_of
+from oocgemm.jobs.problem import op_of, problem_of
 from oocgemm.jobs.resume import check_complete
+from oocgemm.jobs.transforms import readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.mirrored import MirroredMatrix
+from oocgemm.stores.transform import Transform
 from oocgemm.system.memory import available_memory
 
 # Maximum numbers of threads of a check, in all and per core. With two threads per core, one can compute while
@@ -125,6 +127,8 @@ def verify(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     compute: str = "native",
+    transform_a: Transform | None = None,
+    transform_b: Transform | None = None,
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
@@ -139,7 +143,8 @@ def verify(
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
-        alpha, beta, trans_a, trans_b, compute: as for `gemm`.
+        alpha, beta, trans_a, trans_b, compute, transform_a, transform_b: as for `gemm`. If a transform needs
+            means, its operand is read once more, unless they are cached (`oocgemm.stats`).
         c_before: C before the run; required if beta is not 0.
         host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. More
             memory makes the check finer: it finds smaller errors.
@@ -172,10 +177,17 @@ def verify(
     left, right, result, before = matrices
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed, and one of them is None")
+    ops = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
+    if any(x is not None and x.corrects for x in (transform_a, transform_b)):
+        # Centers that were subtracted from C are subtracted from the operands here.
+        transform_a, transform_b = (
+            replace(x or Transform(), cast="float64") for x in (transform_a, transform_b)
+        )
+    left = transformed(left, transform_a, ops[0], left=True)
+    right = transformed(right, transform_b, ops[1], left=False)
     name = result.dtype.name
     out_dtype = name if name in DTYPES[left.dtype.name].results else None
-    swaps = [trans in (True, "T", "C") for trans in (trans_a, trans_b)]
-    instead = fitting(left.shape, right.shape, result.shape, (swaps[0], swaps[1]))
+    instead = fitting(left.shape, right.shape, result.shape, (ops[0].swaps, ops[1].swaps))
     hint = f"; the shapes fit with {' or '.join(instead)}" if instead else ""
     try:
         problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
@@ -183,13 +195,15 @@ def verify(
         raise InputError(f"{error}{hint if 'shapes' in str(error) else ''}") from error
     _check(problem, result, before, hint)
     check_complete(*(x for x in matrices if x is not None))
+    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
+    if problem.depth:
+        left, right = readable(left, memory), readable(right, memory)
     operands = Operands(
         Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
         Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
         Oriented(result),
         Oriented(before) if before is not None and problem.reads_c else None,
     )
-    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     threads = min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0)))
     transposed = operands.transposed()
     blocks = cut(problem, operands, memory, threads)

@@ -10,6 +10,7 @@ from oocgemm.backends import Backend
 from oocgemm.planning import RATES, Calibration, MachineModel, Plan, default_model
 from oocgemm.planning.cost.learned import ON_HOST, Learned
 from oocgemm.stores import Matrix
+from oocgemm.stores.objects.address import bucket_of
 from oocgemm.system import cache, learning
 from oocgemm.timeline import Recorder
 from oocgemm.timeline.observed import observed_rates
@@ -17,7 +18,7 @@ from oocgemm.timeline.observed import observed_rates
 logger = logging.getLogger("oocgemm")
 
 # Rates besides those of kernels. A plan that relies on one of them needs to know whether it is only assumed.
-LINKS = ("h2d", "d2h", "read", "decode", "memory", "write", "prepare")
+LINKS = ("h2d", "d2h", "read", "remote", "decode", "memory", "write", "prepare")
 # Shorter runs teach nothing: they are dominated by the start-up, and storing rates would take a visible part
 # of their time.
 MIN_WALL_NS = 100_000_000
@@ -27,16 +28,21 @@ MAX_OTHERS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the operands of a run are: ids of the file systems that are read and written, names of codecs."""
+    """Where the operands of a run are.
+
+    `reads` and `writes` are the ids of file systems, `codecs` the names of codecs, `buckets` those of buckets
+    in object stores.
+    """
 
     reads: Collection[str] = ()
     writes: Collection[str] = ()
     codecs: Collection[str] = ()
+    buckets: Collection[str] = ()
 
     @property
     def by_rate(self) -> Mapping[str, Collection[str]]:
         """For each rate that depends on a place, the places."""
-        return {"read": self.reads, "write": self.writes, "decode": self.codecs}
+        return {"read": self.reads, "write": self.writes, "decode": self.codecs, "remote": self.buckets}
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,18 @@ def _observed(
 
 
 def place_of(matrix: Matrix) -> str:
-    """Return the codec of a matrix whose chunks are decoded, or else the ids of its file systems."""
+    """Return the codec of a matrix whose chunks are decoded, or else the ids of its file systems.
+
+    For a matrix in an object store, return the name of its bucket.
+    """
+    if matrix.layout.requests:
+        return bucket_of(str(matrix.describe()["path"]))
     return codec_of(matrix) or "+".join(sorted(stored_on(matrix)))
+
+
+def buckets_of(*matrices: Matrix | None) -> set[str]:
+    """Return the names of the buckets of matrices in object stores."""
+    return {place_of(matrix) for matrix in matrices if matrix is not None and matrix.layout.requests}
 
 
 def codec_of(matrix: Matrix | None) -> str:
@@ -147,10 +163,10 @@ def codec_of(matrix: Matrix | None) -> str:
 
 
 def stored_on(*matrices: Matrix | None) -> set[str]:
-    """Return the ids of the file systems that store these matrices. Matrices in memory are left out."""
+    """Return the ids of the file systems that store these matrices. Others are left out."""
     found = set()
     for matrix in matrices:
-        if matrix is not None and not matrix.layout.in_memory:
+        if matrix is not None and not matrix.layout.in_memory and not matrix.layout.requests:
             numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
             found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
     return found

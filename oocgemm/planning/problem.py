@@ -78,6 +78,12 @@ class GemmProblem:
     If `gram` is not empty, op(B) is the conjugate transpose of op(A), so that m = n and C is Hermitian. Only
     a triangle of C is computed (SYRK, HERK), which `gram` names: it is one of `GRAMS`. There is no operand B:
     a panel of A is used in both roles.
+
+    If `stored_a` (or `stored_b`) is not empty, panels of A (or B) have this dtype until the device expands
+    them: it transforms their elements to `a_dtype` just before they are multiplied.
+
+    If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
+    is computed, and a matrix of rank one is subtracted when C is finished.
     """
 
     m: int
@@ -94,6 +100,9 @@ class GemmProblem:
     compute: str = "native"
     checked: str = ""
     gram: str = ""
+    stored_a: str = ""
+    stored_b: str = ""
+    centered: bool = False
 
     @property
     def operands(self) -> str:
@@ -129,9 +138,30 @@ class GemmProblem:
         return DTYPES[self.a_dtype].planes if self.compute == "emulated" else 0
 
     @property
+    def expands(self) -> bool:
+        """Whether panels of A or B are transformed on the device."""
+        return bool(self.stored_a or self.stored_b)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether each step has a Prepare operation, which splits or transforms its panels."""
+        return bool(self.planes or self.expands)
+
+    def prepared_bytes(self, m: int, n: int, k: int) -> int:
+        """Return the bytes of the panels that the Prepare of an m x n x k step reads."""
+        a, b = (bool(self.planes or stored) for stored in (self.stored_a, self.stored_b))
+        return (m * a * self.itemsizes["A"] + n * b * self.itemsizes["B"]) * k
+
+    @property
     def rate(self) -> str:
         """Key in `MachineModel.kernels` of the speed at which the product is multiplied."""
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
+
+    @property
+    def described_dtype(self) -> str:
+        """The dtype of A and B in the product, and in storage if the device transforms them, as text."""
+        stored = dict.fromkeys(filter(None, (self.stored_a, self.stored_b)))
+        return f"{self.a_dtype} from {' and '.join(stored)}" if stored else self.a_dtype
 
     @property
     def exact(self) -> bool:
@@ -145,7 +175,8 @@ class GemmProblem:
         Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
         = 1 and beta = 0, because partial sums must stay exact.
         """
-        return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
+        scales = self.exact and (self.alpha, self.beta) != (1, 0)
+        return self.acc_dtype != self.c_dtype or scales or self.centered
 
     @property
     def flops(self) -> int:
@@ -162,5 +193,10 @@ class GemmProblem:
     @cached_property
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of A, B and C as stored, and of the accumulator ("acc")."""
-        names = {"A": self.a_dtype, "B": self.b_dtype, "C": self.c_dtype, "acc": self.acc_dtype}
-        return {operand: DTYPES[name].itemsize for operand, name in names.items()}
+        return {operand: DTYPES[name].itemsize for operand, name in self.dtypes.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of the dtypes of A, B and C in slots, and of the accumulator ("acc")."""
+        a, b = self.stored_a or self.a_dtype, self.stored_b or self.b_dtype
+        return {"A": a, "B": b, "C": self.c_dtype, "acc": self.acc_dtype}

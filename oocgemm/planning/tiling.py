@@ -194,14 +194,21 @@ class Layout:
     - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
     - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
     - `encodes`: writing runs a codec.
+    - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
 
     Lines are runs of contiguous elements:
 
     - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
     - `line`: elements per line; 0 means the chunk's extent along that axis.
     - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
-    - `page_cached`: the array is in a file that stays in the page cache once it has been read. So blocks of A
-      and B that a GPU uses again need no cache of ours in host memory.
+    - `page_cached`: the array is in files that the page cache contains, or will contain once they have been
+      read. So blocks of A and B that a GPU uses again need no cache of ours in host memory.
+
+    Arrays in object stores:
+
+    - `requests`: the maximum number of requests in flight, each for a chunk or a part of one; 0 for arrays
+      elsewhere.
+    - `request_bytes`: temporary host memory that a request takes, for codecs too.
 
     Arrays in host memory:
 
@@ -217,6 +224,7 @@ class Layout:
     partial_reads: bool = True
     decode_bytes: int = 0
     encode_bytes: int = 0
+    resident_bytes: int = 0
     encodes: bool = False
     in_memory: bool = False
     free_chunks: bool = False
@@ -228,6 +236,8 @@ class Layout:
     zero_copy_width: int = 0
     pinned: bool = False
     in_place: bool = False
+    requests: int = 0
+    request_bytes: int = 0
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

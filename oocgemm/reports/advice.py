@@ -283,7 +283,7 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
             ("a", layouts.a, (plan.tile.m, plan.tile.k)),
             ("b", layouts.b, (plan.tile.k, plan.tile.n)),
         )
-        if plan.amplification[name.upper()] > 1 + MIN_GAIN
+        if plan.amplification.get(name.upper(), 1) > 1 + MIN_GAIN
     }
     if straddled and (rechunked := _planned(fitted, budgets, replace(layouts, **straddled))):
         chunks = " and ".join(

@@ -84,7 +84,9 @@ def heading(header: Mapping[str, Any]) -> str:
     if not problem:
         return "Matrix product"
     into = f" into {problem['c_dtype']}" if problem["c_dtype"] != problem["a_dtype"] else ""
-    return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}{into}"
+    stored = problem.get("stored_a") or problem.get("stored_b")
+    changed = f" from {stored}" if stored else ""
+    return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}{changed}{into}"
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -339,14 +341,15 @@ def _setup(run: Run) -> str:
             if slots["unified"]
             else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
         )
-        residues = f", residues {slots['planes']}" if slots.get("planes") else ""
-        row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{residues}{on_host}")
+        prepared = f", prepared {slots['planes']}" if slots.get("planes") else ""
+        row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{prepared}{on_host}")
     for tier, used in plan.get("footprint", {}).items():
         row(f"{tier} memory", f"{format_size(used['total'])} of {format_size(plan['budget'][tier])}")
     for name, operand in header.get("operands", {}).items():
         codecs = ", ".join(operand.get("codecs") or ())
         chunks = " × ".join(map(str, operand.get("chunks") or ()))
         shown = [operand.get("store"), f"chunks {chunks}" if chunks else "", codecs, operand.get("path")]
+        shown.append(operand.get("transform"))
         row(name, ", ".join(str(part) for part in shown if part))
     backend = dict(header.get("backend", {}))
     kernels = ", ".join(backend.pop("multiplied by", ()))

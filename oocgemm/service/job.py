@@ -179,7 +179,7 @@ def _state_of(c: str) -> dict[str, list[int] | None]:
     from oocgemm.jobs.journal import JOURNAL
 
     journal = Destination.parse(c).journal_folder
-    paths = {"c": Path(c), "journal": Path(c) if journal is None else journal / JOURNAL}
+    paths = {"c": Path(c), "journal": journal / JOURNAL if isinstance(journal, Path) else Path(c)}
     return {name: _stamp(path) for name, path in paths.items()}
 
 

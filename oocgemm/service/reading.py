@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.service.errors import KeyReusedError, StoreError, UnknownJobError
-from oocgemm.service.schedule import Need, Waiting
-from oocgemm.service.schema import SCHEMA, VERSION, Job
-from oocgemm.service.states import ACTIVE, FINAL, Reason, State
+from oocgemm.service.schedule import MAX_CONSIDERED, Need, Waiting
+from oocgemm.service.schema import SCHEMA, UNFINISHED, VERSION, Job
+from oocgemm.service.states import ACTIVE, Reason, State
 
 # Device seconds of an owner count half after so many seconds.
 HALF_LIFE = 86400.0
@@ -21,6 +21,18 @@ MAX_DELAY = 3600.0
 # Seconds to wait for another process that writes to the database, such as `oocgemm token create`. All other
 # calls wait meanwhile.
 BUSY_SECONDS = 2.0
+
+
+# A queued job cannot start if it needs a job that has not succeeded, or if its next attempt is not due.
+_NEEDS = """id IN (SELECT deps.job FROM deps JOIN jobs AS needed ON needed.id = deps.needs
+    WHERE needed.state != 'succeeded')"""
+_DELAYED = "(not_before IS NOT NULL AND not_before > ? AND not_before < ?)"
+_WAITING = """SELECT id, owner, priority, created, device_bytes, host_bytes, disk_bytes, predicted_s, reason
+    FROM jobs INDEXED BY {} WHERE state = 'queued' AND {} ORDER BY priority DESC, created, id LIMIT ?"""
+_READY = _WAITING.format("queue", f"owner = ? AND NOT {_DELAYED} AND NOT {_NEEDS}")
+_LATE = _WAITING.format("delayed", f"{_DELAYED} AND NOT {_NEEDS}")
+_NEEDING = _WAITING.format("by_state", _NEEDS)
+_OWNERS = "SELECT DISTINCT owner FROM jobs INDEXED BY queue WHERE state = 'queued'"
 
 
 class Reader:
@@ -128,34 +140,24 @@ class Reader:
 
     def overdue(self, now: float) -> list[Job]:
         """Return the jobs whose deadline has passed, and which have not ended."""
-        found = self._read("SELECT * FROM jobs WHERE deadline < ? AND state NOT IN (?, ?, ?)", now, *FINAL)
+        found = self._read(f"SELECT * FROM jobs WHERE deadline < ? AND {UNFINISHED}", now)
         return [Job.of(row) for row in found]
 
-    def blocked(self) -> frozenset[str]:
-        """Return the ids of the jobs that need a job which has not succeeded."""
-        found = self._read(
-            "SELECT DISTINCT deps.job FROM deps JOIN jobs ON jobs.id = deps.needs WHERE jobs.state != ?",
-            State.SUCCEEDED,
-        )
-        return frozenset(row["job"] for row in found)
-
     def waiting(self) -> list[tuple[Waiting, str | None]]:
-        """Return the queued jobs, each with the reason that is stored for it."""
-        now, blocked = self._clock(), self.blocked()
-        found = self._read(
-            "SELECT id, owner, priority, created, device_bytes, host_bytes, disk_bytes, predicted_s, "
-            "not_before, reason FROM jobs WHERE state = ?",
-            State.QUEUED,
-        )
-        waiting = []
-        for job, owner, priority, created, device, host, disk, seconds, not_before, reason in found:
-            why = Reason.DEPENDENCY if job in blocked else None
-            if why is None and not_before is not None and now < not_before < now + MAX_DELAY:
-                why = Reason.RETRY_AT
-            waiting.append(
-                (Waiting(job, owner, priority, created, Need(device, host, disk), seconds, why), reason)
-            )
-        return waiting
+        """Return the queued jobs that are considered now, each with the reason that is stored for it.
+
+        These are the first `MAX_CONSIDERED` jobs of each owner that can start, and as many jobs that cannot.
+        """
+        now = self._clock()
+        delayed = (now, now + MAX_DELAY)
+        found = [
+            _waiting(row)
+            for (owner,) in self._read(_OWNERS)
+            for row in self._read(_READY, owner, *delayed, MAX_CONSIDERED)
+        ]
+        needing, late = self._read(_NEEDING, MAX_CONSIDERED), self._read(_LATE, *delayed, MAX_CONSIDERED)
+        found += [_waiting(row, Reason.DEPENDENCY) for row in needing]
+        return found + [_waiting(row, Reason.RETRY_AT) for row in late]
 
     def needs(self, job: str) -> list[str]:
         """Return the ids of the jobs that a job needs."""
@@ -215,8 +217,7 @@ class Reader:
 
     def unfinished(self, owner: str) -> int:
         """Return how many jobs of an owner have not ended."""
-        query = "SELECT count(*) FROM jobs WHERE owner = ? AND state NOT IN (?, ?, ?)"
-        return int(self._read(query, owner, *FINAL)[0][0])
+        return int(self._read(f"SELECT count(*) FROM jobs WHERE owner = ? AND {UNFINISHED}", owner)[0][0])
 
     def counts(self) -> dict[State, int]:
         """Return how many jobs are in each state."""
@@ -227,6 +228,11 @@ class Reader:
         """Return the device seconds of each owner; those of long ago count less (`HALF_LIFE`)."""
         now = self._clock()
         return {row["owner"]: decayed(row, now) for row in self._read("SELECT * FROM usage")}
+
+
+def _waiting(row: sqlite3.Row, blocked: Reason | None = None) -> tuple[Waiting, str | None]:
+    job, owner, priority, created, device, host, disk, seconds, reason = row
+    return Waiting(job, owner, priority, created, Need(device, host, disk), seconds, blocked), reason
 
 
 def decayed(row: sqlite3.Row, now: float) -> float:

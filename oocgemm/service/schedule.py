@@ -4,7 +4,7 @@ Jobs are ordered by priority, then by the device seconds that their owners have 
 job starts if its memory fits beside that of the running jobs. The first job that does not fit gets a
 reservation: the earliest time at which it fits, if running jobs take as long as predicted. Jobs behind it
 start now only if they do not delay it. This is EASY backfill (Lifka, *The ANL/IBM SP scheduling system*,
-1995).
+1995). Of each owner, only the first jobs are considered, so that a pass takes no longer if many are queued.
 """
 
 import heapq
@@ -15,8 +15,8 @@ from math import inf
 
 from oocgemm.service.states import Reason
 
-# Starts are predicted for so many jobs. Further ones wait so long that a prediction would tell little.
-MAX_PREDICTED = 200
+# So many queued jobs of each owner are considered for a start. Starts are predicted for as many jobs.
+MAX_CONSIDERED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def decide(
                 continue
         found.append((job, None, reason))
     waiting = [job for job, device, _ in found if device is None and not job.blocked]
-    predicted = {} if draining else _predicted(waiting[:MAX_PREDICTED], active, limits, now)
+    predicted = {} if draining else _predicted(waiting[:MAX_CONSIDERED], active, limits, now)
     return [
         Decision(job.id, device, reason, now if device is not None else predicted.get(job.id))
         for job, device, reason in found

@@ -12,7 +12,9 @@ from oocgemm.service.states import State
 
 VERSION = 1
 
-SCHEMA = """
+# The condition of jobs that have not ended, as indexes and queries state it.
+UNFINISHED = "state NOT IN ('succeeded', 'failed', 'cancelled')"
+SCHEMA = f"""
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, state TEXT NOT NULL, reason TEXT,
     priority INT NOT NULL, spec TEXT NOT NULL CHECK (json_valid(spec)),
@@ -22,9 +24,13 @@ CREATE TABLE jobs (
     not_before REAL, deadline REAL, created REAL NOT NULL, started REAL, ended REAL,
     exit_code INT, error TEXT, result TEXT CHECK (result IS NULL OR json_valid(result)), version INT NOT NULL
 ) STRICT;
-CREATE UNIQUE INDEX one_writer ON jobs (c_path) WHERE state NOT IN ('succeeded', 'failed', 'cancelled');
+CREATE UNIQUE INDEX one_writer ON jobs (c_path) WHERE {UNFINISHED};
 CREATE INDEX by_state ON jobs (state, id);
 CREATE INDEX by_owner ON jobs (owner, id);
+CREATE INDEX unfinished ON jobs (owner) WHERE {UNFINISHED};
+CREATE INDEX queue ON jobs (owner, priority DESC, created, id) WHERE state = 'queued';
+CREATE INDEX delayed ON jobs (not_before) WHERE state = 'queued' AND not_before IS NOT NULL;
+CREATE INDEX deadlines ON jobs (deadline) WHERE {UNFINISHED};
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL,
     data TEXT NOT NULL CHECK (json_valid(data))
@@ -36,6 +42,7 @@ CREATE TABLE idempotency (
 ) STRICT;
 CREATE TABLE usage (owner TEXT PRIMARY KEY, seconds REAL NOT NULL, as_of REAL NOT NULL) STRICT;
 CREATE TABLE deps (job TEXT NOT NULL, needs TEXT NOT NULL, PRIMARY KEY (job, needs)) STRICT;
+CREATE INDEX needed_by ON deps (needs);
 CREATE TABLE tokens (
     id TEXT PRIMARY KEY, name TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE, scopes TEXT NOT NULL,
     expires REAL, last_used REAL

@@ -47,7 +47,9 @@ def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
         path = spec.get(name)
         if not isinstance(path, str) or not path or "\0" in path:
             raise InputError(f"{name} must be the path of an array")
-        paths[name] = path if "://" in path and name != "c" else os.path.abspath(path)
+        if "://" in path:
+            raise InputError(f"{name} is a URL, and jobs take no URLs: pass the path of an array")
+        paths[name] = os.path.abspath(path)
     for name, value in options.items():
         if name not in OPTIONS:
             raise InputError(f"unknown option {name}: a job takes {', '.join(sorted(OPTIONS))}")

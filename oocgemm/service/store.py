@@ -12,7 +12,7 @@ from typing import Any
 
 from oocgemm.service.errors import ConflictError, StaleError
 from oocgemm.service.reading import Reader, decayed
-from oocgemm.service.schema import Job, NewJob, new_id
+from oocgemm.service.schema import UNFINISHED, Job, NewJob, new_id
 from oocgemm.service.states import FINAL, FOLLOWING, Action, Reason, State, possible, requested
 
 # Columns that a change of state may set.
@@ -138,7 +138,7 @@ class Store(Reader):
             if "jobs.c_path" not in str(error):
                 raise
             other = self._db.execute(
-                "SELECT id, state FROM jobs WHERE c_path = ? AND state NOT IN (?, ?, ?)", (c_path, *FINAL)
+                f"SELECT id, state FROM jobs WHERE c_path = ? AND {UNFINISHED}", (c_path,)
             ).fetchone()
             raise ConflictError(
                 f"job {other['id']}, which is {other['state']}, writes the same C: cancel it, wait for it, "

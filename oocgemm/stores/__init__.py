@@ -4,7 +4,17 @@ from oocgemm.stores.arrays import by_rows, is_mapped, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import create_output, load, load_without_cupy, new_layout, open_matrix, reserve
-from oocgemm.stores.places import check_apart, clear, exists, located, place, same_place, sidecar
+from oocgemm.stores.places import (
+    c_exists,
+    check_apart,
+    clear,
+    exists,
+    located,
+    place,
+    remove,
+    same_place,
+    sidecar,
+)
 from oocgemm.stores.space import FULL, no_room
 from oocgemm.stores.zarr.store import COMPRESSORS, check_compressor
 
@@ -16,6 +26,7 @@ __all__ = [
     "Matrix",
     "Store",
     "by_rows",
+    "c_exists",
     "check_apart",
     "check_compressor",
     "check_dtypes",
@@ -33,6 +44,7 @@ __all__ = [
     "open_matrix",
     "pieces",
     "place",
+    "remove",
     "reserve",
     "same_place",
     "sidecar",

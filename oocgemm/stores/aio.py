@@ -24,9 +24,11 @@ MAX_READS = _CAPACITY
 # The numbers of the system calls io_setup, io_getevents and io_submit, for which the C library has no
 # functions.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
-# _REQUEST is struct iocb of linux/aio_abi.h, whose operation 0 is a read. _EVENT is struct io_event.
-_REQUEST = np.dtype("u8, u4, i4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
-_REQUEST.names = (
+# REQUEST is struct iocb of linux/aio_abi.h. Operation 0 is a read, and 7 one into several buffers. _EVENT is
+# struct io_event.
+READ_VECTOR = 7
+REQUEST = np.dtype("u8, u4, i4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
+REQUEST.names = (
     *("number", "key", "flags", "operation", "priority", "descriptor"),
     *("address", "size", "offset", "reserved", "more_flags", "notify"),
 )
@@ -54,20 +56,29 @@ def start_reads(
     Returns a function that waits for all reads. The caller must call it exactly once, before `memory` is
     reused or freed. Its result is an array of the number of bytes of each read, negative for a failed read.
     """
-    count = len(places)
-    results = np.full(count, -1, np.int64)
+    results = np.full(len(places), -1, np.int64)
+    requests = np.zeros(len(places), REQUEST)
+    requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
+    requests["address"] = memory.ctypes.data + places
+    requests["offset"] = offsets
     try:
-        context = _free_context()
+        return start(requests)
     except OSError:
         for number, (place, offset) in enumerate(zip(places.tolist(), offsets.tolist(), strict=True)):
             results[number] = _read(descriptor, memory[place : place + size], offset, flags)
         return lambda: results
-    requests, events = np.zeros(count, _REQUEST), np.zeros(count, _EVENT)
+
+
+def start(requests: Array) -> Callable[[], Array]:
+    """Submit up to `MAX_READS` requests, an array of dtype `REQUEST`.
+
+    Returns a function that waits for all of them, as `start_reads` does. Raises `OSError` if the system does
+    not support io_submit.
+    """
+    context, count = _free_context(), len(requests)
+    results, events = np.full(count, -1, np.int64), np.zeros(count, _EVENT)
     requests["number"] = np.arange(count)
-    requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
-    requests["address"] = memory.ctypes.data + places
-    requests["offset"] = offsets
-    addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(count)
+    addresses = requests.ctypes.data + REQUEST.itemsize * np.arange(count)
     _, get, submit = _CALLS[platform.machine()]
     submitted = 0
     try:

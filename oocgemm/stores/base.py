@@ -3,14 +3,14 @@
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.errors import InputError
+from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
 from oocgemm.planning.tiling import Range
 
@@ -24,6 +24,42 @@ _TRANSIENT = {
 # Smaller chunks are read or written together: one call to zarr, or one slice of a lazy array, has about this
 # many bytes. A call takes a fraction of a millisecond, which is too long for one small chunk.
 BATCH_BYTES = 1 << 20
+
+
+class RemoteFolder(Protocol):
+    """The folder of a journal in a remote store. `oocgemm.stores.objects.folder` implements it."""
+
+    def __truediv__(self, name: str) -> "RemoteFolder":
+        """Return the folder `name` in this one."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+
+    def get(self, name: str) -> tuple[bytes, dict[str, str]] | None:
+        """Return the content and the version of an object in this folder; None if there is none."""
+
+    def replace(self, name: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
+        """Replace a version of an object in this folder, or with None create it. Return the new version.
+
+        Raises `ChangedError` if another process has changed or created the object.
+        """
+
+    def exists(self) -> bool:
+        """Return whether the folder contains any object."""
+
+    def array_exists(self) -> bool:
+        """Return whether the array that contains this folder has any other object."""
+
+    def clear(self, keep: Collection[str] = (), *, array: bool) -> None:
+        """Delete the objects in this folder, except those in `keep`, and with `array` those of the array."""
+
+
+Folder = Path | RemoteFolder
+
+
+class ChangedError(ExecutionError, OSError):
+    """Raised for a conditional write that failed because another process has changed the object."""
 
 
 class Matrix(Protocol):
@@ -134,7 +170,7 @@ class Store(ABC):
         """
         raise self._read_only(path)
 
-    def journal_folder(self, operand: Any) -> Path | None:
+    def journal_folder(self, operand: Any) -> Folder | None:
         """Return the folder for the journal (the record of finished tiles) of a run with this result.
 
         None means that such a run cannot be resumed.

@@ -55,11 +55,12 @@ class Durable(Matrix, Protocol):
 
     array: Any
 
-    def redirect_writes(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Any) -> None:
         """Make later writes go to files in `folder` (redo files) and not to the matrix.
 
         The matrix keeps its content, which `read` returns, until `apply_redo` is called. `folder` must be on
         the file system of the matrix, because redo files may be renamed into place.
+        For a matrix in an object store it is a `RemoteFolder`, and redo files are objects.
         """
 
     def sync_block(self, rows: Range, cols: Range) -> None:

@@ -85,7 +85,7 @@ def scratch(size: int) -> Array:
 class OpenFile:
     """A local file that is open for reading. `size` is its length in bytes when it was opened."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Open the file. Raises `FileNotFoundError` or another `OSError`."""
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -148,7 +148,7 @@ class OpenFile:
         """
         done = flags = 0
         large = MIN_DIRECT <= out.nbytes <= self.size - offset
-        maps = len(os.sched_getaffinity(0)) <= MAPPING_CORES
+        maps = not many_cores()
         if large and (past_cache or maps):
             view, before = self._map(offset, out.nbytes)
             found = resident(_address(view), len(view))
@@ -187,6 +187,11 @@ class OpenFile:
             finally:
                 os.close(descriptor)
         return 0
+
+
+def many_cores() -> bool:
+    """Return whether the process may use more than `MAPPING_CORES` cores."""
+    return len(os.sched_getaffinity(0)) > MAPPING_CORES
 
 
 def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | None = None) -> None:

@@ -32,17 +32,9 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# For each URL scheme, the PyPI packages that zarr needs to read such a URL. Other schemes need only fsspec.
-CLIENTS = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "http": "fsspec requests aiohttp",
-    "https": "fsspec requests aiohttp",
-}
+# For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The
+# schemes of `oocgemm.stores.objects` need obstore.
+CLIENTS = {"gcs": "gcsfs"}
 
 
 def format_of(path: str) -> str:
@@ -94,6 +86,16 @@ def check_found(name: str, path: str) -> None:
             "remove the link, or give another path"
         )
     raise NotFoundError(problem)
+
+
+def check_url_format(name: str, url: str) -> None:
+    """Raise `InputError` if the suffix of a URL is that of a file format, which only local files may have."""
+    kind = "a .npy file" if url.endswith(".npy") else format_of(url)
+    if kind:
+        raise InputError(
+            f"{name} at {url} would be {kind}: only zarr arrays are read from URLs; copy the file to a local "
+            "disk, or convert it to a zarr array"
+        )
 
 
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
@@ -161,7 +163,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
-    if store not in ("npy", "zarr", "hdf5"):
+    if store not in ("npy", "zarr", "hdf5") or "://" in path:
         return f"convert {path} to {dtype}"
     path = path.rstrip("/")
     if store == "hdf5":

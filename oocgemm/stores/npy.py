@@ -41,7 +41,7 @@ class NpyFiles(Store):
     kind = "npy"
 
     def matches(self, operand: Any) -> bool:
-        return is_path(operand) and os.fspath(operand).endswith(".npy")
+        return is_path(operand) and os.fspath(operand).endswith(".npy") and "://" not in os.fspath(operand)
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if journal is not None and (journal / DATA).exists():

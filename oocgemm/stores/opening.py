@@ -9,12 +9,12 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
-from oocgemm.stores.base import DtypeError, Matrix, is_path
+from oocgemm.stores.base import DtypeError, Folder, Matrix, is_path
 from oocgemm.stores.formats import unsupported_dtype
 from oocgemm.stores.registry import ARRAYS, store_of
 
 
-def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path | None = None) -> Matrix:
+def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Folder | None = None) -> Matrix:
     """Open an operand, or with `writable` an existing result.
 
     Arguments:
@@ -28,7 +28,7 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
     operand = os.fspath(source) if is_path(source) else source
     store = store_of(operand)
     try:
-        return store.open(name, operand, writable=writable, journal=folder)
+        return store.open(name, operand, writable=writable, journal=_local(folder))
     except DtypeError as error:
         if writable:
             raise InputError(f"{error}: give {name} another path") from None
@@ -43,13 +43,18 @@ def create_output(
     chunks: tuple[int, int],
     compressor: str | None,
     *,
-    folder: Path | None = None,
+    folder: Folder | None = None,
 ) -> Matrix:
     """Create a result at a path. A store may keep it in the journal's `folder` until it is complete.
 
     `name` is its name in messages. Raises `InputError` if it cannot be created, or if the disk is too full.
     """
-    return store_of(path).create(name, path, shape, dtype, chunks, compressor, journal=folder)
+    return store_of(path).create(name, path, shape, dtype, chunks, compressor, journal=_local(folder))
+
+
+def _local(folder: Folder | None) -> Path | None:
+    """Return the folder of a journal if it is local: no store keeps a result in another one."""
+    return folder if isinstance(folder, Path) else None
 
 
 def new_layout(

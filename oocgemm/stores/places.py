@@ -11,8 +11,9 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.stores.arrays import ArrayMatrix
-from oocgemm.stores.base import Array, Matrix, is_path
+from oocgemm.stores.base import Array, Folder, Matrix, is_path
 from oocgemm.stores.durable import SIDECAR
+from oocgemm.stores.objects.address import check_url
 from oocgemm.stores.registry import store_of
 
 
@@ -25,6 +26,7 @@ def located(name: str, source: Any) -> Any:
     if not is_path(source):
         return source
     path = os.fsdecode(source).removeprefix("file://")
+    check_url(name, path)
     if not path or "\0" in path:
         raise InputError(f"{name}: {path!r} is not a path")
     return path
@@ -35,11 +37,11 @@ def exists(path: str) -> bool:
     return store_of(path).exists(path)
 
 
-def sidecar(source: Any) -> Path | None:
+def sidecar(source: Any) -> Folder | None:
     """Return the folder for the journal of a run whose result is `source`.
 
     The journal is the record of finished tiles from which a run is resumed. None means that such a run cannot
-    be resumed, because C is in memory or in a remote store.
+    be resumed, because C is in memory or in a store without conditional writes.
     """
     operand = os.fspath(source) if is_path(source) else source
     return store_of(operand).journal_folder(operand)
@@ -50,13 +52,29 @@ def place(folder: Path) -> Path:
     return folder.parent if folder.name == SIDECAR else folder.with_name(folder.name.removesuffix(SIDECAR))
 
 
-def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
+def c_exists(folder: Folder) -> bool:
+    """Return whether the result (C) whose journal is in `folder` exists."""
+    return place(folder).exists() if isinstance(folder, Path) else folder.array_exists()
+
+
+def remove(folder: Folder) -> None:
+    """Delete a folder of redo files or objects with its content. It need not exist."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.clear(array=False)
+
+
+def clear(folder: Folder, keep: Collection[str] = (), *, c: bool = True) -> None:
     """Delete everything in the journal's folder except the files that are named in `keep`.
 
     Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array, that array is the
     result C: delete it too, unless `c` is false. An unfinished .npy result is a file in the journal's folder,
     so `c` makes no difference for it.
     """
+    if not isinstance(folder, Path):
+        folder.clear(keep, array=c)
+        return
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]
     if inside and c:

@@ -2,7 +2,8 @@
 
 The stores for .npy files, HDF5 datasets, open zarr arrays and NumPy arrays come first, so no other package
 can replace them. Then come the stores of other packages. The stores for zarr paths, lazy arrays and
-array-likes come last: they match everything else.
+array-likes come last: they match everything else. The store for URLs of object stores is the first of
+these, so another package can replace it.
 
 A package adds a store by an entry point in its pyproject.toml, which names a subclass of
 `oocgemm.stores.Store` whose constructor takes no arguments::
@@ -21,6 +22,7 @@ from oocgemm.stores.base import Store
 from oocgemm.stores.hdf5.store import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
+from oocgemm.stores.objects.store import ObjectStores
 from oocgemm.stores.zarr.store import ZarrArrays, ZarrPaths
 from oocgemm.system.version import any_entry_point
 
@@ -29,7 +31,7 @@ ARRAYS = Arrays()
 # These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (NpyFiles(), HDF5Files(), ZarrArrays(), ARRAYS)
 # These stores are tried last. Together they match any path and any object.
-GENERAL: tuple[Store, ...] = (ZarrPaths(), LazyArrays(), ArrayLikes())
+GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())
 
 
 def stores() -> Iterator[Store]:

@@ -145,6 +145,8 @@ def _rate_of(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str]) ->
     """Return the name and the place of the rate that determines an operation's time; "" if none does."""
     layouts = plan.layouts
     layout = {"A": layouts.a, "B": layouts.b, "C": layouts.c}.get(operand, Layout())
+    if kind in (Kind.READ, Kind.WRITE) and layout.requests:
+        return "remote", places.get(operand, "")
     if kind is Kind.READ and not layout.in_memory:
         return ("decode" if layout.decode_bytes else "read"), places.get(operand, "")
     if kind in (Kind.UPLOAD, Kind.DOWNLOAD) and plan.slots.streams(operand) and not plan.is_direct(operand):
@@ -159,7 +161,7 @@ def _rate_of(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str]) ->
         Kind.READ: "memory",
         Kind.UPLOAD: "h2d",
         Kind.DOWNLOAD: "d2h",
-        Kind.PREPARE: "prepare",
+        Kind.PREPARE: "prepare" if plan.problem.planes else "",  # transforms have another rate
         Kind.MULTIPLY: plan.problem.rate,
     }
     return simple.get(kind, ""), ""
@@ -176,7 +178,7 @@ def _typical(plan: Plan, kind: Kind, operand: str) -> Operation:
             flops = problem.step_flops(m, n, k)
             return Operation(kind, operand, (0, 0), 0, (panel_a,), (), rows, cols, depth, flops=flops)
         case (Kind.PREPARE, _):
-            size = (m + n) * k * sizes["A"]
+            size = problem.prepared_bytes(m, n, k)
             return Operation(kind, operand, (0, 0), 0, (), (), rows, cols, depth, size)
         case (_, "A"):
             return Operation(kind, "A", (0, 0), 0, (), (), rows, nothing, depth, m * k * sizes["A"])

@@ -168,6 +168,47 @@ def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [x.block()], [block_of(to, np.int8, rows, pitch, pitch)])
 
 
+def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/transforms/expand.cu, which transforms the elements of a panel."""
+    kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _POINTER, _POINTER, _POINTER
+    source, rows, cols, code, *vectors, result = _values(kinds, pointers)
+    stored, to = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_RESULT"))
+    assert cols % int(macros["OOC_WIDTH"]) == 0
+    by_column = macros["OOC_K_AXIS"] == "1"
+    x, y = memory.matrix(source, stored, rows, cols, cols), memory.matrix(result, to, rows, cols, cols)
+    height, width = (1, cols) if by_column else (rows, 1)
+    fill, center, inverse = (memory.matrix(at, np.float64, height, width, width) for at in vectors)
+
+    def run() -> None:
+        with np.errstate(all="ignore"):
+            wide = x.astype(np.float64)
+            missing = {"0": False, "1": wide == code, "2": np.isnan(wide)}[macros["OOC_MISSING"]]
+            value = np.log1p(wide) if macros["OOC_LOG1P"] == "1" else wide
+            y[...] = np.where(missing, fill, (value - center) * inverse).astype(to)
+
+    read = [block_of(at, np.float64, height, width, width) for at in vectors]
+    written = block_of(result, to, rows, cols, cols)
+    return Work(run, [block_of(source, stored, rows, cols, cols), *read], [written])
+
+
+def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/transforms/rank_one.cu, which subtracts a matrix of rank one from a strip of C."""
+    elements, width, *at, to = _values((_LONG, _LONG, _POINTER, _POINTER, _POINTER), pointers)
+    height = elements // width
+    c = memory.matrix(to, np.float64, height, width, width)
+    rows, cols = (
+        memory.matrix(start, np.float64, 1, extent, extent)
+        for start, extent in zip(at, (height, width), strict=True)
+    )
+
+    def run() -> None:
+        c[...] = c - rows.T - cols
+
+    read = [block_of(x, np.float64, 1, n, n) for x, n in zip(at, (height, width), strict=True)]
+    block = block_of(to, np.float64, height, width, width)
+    return Work(run, [*read, block], [block])
+
+
 def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
     return dtype.type(value if dtype.kind == "c" else complex(value).real)
 
@@ -186,6 +227,8 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "int8_finish": (6, _int8_finish),
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),
+    "expand": (8, _expand),
+    "rank_one": (5, _rank_one),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -12,7 +12,6 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -37,6 +36,12 @@ PAGE = 4096
 # Blocks that are copied at the same time in one direction have different streams for their ends, unless there
 # are more blocks than this.
 JOINS = 4
+# A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
+# and to look up a file takes about as long as to read a tenth of it.
+MIN_PART = 256 << 10
+# Buffers that a failed device did not unpin. They are never freed: CUDA refuses to pin other memory at their
+# addresses.
+_still_pinned: list[Array] = []
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 _Piece = tuple[Range, Range, int]
 
@@ -221,8 +226,11 @@ class Direction:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        with suppress(Exception), self._device:  # after a failed launch, every CUDA call raises
-            runtime.hostUnregister(self._memory.ctypes.data)
+        try:
+            with self._device:
+                runtime.hostUnregister(self._memory.ctypes.data)
+        except Exception:  # after a failed launch, every CUDA call raises
+            _still_pinned.append(self._memory)
 
 
 class Ring:
@@ -245,7 +253,7 @@ class Ring:
             buffer, event = lane.next_buffer()
             part = _view(buffer, block, rows, cols)
             block.move(rows, cols, part)
-            cuda_calls.make(cuda_calls.copy(address + at, part.ctypes.data, part.nbytes, lane.stream))
+            cuda_calls.make(_copy(address + at, part, block, lane.stream, uploading=True))
             cuda_calls.record(event, lane.stream)
             return event, None
 
@@ -261,7 +269,7 @@ class Ring:
             rows, cols, at = piece
             buffer, event = lane.next_buffer()
             part = _view(buffer, block, rows, cols)
-            cuda_calls.make(cuda_calls.copy(part.ctypes.data, address + at, part.nbytes, lane.stream))
+            cuda_calls.make(_copy(address + at, part, block, lane.stream, uploading=False))
             cuda_calls.record(event, lane.stream)
 
             def write() -> None:
@@ -286,16 +294,49 @@ class Ring:
 
 
 def _pieces(block: Pageable, size: int) -> list[_Piece]:
-    """Cut a block into pieces of at most `size` bytes: whole rows, or parts of a row."""
+    """Cut a block into pieces of at most `size` bytes, which has room for an element.
+
+    Pieces consist of whole rows of the block, if at least `MIN_PART` bytes of each chunk fit into a piece
+    then. Otherwise they are cut between chunks in both directions.
+    """
     (rows, cols), itemsize = block.shape, block.dtype.itemsize
     row = cols * itemsize
-    height = max(1, size // row)
-    width = cols if row <= size else max(1, size // itemsize)
+    (high, wide), (down, along) = block.chunk, block.origin
+    least = max(1, min(high, MIN_PART // (wide * itemsize), size // itemsize))
+    if least * row <= size:
+        height, width = size // row, cols
+        if height >= high:
+            height -= height % high
+    else:
+        height, width = least, size // (least * itemsize)
+        if width >= wide:
+            width -= width % wide
     return [
-        ((top, min(top + height, rows)), (left, min(left + width, cols)), top * row + left * itemsize)
-        for top in range(0, rows, height)
-        for left in range(0, cols, width)
+        ((top, bottom), (left, right), top * row + left * itemsize)
+        for top, bottom in _cuts(rows, height, down if height % high == 0 else 0)
+        for left, right in _cuts(cols, width, along if width % wide == 0 else 0)
     ]
+
+
+def _cuts(extent: int, step: int, start: int) -> list[Range]:
+    """Cut an axis at multiples of `step`, where its first index counts as `start`.
+
+    >>> _cuts(10, 4, 0), _cuts(10, 4, 7)
+    ([(0, 4), (4, 8), (8, 10)], [(0, 1), (1, 5), (5, 9), (9, 10)])
+    """
+    first = -(start % step)
+    return [(max(0, at), min(extent, at + step)) for at in range(first, extent, step)]
+
+
+def _copy(address: int, part: Array, block: Pageable, stream: Any, *, uploading: bool) -> cuda_calls.Launch:
+    """Prepare the copy between a pinned piece of a block and its place on the device, from `address` on."""
+    height, size = part.shape[0], part.shape[1] * part.itemsize
+    row = block.shape[1] * part.itemsize
+    if height == 1 or size == row:
+        to, source = (address, part.ctypes.data)[:: 1 if uploading else -1]
+        return cuda_calls.copy(to, source, part.nbytes, stream)
+    onto, origin = ((address, row), (part.ctypes.data, size))[:: 1 if uploading else -1]
+    return cuda_calls.copy_rows(onto, origin, size, height, stream)
 
 
 def _view(buffer: Array, block: Pageable, rows: Range, cols: Range) -> Array:

@@ -2,7 +2,7 @@
 
 All buffers on the device (slots) are in one allocation, the arena. Each kind of operation has a CUDA stream.
 If an operation must wait for another one, its stream waits for an event (`cuStreamWaitEvent`), and no host
-thread is blocked. The exception is Prepare, which splits panels for emulated products: its thread waits for a
+thread is blocked. The exception is a Prepare that splits panels for emulated products: its thread waits for a
 result of the device.
 """
 
@@ -18,8 +18,10 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import (
     Array,
+    Correction,
     HostBlock,
     Pageable,
+    PanelTransform,
     Pinned,
     Stream,
     Token,
@@ -30,6 +32,7 @@ from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import CudaToken, Work
+from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -38,7 +41,7 @@ from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
-from oocgemm.planning import Kind, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning import DTYPES, Kind, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.schedule.slots import slot_of
@@ -82,15 +85,19 @@ class CudaSession:
         self._moduli: dict[Slot, int] = {}
         self._loading = Loading()
         self._finisher: Finisher | None = None
+        self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
             try:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
                 if self._problem.planes:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
-                self._offsets, size = device_offsets(plan, self._number)
-                self._work = size
-                size += plan.footprint.device["work"]
+                if self._problem.expands:
+                    self._expander = Expander(plan, self._multiplier.kernels, self._address)
+                    self.asynchronous = (*self.asynchronous, Kind.PREPARE)
+                self._offsets, self._vectors = device_offsets(plan, self._number)
+                self._work = self._vectors + plan.footprint.device["transform"]
+                size = self._work + plan.footprint.device["work"]
                 # None: the session allocates nothing. To ask for the free memory would take longer.
                 self._free_before: int | None = None
                 if not self._warm.holds(size, plan.budgets.device):
@@ -103,7 +110,7 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    self._finisher = Finisher(self._problem, self._multiplier.kernels, plan.slots.finish)
+                    self._finisher = Finisher(plan, self._multiplier.kernels, self._address)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -131,8 +138,9 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
-        used = f"A{plan.problem.operands[-1]}C"
-        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0, self._number)] for x in used)
+        used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
+        slots = [Region(slot_of(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
+        (a, b), c = self._addresses(slots), self._address(slots[-1])
         with self._device, stream:
             call = self._call((m, n, min(r, LOADED_DEPTH)), (m, n), (a, b, c), first=True)
             self._multiplier.load(call)
@@ -165,7 +173,7 @@ class CudaSession:
         if self.checksums is not None:
             with self._host.submitting():
                 return self._sum_upload(op, own, self.checksums)
-        check = partial(self._check, op) if self._problem.exact else None
+        check = self._finisher.check_of(op) if self._finisher else None
         return CudaToken(RING, own, own.end, self._clock, check)
 
     def _enqueue(
@@ -186,7 +194,7 @@ class CudaSession:
                     cuda_calls.wait(self._streams[SUMS], token.end)
         if checksums is not None:
             return self._submit_with_sums(operation, launches, checksums)
-        check = partial(self._check, operation) if self._problem.exact else None
+        check = self._finisher.check_of(operation) if self._finisher else None
         own = Work.on(stream, launches)
         return CudaToken(operation.stream, own, own.end, self._clock, check)
 
@@ -240,6 +248,14 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        address = self._arena + self._vectors
+        with self._device:
+            if self._expander is not None:
+                address = self._expander.use(transforms, address, self._streams["prepare"])
+            if correction is not None and self._finisher is not None:
+                self._finisher.use_correction(*correction, address, self._streams["compute"])
+
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
 
@@ -282,12 +298,14 @@ class CudaSession:
             case Kind.DOWNLOAD:
                 copies = self._copies(op, host, stream)
                 return copies if isinstance(host, Pinned) else copies + self._checksums(op, host, stream)
+            case Kind.PREPARE if self._expander is not None:
+                return self._expander.launches(op)
             case Kind.PREPARE:
                 return [cuda_calls.in_python(partial(self._prepare, op))]
             case Kind.MULTIPLY:
                 return [self._multiply(op)]
-            case Kind.FINISH:
-                return [cuda_calls.in_python(partial(self._finish, op))]
+            case Kind.FINISH if self._finisher is not None:
+                return [cuda_calls.in_python(partial(self._finisher.finish, op))]
         raise AssertionError(f"{op} does not run on a device")
 
     def _copies(self, op: Operation, host: Sequence[Array] | Pinned, stream: Any) -> list[cuda_calls.Launch]:
@@ -313,7 +331,12 @@ class CudaSession:
     def _address(self, region: Region) -> int:
         """Return the device address of the first element of a region."""
         of = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
-        return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[of]
+        return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes.get(of, 0)
+
+    def _addresses(self, reads: Sequence[Region]) -> tuple[int, int]:
+        """Return the addresses of the panels of op(A) and op(B) that a Multiply with these regions reads."""
+        a, b = map(self._address, reads[:2])
+        return (a, b) if self._expander is None else self._expander.panels(a, b, self._address(reads[2]))
 
     def _plane_offsets(self, op: Operation) -> Offsets:
         m, n = length(self._tile_rows(op.tile[0])), length(self._tile_cols(op.tile[1]))
@@ -334,12 +357,13 @@ class CudaSession:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         (top, bottom), (left, right) = self._tile_rows(op.tile[0]), self._tile_cols(op.tile[1])
-        # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
-        skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
-        a = self._address(op.reads[0]) + skipped if k else 0
-        # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
-        skipped = (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * problem.itemsizes["B"]
-        b = self._address(op.reads[1]) + skipped if k else 0
+        a = b = 0
+        if k:
+            a, b = self._addresses(op.reads)
+            # The panel of op(A) has all rows of the tile. Skip the rows above `op.m`.
+            a += (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * DTYPES[problem.a_dtype].itemsize
+            # The panel of op(B) has all columns of the tile. Skip those left of `op.n`.
+            b += (op.n[0] - left) * (k if problem.trans_b.swaps else 1) * DTYPES[problem.b_dtype].itemsize
         c = self._address(op.writes[0])
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
         if number:
@@ -374,16 +398,3 @@ class CudaSession:
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
-
-    def _check(self, op: Operation) -> None:
-        """Raise `ExecutionError` if the strip of a Finish or a Download has an element that does not fit C's
-        integer dtype."""
-        region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
-        if region is not None and region.slot.operand == "D" and self._finisher is not None:
-            self._finisher.check(region.slot.index)
-
-    def _finish(self, op: Operation) -> None:
-        assert self._finisher is not None
-        elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        source, result = self._address(op.reads[0]), self._address(op.writes[0])
-        self._finisher.finish(elements, source, result, op.writes[0].slot.index)

@@ -16,9 +16,11 @@ import numpy as np
 from oocgemm.backends.base import (
     Array,
     Checksums,
+    Correction,
     DoneToken,
     HostBlock,
     Pageable,
+    PanelTransform,
     Pinned,
     Session,
     Stream,
@@ -51,6 +53,7 @@ class HostSession:
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
+        self._correction: Correction = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -89,6 +92,10 @@ class HostSession:
 
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
+
+    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+        assert not transforms  # operands are transformed when they are read
+        self._correction = correction
 
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]
@@ -200,6 +207,10 @@ class HostSession:
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
         alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
         finish(accumulator, alpha, beta, finished, self._work)
+        if self._correction is not None:
+            rows, cols = self._correction
+            finished -= rows[slice(*op.m), None]
+            finished -= cols[slice(*op.n)]
 
 
 class HostBackend:

@@ -8,11 +8,12 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
+from oocgemm.planning.expansion import correction_bytes, expanded_bytes, vector_bytes
 from oocgemm.planning.integers import workspace_layout
-from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
-from oocgemm.planning.setting import Setting
+from oocgemm.planning.setting import Setting, request_bytes
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 
@@ -84,7 +85,9 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "A"): round_up(m * k * sizes["A"], DEVICE_ALIGNMENT),
         ("device", "B"): round_up(k * n * sizes["B"], DEVICE_ALIGNMENT),
         ("device", "C"): round_up(elements * sizes["acc"], DEVICE_ALIGNMENT),
-        ("device", "P"): plane_offsets(problem.planes, m, n, k).end if problem.planes else 0,
+        ("device", "P"): plane_offsets(problem.planes, m, n, k).end
+        if problem.planes
+        else sum(expanded_bytes(problem, m, n, k)),
         ("device", "D"): round_up(strip * n * sizes["C"], DEVICE_ALIGNMENT),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
@@ -97,23 +100,29 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If `tile`
     is given, the result also includes memory to read and write parts of lines (runs of contiguous elements).
-    The threads of the ring read such parts too.
+    The threads of the ring read such parts of the operands that they stream. What arrays occupy besides, such
+    as the means of columns, is included, as is the memory of requests to object stores.
     """
     layouts = setting.layouts
+    ring, lanes, streamed = ring_shape(setting), 0, 0
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
-    reading, writing = max(source.decode_bytes for source in sources), layouts.c.encode_bytes
+    reading, writing = 0, layouts.c.encode_bytes
+    m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
+    for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
+        if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
+            lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
+        else:
+            lines = 0 if tile is None else source.line_scratch(panel)
+            reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
-        m, n, k = extents(setting.problem, tile)
-        panels = zip(sources, ((m, k), (k, n), (m, n)), strict=False)
-        reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
     if setting.problem.gram == "full":
         # A thread transposes a part of a strip before it writes the part a second time.
         part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part)
-    ring = ring_shape(setting)
-    lanes = setting.devices * ring.lanes if ring is not None and any(x.page_cached for x in sources) else 0
-    return max(io_threads, lanes) * reading + io_threads * writing
+    remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c)
+    resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])
+    return io_threads * (reading + writing) + lanes * streamed + remote + resident
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:
@@ -128,8 +137,9 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "A": slots.a * size["device", "A"],
         "B": slots.b * size["device", "B"],
         "finish": slots.finish * size["device", "D"],
-        "planes": slots.planes * size["device", "P"],
+        "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
+        "transform": sum(vector_bytes(problem).values()) + sum(correction_bytes(problem)),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
@@ -166,12 +176,13 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """Return the bytes of temporary memory per element of a step's two panels.
 
-    For an emulated product, this memory stores residues of the panels. For other products, it stores a cast
-    or an int8 copy of the panels, or is not needed.
+    For an emulated product, this memory stores residues of the panels. For other products, it stores
+    transformed panels, a cast or an int8 copy of the panels, or is not needed.
     """
     if problem.planes:
         return 2 * problem.planes
-    return problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
+    expanded = 2 * DTYPES[problem.a_dtype].itemsize if problem.expands else 0
+    return expanded + (problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact))
 
 
 def whole(problem: GemmProblem) -> Coverage:

@@ -23,13 +23,21 @@ MIN_CHANGE = 0.1
 # A read far below the default is a read from a disk, but `read` is the rate of the page cache. The copies and
 # kernels of slow GPUs really are that much slower, and the device times them itself.
 MAX_RATIO = 4.0
-MIN_RATIOS = {"read": 0.2, "memory": 0.1, "decode": 0.1, "write": 0.1, "h2d": 0.02, "d2h": 0.02}
+MIN_RATIOS = {
+    "read": 0.2,
+    "memory": 0.1,
+    "decode": 0.1,
+    "write": 0.1,
+    "remote": 0.002,
+    "h2d": 0.02,
+    "d2h": 0.02,
+}
 MIN_KERNEL_RATIO = 0.001
 # A rate lower than the one in use is believed if the lane was busy for at least this share of the run. If it
 # was not, its operations may have had too few blocks in flight. This applies to the rates in ON_HOST. The
 # device times its own operations one by one.
 MIN_BUSY = 0.5
-ON_HOST = ("read", "memory", "decode", "write")
+ON_HOST = ("read", "memory", "decode", "write", "remote")
 # Maximum number of rates that are kept.
 MAX_RATES = 200
 
@@ -63,8 +71,9 @@ class LearnedRate:
 class Learned:
     """The learned rates of a device.
 
-    A key is the name of a rate. It is followed by " @ " and the id of a file system or codec if the rate
-    depends on one. Examples are "h2d", "float64" (a kernel), "read @ 8:1" and "decode @ ZstdCodec".
+    A key is the name of a rate. It is followed by " @ " and the id of a file system, codec or bucket if the
+    rate depends on one. Examples are "h2d", "float64" (a kernel), "read @ 8:1", "decode @ ZstdCodec" and
+    "remote @ s3://bucket".
     """
 
     machine: str

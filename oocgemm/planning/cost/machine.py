@@ -18,6 +18,11 @@ from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
+# Size of the chunks of a new C, in bytes, which the planner chooses.
+NEW_CHUNK_BYTES = 8 << 20
+# REMOTE_WORKERS panels are read at the same time if an operand is in an object store. A panel may have
+# fewer chunks than requests in flight.
+REMOTE_WORKERS = 8
 # Bytes per second, so many that they take no time: the rate of reads and writes that the run does not need,
 # because the device accesses the caller's array.
 INSTANT = 1e15
@@ -93,11 +98,14 @@ class MachineModel:
     - `read`: reads of whole chunks. `read_scattered`: reads of half of each chunk's columns.
     - `decode`: output of the decoders. `write`: writes to storage.
     - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
-    - `prepare`: input of the kernel that splits panels into residue planes, for emulated products.
+    - `remote`: of all requests to one array in an object store together; `connection`: of one of them.
+    - `prepare`: input of the kernels that split panels into residue planes, for emulated products, or that
+      transform them.
 
     Times, in seconds:
 
     - `copy_latency`, `step_latency`, `write_latency`: overhead per copy, per step and per Write.
+    - `request_latency`: from a request to an object store to the first byte of the answer.
     - `issue`: time under the GIL per operation.
     - `arena_seconds_per_byte`: page faults at the first use of host memory.
 
@@ -121,6 +129,11 @@ class MachineModel:
     memory: float
     write: float
     prepare: float = 600e9
+    # From S3 within its region, a client read 24 GB at 0.37 GB/s with 10 requests in flight, and at 1.3 GB/s
+    # with 100. The latency is assumed.
+    remote: float = 1.3e9
+    connection: float = 45e6
+    request_latency: float = 50e-3
     half_width: float = 32
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
@@ -220,6 +233,8 @@ class MachineModel:
             return INSTANT
         if layout.in_memory:
             return self.memory
+        if layout.requests:
+            return self.object_rate(layout, panel)
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
@@ -230,13 +245,27 @@ class MachineModel:
         gaps = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
         return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
 
+    def object_rate(self, layout: Layout, panel: Shape) -> float:
+        """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
+
+        Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
+        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
+        """
+        unit, total = max(layout.read_chunk, layout.write_chunk), prod(panel) * layout.itemsize
+        chunks = prod(ceil_div(extent, chunk) for extent, chunk in zip(panel, unit, strict=True))
+        if layout.free_chunks:
+            chunks = ceil_div(total, NEW_CHUNK_BYTES)
+        size = max(1.0, total / max(1, chunks))
+        in_flight = min(layout.requests, REMOTE_WORKERS * max(1, chunks))
+        return min(self.remote, in_flight * size / (self.request_latency + size / self.connection))
+
     def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
         """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
 
         A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
         that the result is at least 1.
         """
-        if layout.in_memory or layout.decode_bytes:
+        if layout.in_memory or layout.decode_bytes or layout.requests:
             return 1.0
         return max(1.0, self.read / self.store_rate(layout, panel))
 

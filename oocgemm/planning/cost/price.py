@@ -118,9 +118,9 @@ class Prices:
         return factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
 
     def prepare(self, m: int, n: int, k: int) -> float:
-        """Return the seconds of a Prepare, which splits the panels of a step into residues."""
+        """Return the seconds of a Prepare, which splits or transforms the panels of a step."""
         machine = self.setting.machine
-        return (m + n) * k * self._sizes["A"] / machine.prepare + machine.step_latency
+        return self.setting.problem.prepared_bytes(m, n, k) / machine.prepare + machine.step_latency
 
     def _read_rate(self, operand: str, block: Shape) -> float:
         setting, (layout, whole) = self.setting, self._whole[operand]
@@ -133,6 +133,8 @@ class Prices:
 
     def _write_rate(self, operand: str, strip: Shape) -> float:
         machine, (layout, _) = self.setting.machine, self._whole[operand]
+        if layout.requests:
+            return machine.object_rate(layout, strip)
         if layout.line:
             return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
         if layout.in_place:

@@ -7,7 +7,7 @@ A schedule is the *sequential* program of the run, in the order in which one wou
         for each step p but the last few:
             Read A(i,p) -> host slot    Upload A -> A0 or A1
             Read B(p,j) -> host slot    Upload B -> B0 or B1
-            [Prepare  A_p, B_p -> residue planes]          compute = emulated
+            [Prepare  A_p, B_p -> residues, expanded]      emulated or transformed
             Multiply  C0 += A_p B_p
         Read, Upload the panels of the last few steps
         for each strip of rows of C0:
@@ -230,7 +230,7 @@ class Schedule:
     def _inputs(
         self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
     ) -> tuple[Region, ...]:
-        """Return the regions that a Multiply reads: the step's panels and, if emulated, their residues."""
+        """Return the regions that a Multiply reads: the step's panels and what a Prepare made of them."""
         m, n, k = (
             length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
         )
@@ -244,7 +244,7 @@ class Schedule:
 
     def _prepare(self, tile: Tile, step: int, a: Placed, b: Placed, planes: Region) -> Operation:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
-        size = (length(m) + length(n)) * length(k) * self.problem.itemsizes["A"]
+        size = self.problem.prepared_bytes(length(m), length(n), length(k))
         reads = self._inputs(tile, step, a, b, {})
         return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size, device=self.device)
 

@@ -21,7 +21,7 @@ class Slot:
     - C: on the device an accumulator, in which a tile of C is summed; on the host a strip (some rows) of a
       tile;
     - D: on the device, a strip to which alpha and beta have been applied;
-    - P: on the device, the residues of a step's panels, for emulated products;
+    - P: on the device, what a Prepare makes of a step's panels: residues, or transformed panels;
     - S: on the device, the checksums of a tile's strips. They have no memory of their own: they are stored
       behind the tile, in the C slot with the same index.
 
@@ -74,7 +74,7 @@ class Slots:
     - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C. An operand without host
       slots is in host memory, and the device copies from or to its array (`streams`).
       For a Gram matrix, `b` and `host_b` are 0: the slots for panels of op(A) are used in both roles.
-    - `finish`: device slots for finished strips (D). `planes`: device slots for residues (P).
+    - `finish`: device slots for finished strips (D). `planes`: device slots for prepared panels (P).
     - `unified`: device and host share one memory, so that there are no host slots.
     - `strip`: a tile drains in strips of this many rows.
     - `drain`: the last `drain` steps of the last tile run strip by strip, so that its first strips drain

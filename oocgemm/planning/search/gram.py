@@ -150,14 +150,15 @@ def _base(prices: Prices, tile: TileShape, c: int, strip: int, io_threads: int) 
         device, on_host = _free(setting, Candidate(tile, slots, io_threads=io_threads))
         if min(device, on_host) < 0:
             continue
-        size = slot_bytes(setting.problem, tile, strip)["device", "A"]
+        size = slot_bytes(setting.problem, tile, strip)
         drain = _drain(prices, tile, slots)
-        panels = 2 * (drain + 1)
+        panels, planes = 2 * (drain + 1), drain + 1 if setting.problem.expands else slots.planes
         if setting.streams(setting.layouts.a) and not setting.layouts.a.pinned:
             panels = max(panels, PAGEABLE_SLOTS)
         more = max(0, panels - slots.a)
-        if more and more * size <= device // 2:
-            return replace(slots, a=slots.a + more, drain=drain)
+        needed = more * size["device", "A"] + max(0, planes - slots.planes) * size["device", "P"]
+        if more and needed <= device // 2:
+            return replace(slots, a=slots.a + more, drain=drain, planes=max(planes, slots.planes))
         return slots
     return None
 
@@ -175,7 +176,7 @@ def _slots(setting: Setting, tile: TileShape, c: int, strip: int, host: int) -> 
         host_c=0 if unified else host,
         finish=2 if problem.finishes else 0,
         strip=strip,
-        planes=2 if problem.planes else 0,
+        planes=2 if problem.prepares else 0,
         unified=unified,
     )
 

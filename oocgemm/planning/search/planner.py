@@ -124,6 +124,10 @@ def resumed_plan(
     Raises `BudgetError` if the plan does not fit even then.
     """
     slots = candidate.slots
+    if not slots.unified and not problem.checked:
+        # A Gram matrix has no slots for B, which is the same array as A.
+        a, b = slots.streams("A"), slots.streams("A" if problem.gram else "B")
+        layouts = layouts.cached_as(a and not layouts.a.in_memory, b and not layouts.b.in_memory)
     # The last steps of a tile run strip by strip, so that the panels of all these steps are needed together.
     together = max(2, slots.last_steps)
     fewer = replace(

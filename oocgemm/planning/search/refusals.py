@@ -59,7 +59,7 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
         host_c=host,
         finish=2 if problem.finishes else 0,
         strip=strip,
-        planes=2 if problem.planes else 0,
+        planes=2 if problem.prepares else 0,
         unified=unified,
     )
     needed = sufficing(setting, smallest or Candidate(shape, slots))

@@ -240,7 +240,7 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
             for (a, b), least in (((many[0], many[1]), budgets.device // 2), ((2, 2), 0)):
                 slots = Slots(
                     *(a, b, c, host_a, host_b, host_c, finish, rows),
-                    planes=2 if problem.planes else 0,
+                    planes=2 if problem.prepares else 0,
                     unified=machine.unified,
                 )
                 free, host_free = _free(setting, tile, slots, io_threads)
@@ -277,6 +277,8 @@ def _draining(
     wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)
     for drain in range(wanted, 1, -1):
         a = b = drain + 1 if several else drain
-        if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
-            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
+        planes = drain + 1 if problem.expands else 0
+        more = (a - base.a, "A"), (b - base.b, "B"), (planes - base.planes, "P")
+        if sum(count * size["device", operand] for count, operand in more) <= free:
+            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain, planes=planes)
     return base

@@ -159,6 +159,12 @@ def _parsed(roots: Mapping[str, Root], text: str) -> tuple[Root, list[str]]:
     name, colon, rest = text.partition(":")
     if not colon:
         raise PathError(f"{text!r} names no root: write ROOT:PATH, such as data:dir/A.zarr")
+    if name not in roots and rest.startswith("//"):
+        # The rest of a URL may contain credentials, which no message may show.
+        raise PathError(
+            f"{name}://...: there is no root {name!r}, and jobs take no URLs: copy the array into a root "
+            f"({', '.join(sorted(roots))}), and name it as ROOT:PATH"
+        )
     if name not in roots:
         raise PathError(f"{text}: there is no root {name!r}: use one of {', '.join(sorted(roots))}")
     if rest.startswith("/"):

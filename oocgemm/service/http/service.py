@@ -149,7 +149,9 @@ class Service:
         return [self.view(job, needs[job.id]) for job in jobs]
 
     def queue(self, limit: int) -> QueueView:
-        """Return the jobs that have not ended, with at most `limit` of those that wait."""
+        """Return the jobs that have not ended, with at most `limit` of those that wait.
+
+        Of the queued jobs, these are the ones that are considered now."""
         starts = self.dispatcher.starts
         queued = sorted(
             (job for job, _ in self.store.waiting()),

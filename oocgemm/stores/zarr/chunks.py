@@ -1,12 +1,14 @@
 """Read and write chunks of local zarr arrays without zarr.
 
 This is faster: zarr copies all chunks in a single thread of the process, and this module works in the calling
-threads. Where possible, it reads or decodes a chunk straight into its destination.
+threads. Where possible, it reads or decodes a chunk straight into its destination. Small uncompressed chunks,
+and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +18,25 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import OpenFile, folder_mtime, publish
-from oocgemm.stores.lines import read_part
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
+from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts
+from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 _MISSING = (1 << 64) - 1
+# Files that a thread has open when it reads many together.
+MAX_OPEN = 32
+# Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
+MAX_LINES = 4096
+# Shorter lines, in bytes, that are not adjacent in their destination are copied one chunk at a time.
+MIN_LINE = 256
+# The number of files that `DirectChunks.in_page_cache` checks.
+SAMPLED_FILES = 8
+# A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
+_Needed = tuple[tuple[int, int], tuple[Range, Range]]
+# The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
+_Place = tuple[int | None, int, tuple[Range, Range]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,10 @@ class Shards:
         """
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
-        stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
+        return self.parsed(file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes))
+
+    def parsed(self, stored: Array) -> Array:
+        """Do the work of `index`, given the bytes of the index."""
         content = checked_content(stored) if self.checksum else stored
         return content.view(self.dtype).reshape(*self.chunks, 2)
 
@@ -70,6 +88,7 @@ class DirectChunks:
     - `worth_caching`: whether the array is small enough to stay in the page cache. If false, reads of
       uncompressed chunks bypass the page cache. If true, only the first read of whole rows bypasses it, since
       a single read is fastest that way. A second read fills the page cache.
+    - `cached`: whether the page cache contains the files, so that many are read together.
     - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file then is an
       error if files were created or deleted in its folders since the array was opened. Otherwise it means
       that the chunk has only the fill value.
@@ -83,6 +102,7 @@ class DirectChunks:
     fill: Any
     shards: Shards | None = None
     worth_caching: bool = True
+    cached: bool = False
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
     unchanging: bool = False
     _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
@@ -101,15 +121,42 @@ class DirectChunks:
         """The bytes of a chunk before compression. Chunks at the edges of the array have this size too."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
+    @property
+    def readable_in_place(self) -> bool:
+        """Whether rows of chunks can be read straight into rows of the destination."""
+        return self.encoding.raw and self.encoding.in_place
+
+    @property
+    def _file_extents(self) -> tuple[int, int]:
+        """The extents of a file: those of a chunk or of a shard."""
+        across = self.shards.chunks if self.shards else (1, 1)
+        return self.chunk[0] * across[0], self.chunk[1] * across[1]
+
+    def in_page_cache(self) -> bool:
+        """Return whether the page cache seems to contain the files. At most `SAMPLED_FILES` are checked."""
+        grid = [-(-extent // of) for extent, of in zip(self.shape, self._file_extents, strict=True)]
+        count = grid[0] * grid[1]
+        for at in range(0, count, -(-count // SAMPLED_FILES)):
+            try:
+                with OpenFile(self.root / self.key(divmod(at, grid[1]))) as file:
+                    if file.size and not file.cached([0, file.size // 2, file.size - 1]):
+                        return False
+            except FileNotFoundError:
+                continue  # the chunk has only the fill value
+            except (OSError, EOFError):
+                return False  # a read of the file will say what is wrong
+        return True
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read the block at these rows and columns into `out`.
 
         Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
         too little memory to decode a chunk.
         """
-        across = self.shards.chunks if self.shards else (1, 1)
-        extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
-        for number, block in _cut((rows, cols), extents):
+        needed = list(_cut((rows, cols), self._file_extents))
+        if self._gathers(out):
+            needed = self._gather(needed, (rows, cols), out)
+        for number, block in needed:
             target = _part(out, (rows, cols), block)
             try:
                 file = OpenFile(self.root / self.key(number))
@@ -133,32 +180,117 @@ class DirectChunks:
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             publish(self.root / self.key(number), stored, size)
 
-    def _read_file(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
-    ) -> None:
-        """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
+    def _gathers(self, out: Array) -> bool:
+        """Return whether `_gather` can read chunks into an array, and is the fastest way to do so."""
+        line = self.chunk[1] * self.encoding.dtype.itemsize
+        if not (self.readable_in_place and copies_bytes(self.encoding.dtype, out) and out.size):
+            return False
+        if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
+            return False  # on few cores, a mapping is faster
+        return line >= MIN_LINE or out.strides[0] == line
+
+    def _gather(self, needed: Sequence[_Needed], block: tuple[Range, Range], out: Array) -> list[_Needed]:
+        """Read blocks of uncompressed chunks from many files together. `out` has the block `block`.
+
+        Returns what must be read from one file at a time, because something about the file is unusual.
+        """
+        itemsize, (height, width) = out.itemsize, self.chunk
+        line, pitch, address = width * itemsize, out.strides[0], out.ctypes.data
+        waiting, owners, lines = list[Part](), list[int](), 0
+        opened, failed = list[int](), set[int]()
+
+        def read() -> None:
+            nonlocal lines
+            if waiting:
+                complete = read_parts(waiting, line, pitch)
+                failed.update(owners[part] for part in np.flatnonzero(~complete))
+            waiting.clear()
+            owners.clear()
+            lines = 0
+
+        try:
+            for at, (number, wanted) in enumerate(needed):
+                if len(opened) == MAX_OPEN:
+                    read()
+                    while opened:
+                        os.close(opened.pop())
+                try:
+                    file = OpenFile(f"{self.root}/{self.key(number)}")
+                    opened.append(file.descriptor)
+                    places: Iterable[_Place] = ((0, 0, wanted),)
+                    if self.shards or file.size != self.chunk_bytes:
+                        places = list(self._places(number, file, wanted))
+                except (OSError, ExecutionError):
+                    failed.add(at)
+                    continue
+                for offset, _, part in places:
+                    if offset is None:
+                        _part(out, block, part)[...] = self.fill
+                        continue
+                    (r0, r1), (c0, c1) = part
+                    start = offset + r0 % height * line + c0 % width * itemsize
+                    to = address + (r0 - block[0][0]) * pitch + (c0 - block[1][0]) * itemsize
+                    size, left = (c1 - c0) * itemsize, r1 - r0
+                    if size == line == pitch:
+                        size, left = left * line, 1
+                    while left:
+                        count = min(left, MAX_PART_LINES)
+                        waiting.append(Part(file.descriptor, start, to, count, size))
+                        owners.append(at)
+                        start, to = start + count * line, to + count * pitch
+                        left, lines = left - count, lines + count
+                    if lines >= MAX_LINES:
+                        read()
+            read()
+        except OSError:  # the system does not support such reads
+            return list(needed)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        return [needed[at] for at in sorted(failed)]
+
+    def _places(
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]
+    ) -> Iterator[_Place]:
+        """Find the chunks of a block in the open file of the chunk or shard `number`, which contains it.
+
+        Yields for each chunk its offset in the file (None if it is not stored), its length, and the part of
+        the block in it. Raises `ExecutionError` for a damaged shard.
+        """
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
             self._damaged(number, f"is a shard whose index cannot be read ({error})", error)
         for chunk, part in _cut(block, self.chunk):
-            target = _part(out, block, part)
             offset, length = 0, file.size
             if index is not None and self.shards:
                 place = index[chunk[0] % self.shards.chunks[0], chunk[1] % self.shards.chunks[1]]
                 offset, length = int(place[0]), int(place[1])
                 if offset == length == _MISSING:
-                    target[...] = self.fill
+                    yield None, 0, part
                     continue
                 if offset + length > file.size:
                     self._damaged(
                         number, f"has {file.size} bytes, and by its index a chunk ends at {offset + length}"
                     )
+            if self.encoding.raw and length != self.chunk_bytes:
+                self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
+            yield offset, length, part
+
+    def _read_file(
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
+    ) -> None:
+        """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
+        for offset, length, part in self._places(number, file, block):
+            target = _part(out, block, part)
+            if offset is None:
+                target[...] = self.fill
+                continue
             (r0, r1), (c0, c1) = part
-            top, left = chunk[0] * self.chunk[0], chunk[1] * self.chunk[1]
+            top, left = (start - start % of for start, of in zip((r0, c0), self.chunk, strict=True))
             wanted = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
             if self.encoding.raw:
-                self._read_raw(number, file, offset, length, wanted, target)
+                self._read_raw(number, file, offset, wanted, target)
             else:
                 self._decode(number, file.mapped(offset, length), wanted, target)
 
@@ -167,16 +299,10 @@ class DirectChunks:
         number: tuple[int, int],
         file: OpenFile,
         offset: int,
-        length: int,
         wanted: tuple[slice, slice],
         out: Array,
     ) -> None:
-        """Read the rows and columns `wanted` of an uncompressed chunk into `out`.
-
-        The chunk begins at the byte `offset` of the file, and has `length` bytes.
-        """
-        if length != self.chunk_bytes:
-            self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
+        """Read the rows and columns `wanted` of the uncompressed chunk at the byte `offset` into `out`."""
         encoding, (height, width) = self.encoding, self.chunk
         by_rows = encoding.order == "C"
         (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)

@@ -103,6 +103,7 @@ class ZarrMatrix:
             write_chunk=shard,
             partial_reads=raw is not None,
             contiguous=0 if raw and raw.order == "F" else 1,
+            page_cached=self.direct is not None and self.direct.cached,
             itemsize=size,
             scratch_bytes=SCRATCH_BYTES if raw else 0,
             decode_bytes=decode_bytes,
@@ -353,7 +354,7 @@ def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
     """
     if found.folder is None or 0 in found.shape or found.encoding is None:
         return None
-    return DirectChunks(
+    chunks = DirectChunks(
         root=found.folder,
         key=found.key,
         shape=(int(found.shape[0]), int(found.shape[1])),
@@ -364,3 +365,7 @@ def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
         unchanging=unchanging,
         worth_caching=worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize),
     )
+    # Only such files are worth the check. A result is read once, and its blocks pass through host slots.
+    if chunks.unchanging and chunks.worth_caching and chunks.readable_in_place:
+        return replace(chunks, cached=chunks.in_page_cache())
+    return chunks

@@ -69,6 +69,12 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
 
     Raises `InputError` for a group, for invalid metadata, and with `writable` for a read-only array.
     """
+    check_array(name, found, path, writable=writable)
+    return ZarrMatrix(name, found, unchanging=not writable)
+
+
+def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:
+    """Raise the errors of `wrap_zarr`."""
     if isinstance(found, zarr.Group):
         raise InputError(
             f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
@@ -80,7 +86,6 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
             f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are not an object)"
         )
     _check_endian(name, found)
-    return ZarrMatrix(name, found, unchanging=not writable)
 
 
 def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
@@ -111,7 +116,7 @@ def create_zarr(
             shape=shape,
             dtype=dtype,
             chunks=chunks,
-            compressors=_compressor(compressor),
+            compressors=compressor_codec(compressor),
             filters=None,
             fill_value=0,
             attributes=dict(UNFINISHED),
@@ -135,7 +140,7 @@ def remote_exists(url: str) -> bool:
     return True
 
 
-def _compressor(name: str | None) -> Any:
+def compressor_codec(name: str | None) -> Any:
     """Return the zarr codec for a name in `COMPRESSORS`; None for no compression."""
     from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 

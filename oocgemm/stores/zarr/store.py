@@ -88,23 +88,7 @@ class ZarrPaths(Store):
         that are not two positive integers.
         """
         check_new("C", path)
-        if chunks is not None and not (
-            isinstance(chunks, tuple | list)
-            and len(chunks) == 2
-            and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
-        ):
-            raise InputError(f"chunks = {chunks!r}: pass (rows, columns), both integers of at least 1")
-        itemsize = problem.itemsizes["C"]
-        size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
-        if chunks:
-            size = chunks[0] * chunks[1] * itemsize
-        encodes = compressor not in (None, "none")
-        return Layout(
-            write_chunk=chunks or (1, 1),
-            free_chunks=chunks is None,
-            encode_bytes=(3 if encodes else 1) * padded(size),
-            encodes=encodes,
-        )
+        return new_zarr_layout(problem, chunks, compressor)
 
     def create(
         self,
@@ -138,6 +122,36 @@ class ZarrPaths(Store):
         if "://" in operand or os.path.isfile(operand):
             return None
         return Path(operand) / SIDECAR
+
+
+def new_zarr_layout(
+    problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None, *, requests: int = 0
+) -> Layout:
+    """Return the layout of a new array. With `requests`, it is in an object store, written by so many PUTs.
+
+    Raises `InputError` for `chunks` that are not two positive integers.
+    """
+    if chunks is not None and not (
+        isinstance(chunks, tuple | list)
+        and len(chunks) == 2
+        and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
+    ):
+        raise InputError(f"chunks = {chunks!r}: pass (rows, columns), both integers of at least 1")
+    itemsize = problem.itemsizes["C"]
+    size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
+    if chunks:
+        size = chunks[0] * chunks[1] * itemsize
+    encodes = compressor not in (None, "none")
+    memory = (3 if encodes else 1) * padded(size)
+    return Layout(
+        write_chunk=chunks or (1, 1),
+        free_chunks=chunks is None,
+        encode_bytes=0 if requests else memory,
+        encodes=encodes,
+        itemsize=itemsize,
+        requests=requests,
+        request_bytes=memory + size if requests else 0,
+    )
 
 
 def _without_zarr(path: str) -> Metadata | None:

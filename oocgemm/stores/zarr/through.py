@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import zarr
 from zarr.abc.store import Store
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, ObjectStore
 
 from oocgemm.stores.zarr import bfloat16
 from oocgemm.stores.zarr.chunks import Shards
@@ -98,6 +98,9 @@ def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", boo
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
+    # zarrs would open an object store again by its own settings, without our credentials and retries.
+    if isinstance(array.store, ObjectStore):
+        return array, False
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
     # Let each call decode one chunk at a time, because each reader thread has memory for only one.

@@ -1,0 +1,139 @@
+"""Means, variances and extremes of the columns or rows of a block of elements."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from oocgemm.stores import Array
+from oocgemm.stores.transformed import SLAB, is_missing
+
+# Elements of a slab of int8, and how many of them are added at most: squares up to 2^14 give sums up to 2^24.
+INT8_SLAB, INT8_DEPTH = 1 << 19, 1 << 10
+# Temporary bytes for a slab: about 40 per element in float64, 16 per element of int8.
+SCRATCH = max(SLAB * 40, INT8_SLAB * 16)
+
+
+class Moments:
+    """Sums over blocks of an array, per column or row. `m2` are sums of squared differences from the mean."""
+
+    def __init__(self, extent: int) -> None:
+        self.count, self.missing = (np.zeros(extent, np.int64) for _ in range(2))
+        self.total, self.m2 = np.zeros(extent), np.zeros(extent)
+        self.min, self.max = np.full(extent, np.inf), np.full(extent, -np.inf)
+
+    def add(self, at: slice, other: "Moments") -> None:
+        """Add the sums of another block, which has the columns (or rows) `at` of this one."""
+        with np.errstate(all="ignore"):
+            ours, theirs = self.count[at], other.count
+            both = ours + theirs
+            apart = self.total[at] / np.maximum(ours, 1) - other.total / np.maximum(theirs, 1)
+            weight = ours * (theirs / np.maximum(both, 1))
+            self.m2[at] += other.m2 + np.where(weight > 0, apart * apart * weight, 0)
+            self.total[at] += other.total
+            np.minimum(self.min[at], other.min, out=self.min[at])
+            np.maximum(self.max[at], other.max, out=self.max[at])
+        self.count[at] = both
+        self.missing[at] += other.missing
+
+    def finished(self) -> tuple[Array, Array, Array, Array]:
+        """Return means, variances, minima and maxima; NaN where all elements are missing."""
+        some = self.count > 0
+        mean, variance, low, high = (
+            np.where(some, x, np.nan)
+            for x in (
+                self.total / np.maximum(self.count, 1),
+                self.m2 / np.maximum(self.count, 1),
+                self.min,
+                self.max,
+            )
+        )
+        # The mean of equal elements may be rounded, and their variance is 0 all the same.
+        variance = np.where((low == high) & np.isfinite(low), 0.0, variance)
+        return mean, variance, low, high
+
+
+def moments(raw: Array, axis: int, code: float | None, log1p: bool) -> Moments:
+    """Return the moments of a block along an axis. `code` is that of missing elements, which are left out."""
+    if raw.dtype == np.int8 and not log1p:
+        return _of_int8(raw, axis, code)
+    found = Moments(raw.shape[1 - axis])
+    for block, at in _slabs(raw.shape, SLAB, SLAB, axis):
+        found.add(at, _of_floats(raw[block].astype(np.float64), axis, code, log1p))
+    return found
+
+
+def _slabs(
+    shape: tuple[int, int], elements: int, rows: int, axis: int
+) -> Iterator[tuple[tuple[slice, slice], slice]]:
+    """Cut a block into slabs of at most `elements` elements and `rows` rows.
+
+    Yield each with the range of columns, or for axis 1 of rows, that it has.
+    """
+    width = min(shape[1], elements)
+    height = min(rows, max(1, elements // width))
+    for top in range(0, shape[0], height):
+        for left in range(0, shape[1], width):
+            block = slice(top, min(top + height, shape[0])), slice(left, min(left + width, shape[1]))
+            yield block, block[1 - axis]
+
+
+def _of_floats(x: Array, axis: int, code: float | None, log1p: bool) -> Moments:
+    """Return the sums of a slab of float64 elements, which is overwritten."""
+    found, absent = Moments(0), is_missing(x, code)
+    shape = (1, -1) if axis == 0 else (-1, 1)
+    with np.errstate(all="ignore"):
+        if log1p:
+            np.log1p(x, out=x)
+        low = high = x
+        found.missing = np.zeros(x.shape[1 - axis], np.int64)
+        lost: tuple[Array, ...] = ()
+        if absent is not None and absent.any():
+            found.missing, lost = np.count_nonzero(absent, axis), np.nonzero(absent)
+            low, high = x.copy(), x.copy()
+            low[lost], high[lost], x[lost] = np.inf, -np.inf, 0
+        found.count = x.shape[axis] - found.missing
+        found.min, found.max, found.total = low.min(axis), high.max(axis), x.sum(axis)
+        x -= (found.total / np.maximum(found.count, 1)).reshape(shape)
+        if lost:
+            x[lost] = 0
+        x *= x
+        found.m2 = x.sum(axis)
+    return found
+
+
+def _of_int8(raw: Array, axis: int, code: float | None) -> Moments:
+    """Return the sums of a block of int8 elements, ten times as fast as in float64.
+
+    Sums of squares of `INT8_DEPTH` elements are exact in float32.
+    """
+    extent = raw.shape[1 - axis]
+    found, squares = Moments(extent), np.zeros(extent)
+    for block, at in _slabs(raw.shape, INT8_SLAB, INT8_DEPTH, axis):
+        low = high = x = raw[block]
+        if code is not None and (absent := x == np.int8(code)).any():
+            found.missing[at] += absent.astype(np.float32).sum(axis).astype(np.int64)
+            # Operations on bits, because those with a mask take ten times as long.
+            bits = -absent.view(np.int8)
+            low, high, x = x ^ ((x ^ 127) & bits), x ^ ((x ^ -128) & bits), x & ~bits
+        wide = x.astype(np.float32)
+        found.total[at] += _added(wide, axis)
+        wide *= wide
+        squares[at] += _added(wide, axis)
+        np.minimum(found.min[at], low.min(axis), out=found.min[at])
+        np.maximum(found.max[at], high.max(axis), out=found.max[at])
+    found.count = raw.shape[axis] - found.missing
+    none = found.count == 0
+    found.min[none], found.max[none] = np.inf, -np.inf
+    # Sums of differences from the integer nearest to the mean: they are exact, and do not cancel.
+    near = np.rint(found.total / np.maximum(found.count, 1))
+    total = found.total - near * found.count
+    squares += near * (near * found.count - 2 * found.total)
+    found.m2 = squares - total * (total / np.maximum(found.count, 1))
+    return found
+
+
+def _added(x: Array, axis: int) -> Array:
+    """Return exact sums of float32 elements that are squares of int8, along an axis."""
+    if axis == 0:  # `_slabs` has cut it to INT8_DEPTH
+        return np.asarray(x.sum(0))
+    return np.asarray(np.add.reduceat(x, range(0, x.shape[1], INT8_DEPTH), axis=1).sum(1, dtype=np.float64))

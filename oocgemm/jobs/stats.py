@@ -1,0 +1,152 @@
+"""Statistics of the rows or columns of an array, in one pass over it."""
+
+import hashlib
+import io
+import json
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.moments import SCRATCH, Moments, moments
+from oocgemm.jobs.options import Operand, Size
+from oocgemm.jobs.streaming import reduced
+from oocgemm.planning.units import parse_size
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.transform import Transform
+from oocgemm.system import cache
+from oocgemm.system.memory import available_memory
+
+logger = logging.getLogger("oocgemm")
+
+# Number of results that the cache keeps, and the version of their format and of their arithmetic.
+MAX_CACHED, VERSION = 32, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Stats:
+    """Statistics per column or per row of an array, each an array with one number for each of them.
+
+    Attributes:
+        count: number of elements that are not missing.
+        missing: number of missing elements.
+        mean, variance: of the elements that are not missing, with the divisor `count`; NaN if there are none.
+        min, max: extremes of these elements; NaN if there are none.
+    """
+
+    count: Array
+    missing: Array
+    mean: Array
+    variance: Array
+    min: Array
+    max: Array
+
+    @property
+    def std(self) -> Array:
+        """Standard deviations: the square roots of the variances."""
+        return np.asarray(np.sqrt(self.variance))
+
+
+def stats(
+    x: Operand,
+    axis: int = 0,
+    *,
+    missing: float | None = None,
+    log1p: bool = False,
+    host_memory: Size | None = None,
+) -> Stats:
+    """Compute statistics of the columns or rows of an array in one pass over it, in bounded memory.
+
+    `Transform` takes its means and standard deviations from here. The result for files is cached, with the
+    fingerprint of the files (sizes, modification times), in the folder of `oocgemm info`'s calibrations.
+
+    Args:
+        x: a two-dimensional operand as for `gemm`; also int32 or int64. Not complex.
+        axis: the axis that is reduced, as in NumPy: 0 (default) for one number per column, which
+            ``gram(x)`` needs, or 1 for one number per row.
+        missing: code of missing elements, such as -1 or NaN, which are left out.
+        log1p: of log(1 + x) in place of x.
+        host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. The
+            result is not counted, 48 bytes per column or row.
+
+    Returns:
+        The `Stats`. They do not depend on the memory or on the number of threads. Sums of integers are exact
+            up to 2^53. Variances are merged from those of blocks by the formula of Chan, Golub and LeVeque
+            (1983), which does not cancel.
+
+    Raises:
+        InputError: the operand cannot be used.
+        ExecutionError: it cannot be read.
+
+    >>> import oocgemm
+    >>> oocgemm.stats([[1.0, 2.0], [3.0, 6.0]]).mean
+    array([2., 4.])
+    """
+    if isinstance(axis, bool) or axis not in (0, 1):
+        raise InputError(f"axis = {axis!r}: pass 0 for statistics of the columns, or 1 for those of the rows")
+    matrix = stores.open_matrix("X", stores.located("X", x))
+    transform = Transform(missing=missing, log1p=log1p)
+    transform.result("X", matrix.dtype)  # refuses complex operands
+    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
+    return stats_of(matrix, axis, transform, memory)
+
+
+def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> Stats:
+    """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
+
+    Of `transform`, only the code of missing elements and `log1p` matter.
+    """
+    code = transform.code(matrix.name, matrix.dtype)
+    place = _place(matrix, axis, code, transform.log1p)
+    found = None if place is None else _load(place, matrix.shape[1 - axis])
+    if found is None:
+        logger.info("reading %s for statistics of its %s", matrix.name, ("columns", "rows")[axis])
+        found = _computed(matrix, axis, code, transform.log1p, memory)
+        if place is not None:
+            _save(place, found)
+    return found
+
+
+def _computed(matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int) -> Stats:
+    found = Moments(matrix.shape[1 - axis])
+    blocks = reduced(matrix, axis, memory, SCRATCH, lambda rows, cols, raw: moments(raw, axis, code, log1p))
+    for rows, cols, part in blocks:
+        found.add(slice(*(cols if axis == 0 else rows)), part)
+    return Stats(found.count, found.missing, *found.finished())
+
+
+def _place(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Path | None:
+    """Return the path of the cached statistics; None if changes of the matrix could not be detected."""
+    known = matrix.fingerprint()
+    if known is None or not known.get("content"):
+        return None
+    key = json.dumps([VERSION, known, axis, repr(code), log1p], sort_keys=True, default=str)
+    with suppress(InputError):  # without a home directory there is no cache
+        return cache.folder() / "stats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+    return None
+
+
+def _load(place: Path, extent: int) -> Stats | None:
+    with suppress(OSError, ValueError, KeyError), np.load(place, allow_pickle=False) as file:
+        found = Stats(**{field.name: file[field.name] for field in fields(Stats)})
+        if all(getattr(found, field.name).shape == (extent,) for field in fields(Stats)):
+            os.utime(place)
+            return found
+    return None
+
+
+def _save(place: Path, found: Stats) -> None:
+    """Save statistics, and remove the oldest ones of other arrays if there are too many."""
+    file, named = io.BytesIO(), {field.name: getattr(found, field.name) for field in fields(Stats)}
+    np.savez(file, **named)
+    with suppress(OSError):  # without the cache, later runs make a pass again
+        cache.write_whole(place, file.getvalue())
+        kept: list[Any] = sorted(place.parent.glob("*.npz"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-MAX_CACHED]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""Read an array once, block by block in several threads, with results in an order that never changes."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError
+from oocgemm.planning.tiling import Range
+from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
+
+T = TypeVar("T")
+# Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other
+# reads from the disk.
+MAX_THREADS, THREADS_PER_CORE = 16, 2
+# Columns of the blocks in which an array without chunks is read along its columns.
+COLUMNS = 1 << 12
+
+
+def reduced(
+    matrix: Matrix, axis: int, memory: int, scratch: int, act: Callable[[Range, Range, Array], T]
+) -> Iterator[tuple[Range, Range, T]]:
+    """Read a matrix, and yield the rows, the columns and a result of each of its blocks.
+
+    Blocks and their order depend on the matrix alone. So results that are added up in this order are the same
+    in every bit, whatever the number of threads.
+
+    Args:
+        matrix: what is read.
+        axis: the axis along which `act` reduces a block.
+        memory: upper bound in bytes, unless one thread needs more.
+        scratch: bytes that `act` needs besides the block and its result. The result has at most 96 bytes per
+            row or column.
+        act: called by several threads with the rows, the columns and the elements of a block.
+
+    Raises:
+        ExecutionError: a block cannot be read.
+    """
+    batch = max(1, BATCH_BYTES // matrix.dtype.itemsize)
+    unit = _unit(matrix, axis, batch)
+    piece = max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
+    # Twice as many blocks as threads are begun.
+    each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * max(unit[1 - axis], batch)
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
+    todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
+
+    def work(rows: Range, cols: Range) -> T:
+        return act(rows, cols, _read(matrix, rows, cols))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
+        begun = deque[tuple[Range, Range, Future[T]]]()
+
+        def begin(count: int) -> None:
+            begun.extend((rows, cols, pool.submit(work, rows, cols)) for rows, cols in islice(todo, count))
+
+        begin(2 * threads)
+        while begun:
+            rows, cols, result = begun.popleft()
+            yield rows, cols, result.result()
+            begin(1)
+
+
+def _unit(matrix: Matrix, axis: int, batch: int) -> tuple[int, int]:
+    """Return the shape of the parts in which a matrix is read: chunks, or rows of large chunks."""
+    (height, width), layout = matrix.layout.read_chunk, matrix.layout
+    if (height, width) == (1, 1):
+        return (max(1, batch // COLUMNS), COLUMNS) if axis == 0 else (1, batch)
+    return (max(1, min(height, batch // width)), width) if layout.partial_reads else (height, width)
+
+
+def _read(matrix: Matrix, rows: Range, cols: Range) -> Array:
+    raw = np.empty((rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+    try:
+        matrix.read(rows, cols, raw)
+    except Exception as error:  # a store may raise any exception
+        what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+        raise ExecutionError(
+            f"reading {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}"
+        ) from error
+    return raw

@@ -1,0 +1,194 @@
+"""Apply transforms to the operands of a product: find the means and scales that they need."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.backends.base import PanelTransform
+from oocgemm.errors import InputError
+from oocgemm.jobs.request import Request
+from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.planning import GemmProblem, Op
+from oocgemm.planning.units import parse_size
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import TransformedMatrix, Vectors
+from oocgemm.system.memory import RECENT, available_memory
+
+# What the indices along each axis of an array are called.
+_LINES = ("rows", "columns")
+
+
+def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:
+    """Return an operand as `stores.by_rows` does, with its transform."""
+    by_row, new_op = stores.by_rows(matrix, op)
+    return transformed(by_row, transform, new_op, left=left, lines=_LINES[int(left != op.swaps)]), new_op
+
+
+def transformed(
+    matrix: Matrix, transform: Transform | None, op: Op, *, left: bool, lines: str | None = None
+) -> Matrix:
+    """Return an operand with its transform, which can be planned with but not read; without one, itself.
+
+    Args:
+        matrix: the operand.
+        transform: of its elements.
+        op: op() of the operand.
+        left: whether it is A, whose op() has k columns, and not B, whose op() has k rows.
+        lines: what the caller calls the indices along k, "rows" or "columns", if not by this matrix.
+
+    Raises:
+        InputError: the transform cannot be applied to the operand.
+    """
+    if transform is None:
+        return matrix
+    if not isinstance(transform, Transform):
+        raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
+    k_axis = int(left != op.swaps)
+    return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
+
+
+def readable(matrix: Matrix, memory: int) -> Matrix:
+    """Return a view that can be read, given the result of `transformed`. Return other matrices as they are.
+
+    If the transform needs means or counts, they are taken from the cache, or from a pass over the operand in
+    `memory` bytes.
+
+    Raises:
+        InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
+        ExecutionError: the operand cannot be read.
+    """
+    if not isinstance(matrix, TransformedMatrix):
+        return matrix
+    transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
+    none = np.broadcast_to(0.0, extent)
+    center, scale, fill = none, np.broadcast_to(1.0, extent), none
+    found = None
+    if transform.needs_stats:
+        found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory)
+        _check(matrix, found)
+    if isinstance(transform.center, np.ndarray):
+        center = transform.center
+    elif transform.center is not None and found is not None:
+        center = found.mean
+    if isinstance(transform.scale, np.ndarray):
+        scale = transform.scale
+    elif transform.scale is not None and found is not None:
+        scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
+        _check_scale(matrix, scale)
+    if transform.imputes_mean and found is not None:
+        # Without missing elements, the mean of an index is not needed, and it may be NaN.
+        fill = np.where(found.missing > 0, found.mean, 0)
+    if transform.corrects:
+        return matrix.with_vectors(Vectors(none, none, scale, np.asarray(center)))
+    inverse = 1 / scale
+    return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+
+
+def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
+    """Return A and B so that they can be read (`readable`), within the host memory of a request."""
+    if not problem.depth:  # nothing is read
+        return a, b
+    left = readable(a, memory_of(request))
+    return left, left if b is a else readable(b, memory_of(request))
+
+
+def memory_of(request: Request) -> int:
+    """Return the bytes that a pass over an operand before the run may take."""
+    given = request.host_memory if request.memory is None else request.memory
+    return available_memory(RECENT) // 8 if given is None else parse_size(given)
+
+
+def _line(matrix: TransformedMatrix, index: int) -> str:
+    return f"{matrix.lines[:-1]} {index} of {matrix.name}"
+
+
+def _check(matrix: TransformedMatrix, found: Stats) -> None:
+    """Raise `InputError` if the statistics do not give a transform of every element."""
+    transform = matrix.transform
+    if transform.raises and (lines := np.flatnonzero(found.missing)).size:
+        raise InputError(
+            f"{matrix.name} has {found.missing.sum()} missing elements (code {transform.missing}), the first "
+            f"ones in {_line(matrix, lines[0])}: pass impute='mean' or impute=0 to replace them"
+        )
+    needed = isinstance(transform.center, str) or isinstance(transform.scale, str)
+    used = needed | ((found.missing > 0) if transform.imputes_mean else np.zeros(len(found.count), bool))
+    if (lines := np.flatnonzero(used & (found.count == 0))).size and matrix.shape[1 - matrix.k_axis]:
+        raise InputError(
+            f"{_line(matrix, lines[0])} has only missing elements, so that it has no mean (one of "
+            f"{lines.size} such {matrix.lines}): leave them out, or pass impute=0 and center and "
+            "scale as arrays"
+        )
+    if (lines := np.flatnonzero(used & (found.count > 0) & ~np.isfinite(found.variance))).size:
+        raise InputError(
+            f"{_line(matrix, lines[0])} has elements that are Inf or NaN{_after_log(transform)}, so that it "
+            f"has no mean (one of {lines.size} such {matrix.lines}): if NaN stands for missing "
+            "elements, pass missing=float('nan')"
+        )
+
+
+def _after_log(transform: Transform) -> str:
+    return ", after log1p" if transform.log1p else ""
+
+
+def _hwe(matrix: TransformedMatrix, found: Stats) -> Array:
+    """Return sqrt(2 p (1 - p)), the standard deviations of genotypes in Hardy-Weinberg equilibrium."""
+    outside = np.flatnonzero((found.mean < 0) | (found.mean > 2))
+    if outside.size:
+        raise InputError(
+            f"scale = 'hwe' is for genotypes 0, 1 and 2, and {_line(matrix, outside[0])} has the mean "
+            f"{found.mean[outside[0]]:.6g}: give the code of missing genotypes, such as missing=-1, or pass "
+            "scale='k'"
+        )
+    share = found.mean / 2
+    return np.asarray(np.sqrt(2 * share * (1 - share)))
+
+
+def _check_scale(matrix: TransformedMatrix, scale: Array) -> None:
+    zeros = np.flatnonzero(scale == 0)
+    if zeros.size:
+        raise InputError(
+            f"the scale of {_line(matrix, zeros[0])} is 0, because all of its elements are equal (one of "
+            f"{zeros.size} such {matrix.lines}): leave them out, or pass scale as an array with 1 "
+            "there, such as numpy.where(s.std > 0, s.std, 1) for the result s of oocgemm.stats"
+        )
+
+
+def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:
+    """Return the problem, with the stored dtypes of the operands that the device will transform.
+
+    A GPU transforms panels, which cross the link to it as they are stored. Two kinds of runs need transformed
+    elements on the host, where panels are then transformed when they are read: those that compute checksums,
+    and emulated products.
+    """
+    if problem.centered and problem.checked:
+        raise InputError(
+            "checksums do not cover the centers that are subtracted from a product of int8: drop verify, and "
+            "check C with oocgemm verify, or pass another cast than int8"
+        )
+    if backend != "cuda" or problem.checked or problem.planes or not problem.depth:
+        return problem
+    stored_a, stored_b = (
+        x.stored.dtype.name if isinstance(x, TransformedMatrix) and not x.is_copy else "" for x in (a, b)
+    )
+    return replace(problem, stored_a=stored_a, stored_b=stored_b)
+
+
+def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:
+    """Return the matrix from which the panels of an operand are read."""
+    if isinstance(matrix, TransformedMatrix) and (matrix.is_copy or problem.expands):
+        return matrix.stored
+    return matrix
+
+
+def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTransform]:
+    """Return the transforms of the operands whose elements the device transforms."""
+    found = {}
+    for operand, matrix in zip(problem.operands, (a, b), strict=False):
+        if problem.expands and isinstance(matrix, TransformedMatrix) and not matrix.is_copy:
+            v = matrix.vectors
+            assert v is not None, "the matrix was opened only to plan"
+            vectors = v.fill, v.center, v.inverse
+            found[operand] = PanelTransform(matrix.code, matrix.transform.log1p, vectors)
+    return found

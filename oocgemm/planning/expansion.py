@@ -1,0 +1,39 @@
+"""Panels that the device transforms before they are multiplied: the memory of the results.
+
+`oocgemm.Transform` describes the transforms. A slot of the operand "P" contains the results for one step: the
+expanded panel of op(A), and behind it that of op(B). A panel that is not transformed has no part there.
+"""
+
+from oocgemm.planning.problem import DTYPES, GemmProblem
+from oocgemm.planning.tiling import round_up
+
+# Alignment of panels, in bytes: what kernels of products need.
+_ALIGNMENT = 512
+# Bytes per index along k of the numbers of a transform, three in float64: what missing elements become, what
+# is subtracted, and what is multiplied by.
+VECTOR_BYTES = 24
+
+
+def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, int]:
+    """Return the bytes of the expanded panels of op(A) and of op(B) of an m x n x k step, aligned."""
+    a, b = (
+        round_up(rows * k * DTYPES[name].itemsize, _ALIGNMENT) if stored else 0
+        for rows, name, stored in (
+            (m, problem.a_dtype, problem.stored_a),
+            (n, problem.b_dtype, problem.stored_b),
+        )
+    )
+    return a, b
+
+
+def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
+    """Return the bytes on the device of what is subtracted from the rows and the columns of C, aligned."""
+    rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
+    return (rows, cols) if problem.centered else (0, 0)
+
+
+def vector_bytes(problem: GemmProblem) -> dict[str, int]:
+    """Return the bytes on the device of the numbers of each operand's transform, aligned."""
+    stored = {"A": problem.stored_a, "B": problem.stored_b}
+    each = round_up(VECTOR_BYTES * problem.depth, _ALIGNMENT)
+    return {operand: each for operand in problem.operands if stored[operand]}

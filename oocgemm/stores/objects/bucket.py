@@ -1,0 +1,212 @@
+"""Read and write the objects of one array, by the package obstore.
+
+obstore repeats a request that fails with HTTP status 5xx, 429 or 408, or with a broken or timed-out
+connection, also amid a response. Only when it gives up does an error reach this module.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.stores.base import Array, ChangedError
+from oocgemm.stores.objects.address import check_url, is_web, redacted, scrubbed
+
+# How long obstore repeats a failed request: at most RETRIES times, and for RETRY_SECONDS. It waits for
+# FIRST_WAIT seconds, then twice as long each time, up to LONGEST_WAIT, all with jitter.
+RETRIES, RETRY_SECONDS = 10, 180.0
+FIRST_WAIT, LONGEST_WAIT = 0.1, 15.0
+# A body is copied to its destination in parts of at least this many bytes, while the rest is in transit.
+STREAMED_BYTES = 1 << 20
+
+# The arrays at memory:// URLs, which live as long as the process.
+_in_memory: dict[str, Any] = {}
+_creating = threading.Lock()
+
+
+class StoreError(ExecutionError, OSError):
+    """Raised for a request to an object store that failed although it was repeated."""
+
+
+class Bucket:
+    """The objects whose keys begin with the path of a URL. Keys are relative to that path.
+
+    Methods raise `StoreError`, whose message names the URL and contains no credentials.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open a URL. Nothing is requested yet. Raises `InputError` for an invalid URL."""
+        self.url = redacted(url)
+        try:
+            self.store = _opened(url)
+        except ImportError as error:
+            raise InputError(
+                f"{self.url} needs a package that is not installed ({error}): pip install 'oocgemm[objects]'"
+            ) from error
+        except Exception as error:  # obstore raises exceptions of many types
+            raise InputError(f"{self.url} cannot be opened: {scrubbed(str(error))}") from error
+        self._api = import_module("obstore")
+
+    def get(self, key: str) -> tuple[Array, dict[str, str]] | None:
+        """Return an object as an array of bytes, and its version for `replace`; None if there is none."""
+        try:
+            with self.errors(key):
+                found = self._api.get(self.store, key)
+                content = np.frombuffer(found.bytes(), np.uint8)
+        except FileNotFoundError:
+            return None
+        return content, _version(found.meta)
+
+    def get_part(self, key: str, start: int, size: int) -> Array:
+        """Return `size` bytes of an object, from the byte `start`; with a negative `start`, its last bytes.
+
+        Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
+        """
+        with self.errors(key):
+            span = {"suffix": size} if start < 0 else (start, start + size)
+            found = self._api.get(self.store, key, options={"range": span})
+            content = np.frombuffer(found.bytes(), np.uint8)
+        self._check_size(key, content.nbytes, size)
+        return content
+
+    def read_into(self, key: str, start: int, out: Array) -> None:
+        """Fill `out`, a contiguous array of bytes, from the byte `start` of an object.
+
+        Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
+        """
+        filled = 0
+        with self.errors(key):
+            found = self._api.get(self.store, key, options={"range": (start, start + out.nbytes)})
+            for part in found.stream(min_chunk_size=STREAMED_BYTES):
+                out[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
+                filled += len(part)
+        self._check_size(key, filled, out.nbytes)
+
+    def put(self, key: str, content: Array) -> str:
+        """Create or replace an object atomically and durably. Return its ETag."""
+        return _tag(self._put(key, content, None))
+
+    def replace(self, key: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
+        """Replace the given version of an object, or with None create it. Return the new version.
+
+        The content must be unique. If obstore repeats a PUT that had succeeded, its condition no longer
+        holds. The content then shows that it was this PUT. Raises `ChangedError` if it was another.
+        """
+        data = np.frombuffer(content, np.uint8)
+        try:
+            done = self._put(key, data, "create" if version is None else version)
+        except FileNotFoundError:
+            raise ChangedError(f"{self.url}/{key} was deleted by another process") from None
+        except ChangedError:
+            found = self.get(key)
+            if found is None or found[0].tobytes() != content:
+                raise
+            return found[1]
+        return _version(done)
+
+    def listing(self, below: str = "", limit: int | None = None) -> dict[str, tuple[int, str]]:
+        """Return the size and the ETag of all objects whose keys begin with the folder `below`, by key.
+
+        With `limit`, the listing ends after about so many objects.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        with self.errors(below):
+            for page in self._api.list(self.store, prefix=below or None, chunk_size=1000):
+                found.update((one["path"], (one["size"], _tag(one))) for one in page)
+                if limit is not None and len(found) >= limit:
+                    break
+        return found
+
+    def tag(self, key: str) -> str:
+        """Return the ETag of an object. Raises `FileNotFoundError`."""
+        with self.errors(key):
+            return _tag(self._api.head(self.store, key))
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the store. Raises `FileNotFoundError`."""
+        with self.errors(source):
+            self._api.copy(self.store, source, target)
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete objects. Missing ones are no error."""
+        with self.errors(""):
+            if keys:
+                self._api.delete(self.store, keys)
+
+    def _put(self, key: str, content: Array, mode: Any) -> Any:
+        with self.errors(key):
+            # One PUT, since the parts of an interrupted multipart upload would stay in the store, invisibly.
+            return self._api.put(self.store, key, content, mode=mode, use_multipart=False)
+
+    def _check_size(self, key: str, found: int, wanted: int) -> None:
+        if found != wanted:
+            raise EOFError(f"{self.url}/{key} ended after {found} of {wanted} bytes: it is truncated")
+
+    @contextmanager
+    def errors(self, key: str) -> Iterator[None]:
+        """Turn exceptions of obstore into `StoreError`. A missing object stays a `FileNotFoundError`."""
+        try:
+            yield
+        except (EOFError, MemoryError, ExecutionError):
+            raise
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise StoreError(
+                    f"{self.url}: there is no such bucket: create it, or correct the URL"
+                ) from None
+            raise FileNotFoundError(f"there is no object at {self.url}/{key}") from None
+        except Exception as error:  # obstore raises exceptions of many types
+            raise self._failure(f"{self.url}/{key}".rstrip("/"), error) from None
+
+    def _failure(self, where: str, error: Exception) -> StoreError | ChangedError:
+        kind, text = type(error).__name__, scrubbed(str(error))
+        if kind in ("AlreadyExistsError", "PreconditionError"):
+            return ChangedError(f"{where} was changed by another process")
+        if kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError):
+            return StoreError(
+                f"{where}: access is denied ({text}): check the credentials, which come from the environment"
+            )
+        if re.search(r"after (\d+) retries", text):
+            return StoreError(f"{where}: the server did not answer a request: {text}")
+        return StoreError(f"{where}: {text}")
+
+
+def _opened(url: str) -> Any:
+    """Return the obstore store for a URL. Its keys are relative to the path of the URL."""
+    check_url("the operand", url)
+    stores = import_module("obstore.store")
+    if url.startswith("memory://"):
+        with _creating:
+            return _in_memory.setdefault(redacted(url), stores.MemoryStore())
+    address, _, query = url.partition("?")
+    address = address.rstrip("/") + (f"?{query}" if query else "")
+    waits = {
+        "init_backoff": timedelta(seconds=FIRST_WAIT),
+        "max_backoff": timedelta(seconds=LONGEST_WAIT),
+        "base": 2,
+    }
+    retries = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS), "backoff": waits}
+    given: dict[str, Any] = {"retry_config": retries}
+    if is_web(url):
+        given["client_options"] = {"allow_http": True}
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if account and url.startswith("az") and "@" not in url:
+        # obstore finds the account by itself, but then cannot print the store, which zarr does in messages.
+        given["config"] = {"account_name": account}
+    return stores.from_url(address, **given)
+
+
+def _version(meta: Any) -> dict[str, str]:
+    """Return the version of an object, in the form that a conditional PUT takes."""
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+def _tag(meta: Any) -> str:
+    return str(meta.get("e_tag") or meta.get("version") or "")

@@ -1,0 +1,172 @@
+"""Read and write the chunks of a zarr array in an object store without zarr, one request each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, pieces
+from oocgemm.stores.objects.bucket import STREAMED_BYTES, Bucket
+from oocgemm.stores.zarr.chunks import Shards
+from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding
+
+Place = tuple[int, int]
+Block = tuple[Range, Range]
+# If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
+_MISSING = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class ObjectChunks:
+    """The chunks of a zarr array in an object store, and how to read and write them.
+
+    - `bucket`: contains the objects of the array.
+    - `key`: returns the key of a chunk or shard, given its indices in the grid.
+    - `chunk`: the shape of a chunk.
+    - `encoding`: the format of a chunk's bytes.
+    - `fill`: the value of all elements of a chunk that is not stored.
+    - `shards`: the format of the shards; None if each chunk is an object.
+    - `prefix`: what is prepended to the key when a chunk is written.
+    """
+
+    bucket: Bucket
+    key: Callable[[Place], str]
+    chunk: tuple[int, int]
+    encoding: Encoding
+    fill: Any
+    shards: Shards | None = None
+    prefix: str = ""
+    # The indexes of shards, which do not change while an operand is read.
+    _indexes: dict[Place, Array | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def below(self, prefix: str) -> "ObjectChunks":
+        """Return the same chunks, but written to keys with this prefix."""
+        return replace(self, prefix=prefix)
+
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of host memory that reading or writing one chunk takes, besides its source or target."""
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize + CHECKSUM_BYTES
+        return max(2 * STREAMED_BYTES, size + self.encoding.encode_bytes(size))
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        """Read the block at these rows and columns into `out`, chunk by chunk.
+
+        Raises `ExecutionError` for a damaged chunk, and `StoreError` for a request that fails.
+        """
+        for number, block, target in self._cut((rows, cols), out):
+            place = self._place(number)
+            try:
+                if place is None:
+                    target[...] = self.fill
+                elif self.encoding.raw:
+                    self._read_raw(number, place, block, target)
+                else:
+                    self._read_encoded(number, place, block, target)
+            except FileNotFoundError:
+                target[...] = self.fill  # zarr need not store a chunk of fill values
+            except EOFError as error:
+                self._damaged(number, str(error), error)
+
+    def write(self, rows: Range, cols: Range, data: Array) -> dict[str, str]:
+        """Write a block that consists of whole chunks. Return the ETags of the new objects by their keys."""
+        tags = {}
+        for number, _, part in self._cut((rows, cols), data):
+            stored, size = self.encoding.encode(part, self.chunk, self.fill)
+            content = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)[:size]
+            tags[self.key(number)] = self.bucket.put(self.prefix + self.key(number), content)
+        return tags
+
+    def _cut(self, block: Block, array: Array) -> Iterator[tuple[Place, Block, Array]]:
+        """Cut a block, whose elements are in `array`, along chunk borders.
+
+        Yield for each part the indices of its chunk, its rows and columns, and the view of its elements.
+        """
+        (top, _), (left, _) = block
+        for (r0, r1), (c0, c1) in pieces(*block, self.chunk, 1):
+            number = r0 // self.chunk[0], c0 // self.chunk[1]
+            yield number, ((r0, r1), (c0, c1)), array[r0 - top : r1 - top, c0 - left : c1 - left]
+
+    def _place(self, number: Place) -> tuple[str, int, int] | None:
+        """Return where a chunk is: the key of its object, the offset in it, and the bytes; None if nowhere.
+
+        The number of bytes is -1 for the whole object.
+        """
+        if self.shards is None:
+            return self.key(number), 0, -1
+        down, across = self.shards.chunks
+        shard = number[0] // down, number[1] // across
+        if shard not in self._indexes:
+            self._indexes[shard] = self._index(shard)
+        index = self._indexes[shard]
+        if index is None:
+            return None
+        offset, length = map(int, index[number[0] % down, number[1] % across])
+        return None if offset == length == _MISSING else (self.key(shard), offset, length)
+
+    def _index(self, shard: Place) -> Array | None:
+        """Read the index of a shard; None if the shard is not stored."""
+        assert self.shards is not None
+        size, start = self.shards.index_bytes, -1 if self.shards.at_end else 0
+        try:
+            return self.shards.parsed(self.bucket.get_part(self.key(shard), start, size))
+        except FileNotFoundError:
+            return None
+        except (EOFError, ValueError) as error:
+            raise ExecutionError(
+                f"{self.bucket.url}/{self.key(shard)} is a shard whose index cannot be read ({error}): it is "
+                "damaged or truncated"
+            ) from error
+
+    def _read_raw(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
+        """Read a part of an uncompressed chunk: the lines that contain it, in one request."""
+        key, offset, length = place
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
+        if length not in (-1, size):
+            self._damaged(number, f"it has {length} bytes instead of {size}")
+        by_rows, dtype = self.encoding.order == "C", self.encoding.dtype
+        wanted = self._inside(number, block)
+        (lines, part), line = (wanted, self.chunk[1]) if by_rows else (wanted[::-1], self.chunk[0])
+        target = out if by_rows else out.T
+        start = offset + lines.start * line * dtype.itemsize
+        if target.shape[1] == line and target.flags.c_contiguous and dtype.isnative:
+            self.bucket.read_into(key, start, target.reshape(-1).view(np.uint8))
+            return
+        count = (lines.stop - lines.start) * line * dtype.itemsize
+        found = self.bucket.get_part(key, start, count).view(dtype).reshape(-1, line)
+        np.copyto(target, found[:, part], casting="equiv")
+
+    def _read_encoded(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
+        """Read and decode a chunk, and copy the part that is wanted."""
+        key, offset, length = place
+        if length < 0:
+            found = self.bucket.get(key)
+            if found is None:
+                raise FileNotFoundError(key)
+            stored = found[0]
+        else:
+            stored = self.bucket.get_part(key, offset, length)
+        into = out if out.shape == self.chunk and out.flags.c_contiguous else None
+        try:
+            elements = self.encoding.decode(stored, self.chunk, into)
+        except MemoryError:
+            raise
+        except Exception as error:  # compressors raise exceptions of many types
+            self._damaged(number, f"it cannot be decoded: {error}", error)
+        if elements is not into:
+            np.copyto(out, elements[self._inside(number, block)], casting="equiv")
+
+    def _inside(self, number: Place, block: Block) -> tuple[slice, slice]:
+        """Return the rows and columns of a block of the matrix, counted from the first ones of its chunk."""
+        (r0, r1), (c0, c1) = block
+        top, left = number[0] * self.chunk[0], number[1] * self.chunk[1]
+        return slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+
+    def _damaged(self, number: Place, how: str, error: Exception | None = None) -> NoReturn:
+        """Raise the `ExecutionError` for a damaged chunk. `how` says what is wrong with it."""
+        raise ExecutionError(
+            f"chunk {number[0]}/{number[1]} in {self.bucket.url} is damaged or truncated: {how}"
+        ) from error

@@ -1,0 +1,69 @@
+"""Open and create zarr arrays in object stores, by zarr."""
+
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.storage import ObjectStore
+
+from oocgemm.errors import InputError, NotFoundError
+from oocgemm.stores.formats import check_url_format
+from oocgemm.stores.objects.address import scrubbed
+from oocgemm.stores.objects.bucket import Bucket, StoreError
+from oocgemm.stores.objects.matrix import ObjectMatrix
+from oocgemm.stores.zarr.matrix import UNFINISHED, reason
+from oocgemm.stores.zarr.metadata import V2, V3
+from oocgemm.stores.zarr.opening import check_array, compressor_codec
+
+
+def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
+    """Open the zarr array in a bucket. `name` is its name in messages.
+
+    Raises `InputError` if there is none, or if the store refuses access or does not answer.
+    """
+    try:
+        # A request of our own, because zarr hides the reason of a failure.
+        present = any(bucket.get(key) is not None for key in (V3, V2, ".zgroup"))
+    except StoreError as error:
+        raise InputError(f"{name}: {error}") from None
+    if not present:
+        check_url_format(name, bucket.url)
+        raise NotFoundError(f"{name}: there is no zarr array at {bucket.url}")
+    try:
+        found = zarr.open(ObjectStore(bucket.store, read_only=not writable), mode="r+" if writable else "r")
+    except MemoryError:
+        raise
+    except Exception as error:  # zarr raises exceptions of many types
+        raise InputError(f"{name}: no zarr array at {bucket.url}: {scrubbed(reason(error))}") from None
+    return _matrix(name, bucket, found, writable=writable)
+
+
+def create_array(
+    name: str,
+    bucket: Bucket,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+) -> ObjectMatrix:
+    """Create a zarr array in a bucket. `name` is its name in messages. Raises `InputError` if that fails."""
+    try:
+        array = zarr.create_array(
+            ObjectStore(bucket.store),
+            shape=shape,
+            dtype=dtype,
+            chunks=chunks,
+            compressors=compressor_codec(compressor),
+            filters=None,
+            fill_value=0,
+            attributes=dict(UNFINISHED),
+        )
+    except Exception as error:  # zarr and obstore raise exceptions of many types
+        text = scrubbed(reason(error))
+        raise InputError(f"{name}: cannot create a zarr array at {bucket.url}: {text}") from None
+    return _matrix(name, bucket, array, writable=True)
+
+
+def _matrix(name: str, bucket: Bucket, found: Any, *, writable: bool) -> ObjectMatrix:
+    check_array(name, found, bucket.url, writable=writable)
+    return ObjectMatrix(name, bucket, found, unchanging=not writable)

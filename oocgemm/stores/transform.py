@@ -1,0 +1,206 @@
+"""`Transform`: what happens to each element of an operand between storage and the product."""
+
+import hashlib
+import importlib
+from dataclasses import dataclass, fields
+from math import isfinite, isnan
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError, missing_bfloat16
+from oocgemm.planning.integers import EXACT_LIMIT
+from oocgemm.stores.base import Array
+
+# Dtypes to which a transform may cast.
+CASTS = ("float16", "bfloat16", "float32", "float64", "int8")
+# The result if `Transform.cast` is not given. Other integers are transformed to float64, which has all int32.
+_DEFAULTS = {"int8": "float32", "int32": "float64", "int64": "float64"}
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """A transform of the elements of an operand on load. The operand stays as it is in storage.
+
+    An element x of the stored array becomes ``(f(x) - center) / scale`` in the dtype `cast`. f is log1p, or
+    nothing. A missing element is first replaced as `impute` says. The arithmetic is in float64, and the
+    result is rounded once, to `cast`. Centers, scales and means are per index along k, the axis over which
+    the product sums: per column of X for ``X @ X.T``.
+
+    Args:
+        missing: the code of missing elements, such as -1 or NaN. None: there are none.
+        impute: what replaces a missing element: "mean" (default), the mean of the other elements at the same
+            index along k, after log1p; or 0; or "raise": an operand with missing elements is refused.
+        log1p: replace x by log(1 + x).
+        center: what is subtracted: "k", the mean of the elements that are not missing, after log1p; or an
+            array with one number per index along k; or None.
+        scale: what is divided by: "k", the standard deviation of these elements (with the divisor n); "hwe",
+            sqrt(2 p (1 - p)) with p = mean / 2, the standard deviation of genotypes 0, 1 and 2 in
+            Hardy-Weinberg equilibrium; or an array; or None.
+        cast: dtype that is multiplied: float16, bfloat16, float32, float64 or int8. By default that of a
+            floating-point operand; float32 for int8; float64 for int32 and int64. An int8 operand that is
+            only imputed with 0 stays int8. An int8 operand may also be centred and stay int8, with
+            cast="int8": then its product is exact, and the centers are subtracted from C, which is float64.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+
+    missing: float | None = None
+    impute: Any = "mean"
+    log1p: bool = False
+    center: Any = None
+    scale: Any = None
+    cast: str | None = None
+
+    def __post_init__(self) -> None:
+        missing = self.missing
+        if missing is not None and not (isinstance(missing, int | float | np.number) and np.isreal(missing)):
+            raise InputError(f"missing = {missing!r} is not a real number: pass the code, such as -1 or NaN")
+        if missing is not None:  # equal codes are shown alike
+            whole = isinstance(missing, int | np.integer) or float(missing).is_integer()
+            object.__setattr__(self, "missing", int(missing) if whole else float(missing))
+        by_word = isinstance(self.impute, str) and self.impute in ("mean", "raise")
+        if not by_word and not _is_zero(self.impute):
+            raise InputError(f"impute = {self.impute!r}: pass 'mean', 0 or 'raise'")
+        for name, words in (("center", ("k",)), ("scale", ("k", "hwe"))):
+            object.__setattr__(self, name, _vector(name, getattr(self, name), words))
+        if isinstance(self.scale, str) and self.scale == "hwe" and self.log1p:
+            raise InputError(
+                "scale = 'hwe' is for genotypes 0, 1 and 2, and log1p changes them: drop one of them"
+            )
+        if self.cast is not None:
+            name = _dtype_name(self.cast)
+            if name not in CASTS:
+                raise InputError(f"cast = {self.cast!r}: choose one of {', '.join(CASTS)}")
+            object.__setattr__(self, "cast", name)
+
+    @property
+    def imputes_mean(self) -> bool:
+        """Whether missing elements are replaced by means."""
+        return self.missing is not None and self.impute == "mean"
+
+    @property
+    def raises(self) -> bool:
+        """Whether missing elements are refused."""
+        return self.missing is not None and self.impute == "raise"
+
+    @property
+    def needs_stats(self) -> bool:
+        """Whether the operand must be read once before the product, for its means or its missing elements."""
+        return isinstance(self.center, str) or isinstance(self.scale, str) or self.imputes_mean or self.raises
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether elements stay what they are, except that missing ones become 0, and that C is corrected."""
+        kept = not (self.log1p or self.imputes_mean) and self.scale is None
+        return kept and (self.center is None or self.cast == "int8")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether centers are subtracted from the product of int8 instead of from its operand."""
+        return self.cast == "int8" and self.center is not None
+
+    def code(self, name: str, stored: np.dtype[Any]) -> float | None:
+        """Return the code of missing elements as it is stored; None if there is none.
+
+        Raises `InputError` if the operand `name`, of the dtype `stored`, cannot have such an element.
+        """
+        if self.missing is None:
+            return None
+        value = float(self.missing)
+        if stored.kind == "i":
+            limits = np.iinfo(stored)
+            low, high = max(int(limits.min), 1 - EXACT_LIMIT), min(int(limits.max), EXACT_LIMIT - 1)
+            if not (isfinite(value) and value.is_integer() and low <= value <= high):
+                raise InputError(
+                    f"missing = {self.missing!r} cannot be an element of {name}, which has dtype {stored}: "
+                    f"pass an integer from {low} to {high}"
+                )
+            return value
+        with np.errstate(over="ignore"):
+            rounded = float(np.array(value).astype(stored))
+        if isfinite(value) != isfinite(rounded) and not isnan(value):
+            raise InputError(
+                f"missing = {self.missing!r} cannot be an element of {name}: it is too large for {stored}"
+            )
+        return rounded
+
+    def result(self, name: str, stored: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the dtype that is multiplied if the operand `name` has the dtype `stored`.
+
+        Raises `InputError` if the transform cannot be applied to such an operand.
+        """
+        if stored.kind == "c":
+            raise InputError(
+                f"{name} has dtype {stored}, and transforms are for real operands: drop the transform, or "
+                "multiply the real and the imaginary parts"
+            )
+        default = (
+            "int8" if stored.name == "int8" and self.is_plain else _DEFAULTS.get(stored.name, stored.name)
+        )
+        if self.cast == "int8" and default != "int8":
+            raise InputError(
+                f"cast = 'int8' needs an int8 {name} without log1p, scale and impute='mean', which give "
+                f"other numbers; {name} has dtype {stored}: choose another cast, such as float16"
+            )
+        return _dtype(self.cast or default)
+
+    def __str__(self) -> str:
+        """Return the arguments that are not defaults. Arrays are shown by a digest of their contents."""
+        given = ((field, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(
+            f"{field.name}={_shown(value)}"
+            for field, value in given
+            if isinstance(value, np.ndarray) or value != field.default
+        )
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        try:
+            found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+            return found
+        except ImportError as error:
+            raise missing_bfloat16() from error
+    return np.dtype(name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{len(value)} numbers {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    return str(value)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(value == 0)
+
+
+def _dtype_name(given: Any) -> str:
+    try:
+        return str(np.dtype(given).name)
+    except TypeError:
+        return str(given)
+
+
+def _vector(name: str, given: Any, words: tuple[str, ...]) -> Array | str | None:
+    """Return `center` or `scale` as a word, or as float64 numbers. Raises `InputError` for anything else."""
+    if given is None or (isinstance(given, str) and given in words):
+        return given
+    expected = f"{' or '.join(map(repr, words))}, or an array with one number per index along k"
+    try:
+        if isinstance(given, str) or np.iscomplexobj(given):
+            raise TypeError
+        values = np.array(given, np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} = {given!r}: pass {expected}") from None
+    if values.ndim != 1:
+        raise InputError(f"{name} has {values.ndim} dimensions: pass {expected}")
+    wrong = np.flatnonzero(~np.isfinite(values) | ((values == 0) if name == "scale" else False))
+    if len(wrong):
+        what = "the elements there would be divided by it: pass 1 where elements shall stay as they are"
+        if values[wrong[0]] != 0:
+            what = "pass finite numbers"
+        raise InputError(f"{name}[{wrong[0]}] = {values[wrong[0]]}: {what}")
+    values.setflags(write=False)
+    return values
