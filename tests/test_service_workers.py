@@ -352,3 +352,24 @@ def test_a_job_whose_folder_was_removed_ends_without_a_result(tmp_path: Path) ->
         time.sleep(0.005)
     assert process.code in (None, 75)
     process.close()
+
+
+def test_the_death_of_a_new_worker_before_its_order_is_a_failure_to_repeat(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, dead = launch.spawn, list[int]()
+
+    def killed_once(workers: Path, log: Path) -> launch.Process:
+        process = spawn(workers, log)
+        if not dead:
+            dead.append(process.pid)
+            process.send(signal.SIGKILL)
+            wait_for_the_end(process.pid)
+        return process
+
+    monkeypatch.setattr(launch, "spawn", killed_once)
+    (job,) = service.submit("C.npy")
+    found = service.ended(job)
+    assert len(dead) == 1
+    assert (found.attempt, found.failures) == (2, 1)
+    np.testing.assert_array_equal(np.load(found.c_path), product_of(service.folder))

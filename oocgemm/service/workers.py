@@ -8,6 +8,7 @@ worker that waits has no state of a job: it may die at any time, and no job is a
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ class Workers:
         return [each[0] for each in (*self._idle.values(), *self._ending)]
 
     def start(self, folder: Path, attempt: int, spec: dict[str, Any], device: int) -> launch.Process:
-        """Start an attempt of a job in the idle worker of a device, or in a new one. See `launch.hand`."""
+        """Start an attempt of a job in the idle worker of a device, or in a new one. See `launch.hand`.
+
+        If the new worker has died before it got its order, it is returned: the attempt has ended.
+        """
         if device in self._idle:
             process, kept, _ = self._idle.pop(device)
             try:
@@ -67,7 +71,8 @@ class Workers:
         folder.mkdir(parents=True, exist_ok=True)
         process = launch.spawn(self._folder, folder / LOG)
         try:
-            launch.hand(process, folder, attempt, spec, device, self._confine)
+            with suppress(ConnectionError):  # it has died
+                launch.hand(process, folder, attempt, spec, device, self._confine)
         except OSError:
             self._end(process, device, Need())
             raise
