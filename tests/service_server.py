@@ -57,7 +57,7 @@ def arm(point: str, number: int) -> None:
 
 
 def main(folder: Path, keep: float) -> None:
-    dispatcher.RETRY = 0.05
+    dispatcher.RETRY, dispatcher.RETRY_FACTOR = 0.05, 1.0  # however often a job is killed
     store = Store(folder / "db")
     Dispatcher(store, folder, lambda: LIMITS, keep=keep).run(threading.Event())
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 WHEN, _, NAME = os.environ.get("OOCGEMM_DIE", "").partition(" ")
@@ -26,7 +27,8 @@ def _die(descriptor: int) -> None:
     # The worker has a link to the file of the job.
     jobs = os.environ["OOCGEMM_JOBS"]
     here = os.fstat(descriptor)
-    (job,) = [each for each in os.listdir(jobs) if os.path.samestat(os.stat(f"{jobs}/{each}/{NAME}"), here)]
+    files = Path(jobs).glob(f"*/{NAME}")  # a job that the server is starting may have none yet
+    (job,) = [file.parent.name for file in files if os.path.samestat(file.stat(), here)]
     try:
         os.close(os.open(f"{os.environ['OOCGEMM_DEAD']}/{job}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
