@@ -114,7 +114,7 @@ def kernel_rates(people: int) -> dict[str, float]:
 @click.option("--places", default=20000, show_default=True, help="Columns of X.")
 @click.option("--folder", type=Path, required=True, help="Keep X and C in this folder. It is removed.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--seconds", default=90.0, show_default=True, help="Begin no round after this time.")
+@click.option("--seconds", default=90.0, show_default=True, help="Begin no third round after this time.")
 @output
 def main(
     backend: str, people: int, places: int, folder: Path, rounds: int, seconds: float, output: Path | None
@@ -145,7 +145,7 @@ def main(
                 click.echo(row[f"{name} plan"])
                 if name == "transform":
                     row["rms error"] = rms_error(folder, result.out, known)
-            if time.perf_counter() - begun > seconds:
+            if turn and time.perf_counter() - begun > seconds:
                 break
     finally:
         shutil.rmtree(folder)

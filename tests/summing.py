@@ -16,7 +16,7 @@ from oocgemm.backends.checksums import CutFields, DeviceChecksums, Multiplied, S
 from oocgemm.backends.host.backend import HostBackend, HostSession
 from oocgemm.backends.random_words import random_words
 from oocgemm.integrity.rounding import norms, wide_dtype
-from oocgemm.jobs import prepare
+from oocgemm.jobs import operands
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import OPERANDS, Kind, Operation, Plan
 from oocgemm.planning.check_blocks import DIGEST_ROWS, SIDE, borders
@@ -206,7 +206,7 @@ def summed() -> Iterator[None]:
 
     with (
         staged(),
-        patch.object(prepare, "checksum_tier", lambda backend, problem: "device"),
+        patch.object(operands, "checksum_tier", lambda backend, problem: "device"),
         patch.object(HostBackend, "open", opened),
     ):
         yield

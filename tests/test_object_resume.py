@@ -284,3 +284,15 @@ def test_the_identity_of_a_process_tells_whether_it_is_alive() -> None:
     assert lease._is_alive([*here[:3], "1"]) is False  # its number belongs to another process now
     assert lease._is_alive(["another boot", *here[1:]]) is None
     assert lease._is_alive(None) is None
+
+
+def test_a_lease_that_cannot_be_opened_is_free_again(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: lease.Lease) -> None:
+        raise ExecutionError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lease.Lease, "_check_conditions", fails)
+        with pytest.raises(ExecutionError, match="no answer"):
+            lease.Lease(folder())
+    assert lease.owner(folder()) is None
+    lease.Lease(folder()).release()

@@ -9,7 +9,7 @@ from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.distributed.fence import machine
 from oocgemm.distributed.spec import request_of
-from oocgemm.jobs.prepare import open_operands
+from oocgemm.jobs.operands import open_operands
 from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__
 

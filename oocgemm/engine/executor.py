@@ -100,6 +100,7 @@ class Run:
             first: the number that the first operation gets. Spans refer to operations by number.
         """
         self._plan = plan
+        self._remote = plan.layouts.remote
         self._session = session
         self._staging = staging
         self._origin = origin_ns
@@ -254,8 +255,8 @@ class Run:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
         store_workers = CODEC_WORKERS if operation.coded else store_workers
-        store_workers = REMOTE_WORKERS if (remote := self._plan.layouts.remote) else store_workers
-        workers = store_workers if on_store and (remote or self._plan.candidate.io_threads > 1) else 1
+        store_workers = REMOTE_WORKERS if self._remote else store_workers
+        workers = store_workers if on_store and (self._remote or self._plan.candidate.io_threads > 1) else 1
         workers = PAGEABLE_WORKERS if self._staging.is_pageable(operation) else workers
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 

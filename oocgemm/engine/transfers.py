@@ -41,7 +41,8 @@ class Transfers:
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
         self._remote: dict[tuple[str, bool], ThreadPoolExecutor] = {}
-        for name, layout in plan.layouts.by_operand.items():
+        self._layouts = plan.layouts.by_operand
+        for name, layout in self._layouts.items():
             if layout.requests:
                 for kind in (True, False) if name == "C" else (True,):
                     self._remote[name, kind] = ThreadPoolExecutor(
@@ -121,8 +122,7 @@ class Transfers:
                 deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise
 
-        layout = self._plan.layouts.by_operand[operation.operand]
-        threads = layout.requests or self._threads
+        threads = self._layouts[operation.operand].requests or self._threads
         futures = [pool.submit(take) for _ in range(min(threads, len(work)))]
         wait(futures)
         for future in futures:

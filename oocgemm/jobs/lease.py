@@ -86,9 +86,13 @@ class Lease:
         except ChangedError:
             raise InputError(busy(folder, "a process that has just started")) from None
         self._renewed = _now()
-        self._check_conditions()
         self._thread = threading.Thread(target=self._renew, name="oocgemm-lease")
-        start(self._thread)
+        try:
+            self._check_conditions()
+            start(self._thread)
+        except BaseException:
+            self._free()
+            raise
 
     def _check_conditions(self) -> None:
         """Raise `InputError` if the store ignores the condition of a PUT."""
@@ -115,8 +119,11 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if self._lost is None:
-            with suppress(OSError):  # it is then found to be abandoned
-                self._folder.replace(LOCK, self._state(held=False), self._version)
+            self._free()
+
+    def _free(self) -> None:
+        with suppress(OSError):  # the lease is then found to be abandoned when this process has ended
+            self._folder.replace(LOCK, self._state(held=False), self._version)
 
     def confirm(self) -> None:
         """Renew the lease now. Raises `ExecutionError` if this process may no longer write C."""

@@ -12,10 +12,11 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.destination import Destination, Kind
-from oocgemm.jobs.problem import gram_problem, op_of, problem_of, tile_of
+from oocgemm.jobs.operands import open_operands
+from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
-from oocgemm.jobs.transforms import as_read, by_rows, expanded, memory_of, readable_both, transformed
+from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
 from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
 from oocgemm.planning import (
     Budgets,
@@ -23,17 +24,14 @@ from oocgemm.planning import (
     Layout,
     Layouts,
     MachineModel,
-    Op,
     Plan,
     TileShape,
     divided,
     guarded_plan,
-    integers,
     resumed_plan,
     shared_plan,
 )
 from oocgemm.stores import Matrix
-from oocgemm.stores.sliced import SlicedMatrix
 
 
 @dataclass(frozen=True)
@@ -109,40 +107,6 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     return Job(request, a, b, output, plan, correction(problem, a, b, memory_of(request)))
 
 
-def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
-    if request.gram:
-        return _open_gram(request, backend)
-    a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
-    a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
-    b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
-    if request.slicing is not None:
-        a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
-        b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
-    scalars = request.alpha, request.beta
-    problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
-        problem = replace(problem, acc_dtype="int32")
-    return a, b, replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
-
-
-def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
-    x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
-    if x.dtype.kind != "c":
-        x, trans = by_rows(x, request.transform_a, trans, left=True)
-        other = Op.N if trans.swaps else Op.T
-    else:
-        x = transformed(x, request.transform_a, trans, left=True)
-        trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
-    scalars = request.alpha, request.beta
-    problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
-        problem = replace(problem, acc_dtype="int32")
-    # The device has no kernels for the checksums of panels that serve in both roles.
-    return x, x, replace(problem, checked="host" if request.verify else "")
-
-
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     """Return the job that computes a part of a run that another process coordinates. Nothing is written.
 
@@ -162,15 +126,6 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     check_same(earlier, identity, c, None, None, None, trust_operands=request.trust_operands)
     output = Output(c, None, None, earlier, identity)
     return Job(request, a, b, output, _plan(request, problem, a, b, output, None, engine))
-
-
-def checksum_tier(backend: str, problem: GemmProblem) -> str:
-    """Return where the checksums of a product are computed: "device" or "host".
-
-    On cuda it is the device, whose memory is faster. Only for int8 operands it is the host, since the device
-    has no checksum kernels for integers.
-    """
-    return "device" if backend == "cuda" and not problem.exact else "host"
 
 
 def _find_output(

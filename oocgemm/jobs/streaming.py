@@ -43,7 +43,7 @@ def reduced(
     batch = max(1, BATCH_BYTES // matrix.dtype.itemsize)
     unit = _unit(matrix, axis, batch)
     piece = max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
-    # Twice as many blocks as threads are begun.
+    # Two blocks per thread are queued or in work, so that no thread waits while a result is used.
     each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * max(unit[1 - axis], batch)
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
@@ -53,16 +53,18 @@ def reduced(
         return act(rows, cols, _read(matrix, rows, cols))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
-        begun = deque[tuple[Range, Range, Future[T]]]()
+        submitted = deque[tuple[Range, Range, Future[T]]]()
 
-        def begin(count: int) -> None:
-            begun.extend((rows, cols, pool.submit(work, rows, cols)) for rows, cols in islice(todo, count))
+        def submit(count: int) -> None:
+            submitted.extend(
+                (rows, cols, pool.submit(work, rows, cols)) for rows, cols in islice(todo, count)
+            )
 
-        begin(2 * threads)
-        while begun:
-            rows, cols, result = begun.popleft()
+        submit(2 * threads)
+        while submitted:
+            rows, cols, result = submitted.popleft()
             yield rows, cols, result.result()
-            begin(1)
+            submit(1)
 
 
 def _unit(matrix: Matrix, axis: int, batch: int) -> tuple[int, int]:

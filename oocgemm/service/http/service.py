@@ -151,7 +151,8 @@ class Service:
     def queue(self, limit: int) -> QueueView:
         """Return the jobs that have not ended, with at most `limit` of those that wait.
 
-        Of the queued jobs, these are the ones that are considered now."""
+        Of the queued jobs, these are the ones that are considered now.
+        """
         starts = self.dispatcher.starts
         queued = sorted(
             (job for job, _ in self.store.waiting()),

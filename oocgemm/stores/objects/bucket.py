@@ -77,7 +77,7 @@ class Bucket:
         return content
 
     def read_into(self, key: str, start: int, out: Array) -> None:
-        """Fill `out`, a contiguous array of bytes, from the byte `start` of an object.
+        """Read bytes of an object, from the offset `start` on, into `out`, a contiguous array of bytes.
 
         Raises `FileNotFoundError`, and `EOFError` for an object that is too short.
         """

@@ -10,13 +10,11 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, pieces
 from oocgemm.stores.objects.bucket import STREAMED_BYTES, Bucket
-from oocgemm.stores.zarr.chunks import Shards
+from oocgemm.stores.zarr.chunks import MISSING, Shards
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding
 
 Place = tuple[int, int]
 Block = tuple[Range, Range]
-# If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
-_MISSING = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,8 @@ class ObjectChunks:
     def _cut(self, block: Block, array: Array) -> Iterator[tuple[Place, Block, Array]]:
         """Cut a block, whose elements are in `array`, along chunk borders.
 
-        Yield for each part the indices of its chunk, its rows and columns, and the view of its elements.
+        For each part, yield the row and column of its chunk in the grid of chunks, the rows and columns of
+        the part, and the view of its elements.
         """
         (top, _), (left, _) = block
         for (r0, r1), (c0, c1) in pieces(*block, self.chunk, 1):
@@ -105,7 +104,7 @@ class ObjectChunks:
         if index is None:
             return None
         offset, length = map(int, index[number[0] % down, number[1] % across])
-        return None if offset == length == _MISSING else (self.key(shard), offset, length)
+        return None if offset == length == MISSING else (self.key(shard), offset, length)
 
     def _index(self, shard: Place) -> Array | None:
         """Read the index of a shard; None if the shard is not stored."""
@@ -149,15 +148,10 @@ class ObjectChunks:
             stored = found[0]
         else:
             stored = self.bucket.get_part(key, offset, length)
-        into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
-            elements = self.encoding.decode(stored, self.chunk, into)
-        except MemoryError:
-            raise
-        except Exception as error:  # compressors raise exceptions of many types
-            self._damaged(number, f"it cannot be decoded: {error}", error)
-        if elements is not into:
-            np.copyto(out, elements[self._inside(number, block)], casting="equiv")
+            self.encoding.decode_part(stored, self.chunk, self._inside(number, block), out)
+        except ValueError as error:
+            self._damaged(number, f"it {error}", error)
 
     def _inside(self, number: Place, block: Block) -> tuple[slice, slice]:
         """Return the rows and columns of a block of the matrix, counted from the first ones of its chunk."""

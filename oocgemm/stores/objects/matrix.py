@@ -98,7 +98,10 @@ class ObjectMatrix(ZarrMatrix):
         else:
             with self._bucket.errors(""):
                 super().write(rows, cols, data)
-            tags = {key: self._bucket.tag(key) for key in self._stored(self._names(rows, cols))}
+            tags = {}
+            for key in self._names(rows, cols):
+                with suppress(FileNotFoundError):  # zarr does not store a chunk of fill values
+                    tags[key] = self._bucket.tag(key)
         self._tags.update(tags)
 
     def redirect_writes(self, folder: Any) -> None:
@@ -180,10 +183,6 @@ class ObjectMatrix(ZarrMatrix):
         found = self._bucket.listing(limit=limit)
         apart = (f"{SIDECAR}/", *METADATA)
         return {key: tag for key, (_, tag) in found.items() if not key.startswith(apart)}
-
-    def _stored(self, keys: list[str]) -> list[str]:
-        """Return the keys of objects that exist. zarr does not store a chunk of fill values."""
-        return [key for key in keys if self._bucket.listing(key.rpartition("/")[0]).get(key)]
 
 
 def _digest(tags: dict[str, str]) -> str:

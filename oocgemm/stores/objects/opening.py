@@ -11,9 +11,9 @@ from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects.address import scrubbed
 from oocgemm.stores.objects.bucket import Bucket, StoreError
 from oocgemm.stores.objects.matrix import ObjectMatrix
-from oocgemm.stores.zarr.matrix import UNFINISHED, reason
+from oocgemm.stores.zarr.matrix import reason
 from oocgemm.stores.zarr.metadata import V2, V3
-from oocgemm.stores.zarr.opening import check_array, compressor_codec
+from oocgemm.stores.zarr.opening import check_array, new_array
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
@@ -48,16 +48,7 @@ def create_array(
 ) -> ObjectMatrix:
     """Create a zarr array in a bucket. `name` is its name in messages. Raises `InputError` if that fails."""
     try:
-        array = zarr.create_array(
-            ObjectStore(bucket.store),
-            shape=shape,
-            dtype=dtype,
-            chunks=chunks,
-            compressors=compressor_codec(compressor),
-            filters=None,
-            fill_value=0,
-            attributes=dict(UNFINISHED),
-        )
+        array = new_array(ObjectStore(bucket.store), shape, dtype, chunks, compressor)
     except Exception as error:  # zarr and obstore raise exceptions of many types
         text = scrubbed(reason(error))
         raise InputError(f"{name}: cannot create a zarr array at {bucket.url}: {text}") from None

@@ -24,7 +24,7 @@ from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
-_MISSING = (1 << 64) - 1
+MISSING = (1 << 64) - 1
 # Files that a thread has open when it reads many together.
 MAX_OPEN = 32
 # Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
@@ -190,9 +190,10 @@ class DirectChunks:
         return line >= MIN_LINE or out.strides[0] == line
 
     def _gather(self, needed: Sequence[_Needed], block: tuple[Range, Range], out: Array) -> list[_Needed]:
-        """Read blocks of uncompressed chunks from many files together. `out` has the block `block`.
+        """Read blocks of uncompressed chunks from many files together.
 
-        Returns what must be read from one file at a time, because something about the file is unusual.
+        `out` is for the rows and columns `block`. Returns what must be read from one file at a time, because
+        something about the file is unusual.
         """
         itemsize, (height, width) = out.itemsize, self.chunk
         line, pitch, address = width * itemsize, out.strides[0], out.ctypes.data
@@ -266,7 +267,7 @@ class DirectChunks:
             if index is not None and self.shards:
                 place = index[chunk[0] % self.shards.chunks[0], chunk[1] % self.shards.chunks[1]]
                 offset, length = int(place[0]), int(place[1])
-                if offset == length == _MISSING:
+                if offset == length == MISSING:
                     yield None, 0, part
                     continue
                 if offset + length > file.size:
@@ -318,15 +319,10 @@ class DirectChunks:
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
     ) -> None:
         """Decode a compressed chunk from its bytes `stored`. Copy its rows and columns `wanted` to `out`."""
-        into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
-            elements = self.encoding.decode(stored, self.chunk, into)
-        except MemoryError:
-            raise
-        except Exception as error:  # compressors raise exceptions of many types
-            self._damaged(number, f"cannot be decoded: {error}", error)
-        if elements is not into:
-            np.copyto(out, elements[wanted], casting="equiv")
+            self.encoding.decode_part(stored, self.chunk, wanted, out)
+        except ValueError as error:
+            self._damaged(number, str(error), error)
 
     def _folders(self, number: tuple[int, int]) -> list[Path]:
         """Return the folder of a chunk's file, and the folders above it up to the array's folder."""

@@ -99,6 +99,23 @@ class Encoding:
             raise ValueError(f"{elements.nbytes} bytes instead of {size}")
         return elements.view(self.dtype).reshape(shape, order=self.order)
 
+    def decode_part(
+        self, stored: Array, shape: tuple[int, int], wanted: tuple[slice, slice], out: Array
+    ) -> None:
+        """Decode a chunk of shape `shape` from its bytes `stored`, and copy a part of it to `out`.
+
+        `wanted` are the rows and columns of the part. Raises `ValueError` if it cannot be decoded.
+        """
+        into = out if out.shape == shape and out.flags.c_contiguous else None
+        try:
+            elements = self.decode(stored, shape, into)
+        except MemoryError:
+            raise
+        except Exception as error:  # compressors raise exceptions of many types
+            raise ValueError(f"cannot be decoded: {error}") from error
+        if elements is not into:
+            np.copyto(out, elements[wanted], casting="equiv")
+
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
 

@@ -111,20 +111,27 @@ def create_zarr(
     Raises `InputError` if that fails.
     """
     try:
-        array = zarr.create_array(
-            path,
-            shape=shape,
-            dtype=dtype,
-            chunks=chunks,
-            compressors=compressor_codec(compressor),
-            filters=None,
-            fill_value=0,
-            attributes=dict(UNFINISHED),
-        )
+        array = new_array(path, shape, dtype, chunks, compressor)
     except Exception as error:
         _check_thread(name, path, error)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {reason(error)}") from error
     return ZarrMatrix(name, array)
+
+
+def new_array(
+    store: Any, shape: tuple[int, int], dtype: np.dtype[Any], chunks: tuple[int, int], compressor: str | None
+) -> "zarr.Array[Any]":
+    """Create a zarr array that is marked as unfinished, in a store of zarr or at a path."""
+    return zarr.create_array(
+        store,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunks,
+        compressors=_compressor(compressor),
+        filters=None,
+        fill_value=0,
+        attributes=dict(UNFINISHED),
+    )
 
 
 def remote_exists(url: str) -> bool:
@@ -140,7 +147,7 @@ def remote_exists(url: str) -> bool:
     return True
 
 
-def compressor_codec(name: str | None) -> Any:
+def _compressor(name: str | None) -> Any:
     """Return the zarr codec for a name in `COMPRESSORS`; None for no compression."""
     from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 

@@ -1,0 +1,59 @@
+"""Open the operands of a request, and describe their product."""
+
+from dataclasses import replace
+
+from oocgemm import stores
+from oocgemm.jobs.problem import gram_problem, op_of, problem_of
+from oocgemm.jobs.request import Request
+from oocgemm.jobs.transforms import by_rows, transformed
+from oocgemm.planning import GemmProblem, Op, integers
+from oocgemm.stores import Matrix
+from oocgemm.stores.sliced import SlicedMatrix
+
+
+def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
+    if request.gram:
+        return _open_gram(request, backend)
+    a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
+    a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
+    b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
+    if request.slicing is not None:
+        a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
+        b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
+    scalars = request.alpha, request.beta
+    problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
+    problem = _accumulated(problem, backend)
+    return a, b, replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+
+
+def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
+    x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
+    if x.dtype.kind != "c":
+        x, trans = by_rows(x, request.transform_a, trans, left=True)
+        other = Op.N if trans.swaps else Op.T
+    else:
+        x = transformed(x, request.transform_a, trans, left=True)
+        trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
+    scalars = request.alpha, request.beta
+    problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
+    problem = _accumulated(problem, backend)
+    # The device has no kernels for the checksums of panels that serve in both roles.
+    return x, x, replace(problem, checked="host" if request.verify else "")
+
+
+def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
+    """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if none can overflow."""
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
+        return replace(problem, acc_dtype="int32")
+    return problem
+
+
+def checksum_tier(backend: str, problem: GemmProblem) -> str:
+    """Return where the checksums of a product are computed: "device" or "host".
+
+    On cuda it is the device, whose memory is faster. Only for int8 operands it is the host, since the device
+    has no checksum kernels for integers.
+    """
+    return "device" if backend == "cuda" and not problem.exact else "host"
