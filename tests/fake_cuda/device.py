@@ -263,10 +263,11 @@ class Device:
     def in_flight(self, begin: int, end: int) -> bool:
         """Return whether a command that has possibly not run yet accesses this memory.
 
-        Commands of a failed device never run.
+        Commands of a failed device never run. Those of a stream that was retired have all run.
         """
         with self.lock:
-            working = [x for x in self._accesses if self._queues[x.stream].device not in self.failed]
+            queues = ((each, self._queues.get(each.stream)) for each in self._accesses)
+            working = [each for each, queue in queues if queue and queue.device not in self.failed]
             return any(each.begin < end and begin < each.end for each in working)
 
     def _append(self, stream: int, command: Command) -> Queue:

@@ -15,6 +15,7 @@ import cupy
 from cupy.cuda import runtime
 
 from oocgemm.backends.base import Array, slot_offsets
+from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError
 from oocgemm.planning import Plan
@@ -45,11 +46,10 @@ class Kept:
     arena: Array | None = None
     ring: Ring | None = None
 
-    def free(self) -> None:
-        """Unpin and free the memory. After a failed launch, every CUDA call raises; join the threads then."""
+    def free(self, device: Any) -> None:
+        """Unpin and free the memory of a device, and join the threads."""
         if self.arena is not None:
-            with suppress(Exception):
-                runtime.hostUnregister(self.arena.ctypes.data)
+            unpin(device, self.arena)
             self.arena = None
         if self.ring is not None:
             ring, self.ring = self.ring, None
@@ -102,7 +102,7 @@ class HostMemory:
         if kept.ring is not None and kept.ring.shape != shape:
             unfit.ring, kept.ring = kept.ring, None
         self._own = kept
-        unfit.free()
+        unfit.free(self._device)
         if kept.ring is None and shape is not None:
             kept.ring = Ring(self._device, shape)
         if not 0 < size <= MAX_KEPT:
@@ -164,7 +164,7 @@ class HostMemory:
             if other is not own:  # a concurrent run has left its memory
                 keep = False
         if not keep:
-            own.free()
+            own.free(self._device)
         # After a failed launch, every CUDA call raises. Unpin the remaining ranges all the same.
         for borders in self._slots.values():
             for begin in borders[:-1]:
@@ -176,6 +176,5 @@ class HostMemory:
 def release() -> None:
     """Unpin and free the memory that is kept for the next run."""
     while _kept:
-        device, kept = _kept.popitem()
-        with cupy.cuda.Device(device):
-            kept.free()
+        number, kept = _kept.popitem()
+        kept.free(cupy.cuda.Device(number))

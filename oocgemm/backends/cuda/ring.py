@@ -25,6 +25,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import Range, ceil_div
@@ -39,9 +40,6 @@ JOINS = 4
 # A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
 # and to look up a file takes about as long as to read a tenth of it.
 MIN_PART = 256 << 10
-# Buffers that a failed device did not unpin. They are never freed: CUDA refuses to pin other memory at their
-# addresses.
-_still_pinned: list[Array] = []
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 _Piece = tuple[Range, Range, int]
 
@@ -226,11 +224,7 @@ class Direction:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        try:
-            with self._device:
-                runtime.hostUnregister(self._memory.ctypes.data)
-        except Exception:  # after a failed launch, every CUDA call raises
-            _still_pinned.append(self._memory)
+        unpin(self._device, self._memory)
 
 
 class Ring:
