@@ -289,7 +289,7 @@ def test_a_job_that_has_printed_nothing_has_an_empty_log(stub: Stub) -> None:
     job = stub.add(state="running")
     done = command("logs", "last")
     assert (done.code, done.out) == (0, "")
-    assert done.err == f"Note: job {job['id']}, which is running, has printed nothing\n"
+    assert done.err == f"Note: job {job['id']} (running) has printed nothing\n"
 
 
 # Reports

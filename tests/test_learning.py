@@ -164,6 +164,10 @@ def test_impossible_and_implausible_rates_are_rejected() -> None:
         assert run_with(nothing_learned(), rate).rates == {}
     assert run_with(nothing_learned(), 2e9, "read", "8:1").rates == {}  # a disk, not the page cache
     assert run_with(nothing_learned(), 5 * value_of(GPU, "float64"), "float64").rates == {}
+    # A CPU that other programs use is no slow CPU. The kernels of a GPU are timed by the device.
+    host, seen = default_model("host", 2), {("float64", ""): (0.004 * 110e9, 1.0)}
+    assert Learned("", "host", "", {}).with_run(seen, host, host, None).rates == {}
+    assert run_with(nothing_learned(), 0.004 * value_of(GPU, "float64"), "float64").rates != {}
     kept = run_with(nothing_learned(), 30e9)
     assert run_with(kept, 1e15) == kept
     for name in ("h2d", "read", "memory", "float32"):

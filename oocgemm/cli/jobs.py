@@ -140,11 +140,14 @@ def wait_for(jobs: Sequence[Job], show: bool) -> int:
 
 
 @contextmanager
-def continuing(jobs: Sequence[Job]) -> Iterator[None]:
-    """Say that jobs continue if the user interrupts the command that waits for them."""
+def continuing(jobs: Sequence[Job], again: str = "wait") -> Iterator[None]:
+    """Say that jobs continue if the user interrupts the command that waits for them.
+
+    `again` is the command to wait again.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
         ids = " ".join(job.id for job in jobs)
-        error.add_note(f"The service continues. To wait again: oocgemm wait {ids}")
+        error.add_note(f"The service continues. To wait again: oocgemm {again} {ids}")
         raise

@@ -163,7 +163,7 @@ def logs(id_: str, follow: bool, service: str | None, as_json: bool) -> None:
     Example: oocgemm logs -f last
     """
     (job,) = find(Client(service), [id_])
-    with continuing([job]):
+    with continuing([job], "logs -f"):
         if as_json:
             text = "".join(job.follow()) if follow else job.log()
             print_json({"id": job.id, "state": job.state, "log": text})
@@ -173,4 +173,4 @@ def logs(id_: str, follow: bool, service: str | None, as_json: bool) -> None:
             click.echo(text, nl=False)
             printed = printed or bool(text)
     if not printed:
-        print_note(f"job {job.id}, which is {job.state}, has printed nothing")
+        print_note(f"job {job.id} ({job.state}) has printed nothing")

@@ -33,6 +33,8 @@ MIN_RATIOS = {
     "d2h": 0.02,
 }
 MIN_KERNEL_RATIO = 0.001
+# The same for the kernels of the CPU. A core that is 50 times as slow as the default has been used by others.
+MIN_HOST_KERNEL_RATIO = 0.02
 # A rate lower than the one in use is believed if the lane was busy for at least this share of the run. If it
 # was not, its operations may have had too few blocks in flight. This applies to the rates in ON_HOST. The
 # device times its own operations one by one.
@@ -181,7 +183,8 @@ def bounds(name: str, defaults: MachineModel, limit: float | None = None) -> tup
     highest = MAX_RATIO * default
     if name in ("h2d", "d2h"):
         highest = min(highest, limit or MAX_LINK)
-    return MIN_RATIOS.get(name, MIN_KERNEL_RATIO) * default, highest
+    kernel = MIN_HOST_KERNEL_RATIO if defaults.shares_cores else MIN_KERNEL_RATIO
+    return MIN_RATIOS.get(name, kernel) * default, highest
 
 
 def _differ(one: float, other: float, fraction: float) -> bool:

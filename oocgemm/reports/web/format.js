@@ -15,3 +15,12 @@ const niceStep = (minimum) => {
   const power = 10 ** Math.floor(Math.log10(minimum));
   return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= minimum * 0.9999);
 };
+
+// Returns black or white, whichever is easier to read on a colour that is drawn over another one (WCAG 2 contrast).
+function readableOn(over, under, opacity) {
+  const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const below = parts(under);
+  const [r, g, b] = parts(over).map((v, i) => linear(opacity * v + (1 - opacity) * below[i]));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+}

@@ -65,6 +65,7 @@ class Gantt {
 
   resize() {
     const ratio = window.devicePixelRatio || 1, width = this.canvas.parentElement.clientWidth;
+    if (!width) return; // the page is hidden
     this.overviewRow = this.run.units ? Math.max(2, Math.min(OVERVIEW_LANE, Math.floor(120 / this.count))) : OVERVIEW_LANE;
     this.overviewHeight = (this.run.units ? this.count : this.run.lanes.length) * this.overviewRow + 6;
     const heights = [[this.canvas, this.height], [this.overview, this.overviewHeight]];
@@ -180,7 +181,7 @@ class Gantt {
     if (c.measureText(text).width > right - left - 8) return;
     const fill = c.fillStyle;
     c.globalAlpha = 1;
-    c.fillStyle = colour("on-lane");
+    c.fillStyle = readableOn(colour(this.run.lanes[spans.lane[i]]), colour("track"), this.shade(i));
     c.textAlign = "left";
     c.fillText(text, left + 4, y + 0.5);
     c.fillStyle = fill;

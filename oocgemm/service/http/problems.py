@@ -26,7 +26,7 @@ from oocgemm.service.errors import (
 PROBLEMS: dict[str, tuple[int, str]] = {
     "invalid-request": (422, "The request is invalid"),
     "not-found": (404, "There is no such thing"),
-    "path-refused": (422, "A path is not allowed"),
+    "path-refused": (422, "A path cannot be used"),
     "budget-too-small": (422, "A memory budget is too small"),
     "conflict": (409, "The state does not allow the request"),
     "stale": (412, "The job has changed since it was read"),
