@@ -74,7 +74,9 @@ def test_a_product_is_planned_with_what_other_products_taught(seed: int) -> None
             assert ratios[number] <= 1.02, setting.problem
             machine.learn(plan)
     assert geometric_mean(ratios.values()) < 1
-    for name in ("h2d", "d2h", "memory", "float64", "float32"):
+    # Pageable arrays are copied no faster than the link, so that a faster memory does not show.
+    shown = () if machine.true.h2d < machine.true.memory else ("memory",)
+    for name in ("h2d", "d2h", "float64", "float32", *shown):
         assert machine.learned.rates[name].value == pytest.approx(value_of(machine.true, name), rel=0.1)
 
 
