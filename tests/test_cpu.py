@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from time import process_time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,3 +40,20 @@ def test_a_run_records_the_processor_time_of_all(monkeypatch: pytest.MonkeyPatch
     assert figures.cpu is not None
     assert figures.cpu["cores"] >= 1
     assert figures.cpu["own"] > 0
+
+
+def test_the_processor_time_is_not_read_before_the_first_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oocgemm.jobs.run.MIN_CPU_WALL", 0.0)
+    happened, right = list[str](), CpuTimes.now
+
+    def now() -> CpuTimes | None:
+        happened.append("times read")
+        return right()
+
+    def progress(plan: Any) -> Any:
+        happened.append("run begins")
+        return lambda span: happened.append("operation ended")
+
+    monkeypatch.setattr("oocgemm.jobs.run.CpuTimes.now", now)
+    oocgemm.gemm(np.ones((50, 50)), np.ones((50, 50)), backend="host", progress=progress)
+    assert happened[:3] == ["run begins", "times read", "operation ended"]

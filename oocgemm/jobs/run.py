@@ -170,7 +170,6 @@ def execute(
         open_target: opens C for writing. A part of a distributed run does not write to C itself.
     """
     with ExitStack() as cleanup, disk_errors():
-        cpu = CpuTimes.now() if job.plan.prediction.total > MIN_CPU_WALL / 10 else None
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.push(partial(_close, session))
@@ -178,7 +177,7 @@ def execute(
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
         facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
-        kernels: list[str] = []
+        kernels, cpu = list[str](), list[CpuTimes | None]()
         if session is not None:
             operands = job.read | {"C": target.matrix}
             session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
@@ -186,6 +185,8 @@ def execute(
             staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)
+            if job.plan.prediction.total > MIN_CPU_WALL / 10:
+                observe = _reading_cpu(cpu, observe)
             facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
             facts["retried"] = staging.retried
             for failed in staging.retried:
@@ -195,7 +196,10 @@ def execute(
             if not is_short(job.plan):
                 cleanup.enter_context(_freeing(staging, opened))
         target.seal()
-        facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
+        facts |= {
+            "backend": known["backend"] | {"multiplied by": kernels},
+            "cpu": used_since(cpu[0] if cpu else None),
+        }
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
 
@@ -294,6 +298,20 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
             watch(span)
 
     return observe
+
+
+def _reading_cpu(cpu: list[CpuTimes | None], observe: Observer) -> Observer:
+    """Return an observer that also puts the processor times at the first operation's end into `cpu`.
+
+    Before the run, reading them would delay the first operation, on some machines by tens of milliseconds.
+    """
+
+    def read_first(span: Span) -> None:
+        if not cpu:
+            cpu.append(CpuTimes.now())
+        observe(span)
+
+    return read_first
 
 
 def _clear_frames(failure: BaseException) -> None:

@@ -34,8 +34,9 @@ REQUEST.names = (
 )
 _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
-_system = ctypes.CDLL(None, use_errno=True).syscall
-_system.restype = ctypes.c_long
+# The C library's function `syscall`. The second one keeps the GIL.
+_system, _system_with_gil = (kind(None, use_errno=True).syscall for kind in (ctypes.CDLL, ctypes.PyDLL))
+_system.restype = _system_with_gil.restype = ctypes.c_long
 # io_setup contexts that no thread uses now. A forked child forgets them: they belong to the parent process.
 _contexts: list[int] = []
 os.register_at_fork(after_in_child=_contexts.clear)
@@ -90,7 +91,8 @@ def start(requests: Array) -> Callable[[], Array]:
         pass
 
     def wait() -> Array:
-        completed = 0
+        # Reads from the page cache are complete already. Only to wait for others is worth releasing the GIL.
+        completed = _call(get, context, 0, submitted, events.ctypes.data, 0, keep_gil=True)
         while completed < submitted:
             left = submitted - completed
             completed += _call(get, context, left, left, events.ctypes.data + completed * _EVENT.itemsize, 0)
@@ -142,9 +144,10 @@ def _new_context() -> int:
     return context.value
 
 
-def _call(number: int, *arguments: int) -> int:
+def _call(number: int, *arguments: int, keep_gil: bool = False) -> int:
     """Make a system call, and repeat it when a signal interrupts it. Raises `OSError` for other errors."""
-    while (result := int(_system(number, *map(ctypes.c_long, arguments)))) < 0:
+    system = _system_with_gil if keep_gil else _system
+    while (result := int(system(number, *map(ctypes.c_long, arguments)))) < 0:
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

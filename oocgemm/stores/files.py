@@ -24,6 +24,7 @@ import numpy as np
 
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
+from oocgemm.stores.opener import Opener
 from oocgemm.system.memory import memory_limit
 
 # Direct I/O requires that memory addresses, file offsets and lengths are multiples of the sector size.
@@ -85,17 +86,20 @@ def scratch(size: int) -> Array:
 class OpenFile:
     """A local file that is open for reading. `size` is its length in bytes when it was opened."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Open the file. Raises `FileNotFoundError` or another `OSError`."""
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.descriptor).st_size
+    def __init__(self, path: str | Path, opener: Opener | None = None) -> None:
+        """Open the file, by `opener` if given. Raises `FileNotFoundError` or another `OSError`."""
+        self.path, self._opener = path, opener
+        if opener is not None:
+            self.descriptor, self.size = opener.open(path)
+        else:
+            self.descriptor = os.open(path, os.O_RDONLY)
+            self.size = os.fstat(self.descriptor).st_size
 
     def __enter__(self) -> "OpenFile":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        os.close(self.descriptor)
+        (self._opener or os).close(self.descriptor)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(self.path)  # calls on a file descriptor raise errors without a file name
 

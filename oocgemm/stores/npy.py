@@ -30,6 +30,7 @@ from oocgemm.stores.durable import (
 from oocgemm.stores.files import OpenFile, publish, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
+from oocgemm.stores.opener import Opener
 from oocgemm.stores.space import check_room
 
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
@@ -114,6 +115,7 @@ class NpyMatrix:
         self._line = self.shape[0 if by_columns else 1]
         self._size = offset + prod(shape) * dtype.itemsize
         self._past_cache = not worth_caching(self._size)
+        self._opener = Opener()
         self.layout = Layout(
             contiguous=0 if by_columns else 1,
             line=self._line,
@@ -131,7 +133,7 @@ class NpyMatrix:
         return mapped
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        with OpenFile(self._path) as file:
+        with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
             lines, part, block = self._oriented(rows, cols, out)
             read_block(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
 from typing import Any
@@ -44,6 +44,36 @@ MIN_PART = 256 << 10
 _Piece = tuple[Range, Range, int]
 
 
+class Buffer:
+    """A pinned buffer of a lane, and the event after the latest copy from or to it."""
+
+    def __init__(self, memory: Array, stream: Any) -> None:
+        self.address: int = memory.ctypes.data
+        self._memory = memory
+        self._event = cupy.cuda.Event(block=True, disable_timing=True)
+        self._query = cuda_calls.query(self._event)
+        self._record = cuda_calls.recording(self._event, stream)
+        self._array, self._form = memory, (memory.dtype, 0, 0)
+
+    def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
+        """Return the first bytes of the buffer as an array."""
+        form = dtype, height, width
+        if form != self._form:  # most pieces of a block have the same shape
+            self._array = self._memory[: height * width * dtype.itemsize].view(dtype).reshape(height, width)
+            self._form = form
+        return self._array
+
+    def record(self) -> Any:
+        """Record the event on the lane's stream, and return it."""
+        cuda_calls.check(self._record())
+        return self._event
+
+    def wait(self) -> None:
+        """Wait for the event. The thread keeps the GIL if the event has completed."""
+        if self._query():
+            self._event.synchronize()
+
+
 class Lane:
     """The stream and the pinned buffers of one thread."""
 
@@ -51,10 +81,8 @@ class Lane:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.block = -1  # number of the block that the stream has waited for
         size = memory.nbytes // buffers
-        self._buffers = [memory[i * size : (i + 1) * size] for i in range(buffers)]
-        # Per buffer, the event after the latest copy from or to it.
-        self._events = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(buffers)]
-        self._turn = 0
+        parts = (memory[i * size : (i + 1) * size] for i in range(buffers))
+        self._buffers = cycle([Buffer(part, self.stream) for part in parts])
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
 
     def finish(self) -> None:
@@ -63,15 +91,15 @@ class Lane:
         if pending is not None:
             pending()
 
-    def next_buffer(self) -> tuple[Array, Any]:
-        """Return a buffer and its event, when the latest copy from or to the buffer has ended."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        event = self._events[self._turn]
-        if not cuda_calls.ended(event):
-            event.synchronize()
-        return self._buffers[self._turn], event
+    def next_buffer(self) -> Buffer:
+        """Return a buffer, when the latest copy from or to the buffer has ended."""
+        buffer = next(self._buffers)
+        buffer.wait()
+        return buffer
 
 
+# Issues the copy of one piece by the means of a lane. Returns the event after the copy, and what is left to
+# do when the thread has issued its next copy; None if nothing is.
 _Move = Callable[[Lane, _Piece], tuple[Any, Callable[[], None] | None]]
 
 
@@ -80,8 +108,7 @@ class Copying:
 
     Attributes:
         number: of the block, unique in the process.
-        move: issues the copy of one piece by the means of a lane. Returns the event after the copy, and what
-            is left to do when the thread has issued its next copy; None if nothing is.
+        move: issues the copy of one piece.
         waits: events that the copies wait for.
         join: the stream that waits for the copies of all pieces.
         error: the first error of a piece. No further piece is copied then.
@@ -104,39 +131,54 @@ class Copying:
         try:
             if self.error is None:
                 if lane.block != self.number:
-                    for event in self.waits:
-                        cuda_calls.wait(lane.stream, event)
-                    lane.block = self.number
-                for start_event in self._unstarted:  # in the first thread only
-                    self._issued = perf_counter_ns()
-                    cuda_calls.record(start_event, lane.stream)
+                    self._begin(lane)
                 event, late = self.move(lane, piece)
                 cuda_calls.wait(self.join, event)
         except BaseException as error:
             self.error = self.error or error
-        lane.finish()  # of the piece before this one
-        lane.pending = partial(self._finish, late)
+        if lane.pending is not None:
+            lane.finish()  # of the piece before this one
         if late is None:
-            lane.finish()
+            self._count()
+        else:
+            lane.pending = partial(self._finish, late)
 
-    def _finish(self, late: Callable[[], None] | None) -> None:
-        """Do what is left to do for a piece, and count the piece as copied."""
+    def _begin(self, lane: Lane) -> None:
+        """Let a lane's stream wait for what the block waits for. The first lane records the start."""
+        for event in self.waits:
+            cuda_calls.wait(lane.stream, event)
+        lane.block = self.number
+        for start_event in self._unstarted:  # in the first thread only
+            self._issued = perf_counter_ns()
+            cuda_calls.record(start_event, lane.stream)
+
+    def _finish(self, late: Callable[[], None]) -> None:
+        """Do what is left to do for a piece."""
         try:
-            if late is not None and self.error is None:
+            if self.error is None:
                 late()
         except BaseException as error:
             self.error = self.error or error
+        self._count()
+
+    def _count(self) -> None:
+        """Count a piece as copied. After the last one, record the end."""
         with self._counting:
             self._left -= 1
-            if not self._left:
-                self._ended.release()
+            if self._left:
+                return
+        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
+        try:
+            cuda_calls.record(self._end, self.join)
+        except BaseException as error:
+            self.error = self.error or error
+        self._ended.release()
 
     def work(self) -> Work:
         """Wait until the last piece has been handed to the device; raise the first error."""
         self._ended.acquire()
         if self.error is not None:
             raise self.error
-        cuda_calls.record(self._end, self.join)
         return Work(self._start, self._issued, self._end)
 
 
@@ -242,14 +284,15 @@ class Ring:
         Returns when the block has been read. Raises the errors of `block.move`.
         """
 
-        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
+        dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
+
+        def move(lane: Lane, piece: _Piece) -> tuple[Any, None]:
             rows, cols, at = piece
-            buffer, event = lane.next_buffer()
-            part = _view(buffer, block, rows, cols)
-            block.move(rows, cols, part)
-            cuda_calls.make(_copy(address + at, part, block, lane.stream, uploading=True))
-            cuda_calls.record(event, lane.stream)
-            return event, None
+            buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
+            block.move(rows, cols, buffer.array(dtype, height, width))
+            size = width * dtype.itemsize
+            _copy((address + at, row), (buffer.address, size), height, size, lane.stream)
+            return buffer.record(), None
 
         return self._direction("upload").copy(block, move, waits)
 
@@ -259,17 +302,18 @@ class Ring:
         Returns when the block has been written. Raises the errors of `block.move`.
         """
 
-        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
+        dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
+
+        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
-            buffer, event = lane.next_buffer()
-            part = _view(buffer, block, rows, cols)
-            cuda_calls.make(_copy(address + at, part, block, lane.stream, uploading=False))
-            cuda_calls.record(event, lane.stream)
+            buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
+            size = width * dtype.itemsize
+            _copy((buffer.address, size), (address + at, row), height, size, lane.stream)
+            event = buffer.record()
 
             def write() -> None:
-                if not cuda_calls.ended(event):  # else the thread keeps the GIL
-                    event.synchronize()
-                block.move(rows, cols, part)
+                buffer.wait()
+                block.move(rows, cols, buffer.array(dtype, height, width))
 
             return event, write
 
@@ -322,20 +366,12 @@ def _cuts(extent: int, step: int, start: int) -> list[Range]:
     return [(max(0, at), min(extent, at + step)) for at in range(first, extent, step)]
 
 
-def _copy(address: int, part: Array, block: Pageable, stream: Any, *, uploading: bool) -> cuda_calls.Launch:
-    """Prepare the copy between a pinned piece of a block and its place on the device, from `address` on."""
-    height, size = part.shape[0], part.shape[1] * part.itemsize
-    row = block.shape[1] * part.itemsize
-    if height == 1 or size == row:
-        to, source = (address, part.ctypes.data)[:: 1 if uploading else -1]
-        return cuda_calls.copy(to, source, part.nbytes, stream)
-    onto, origin = ((address, row), (part.ctypes.data, size))[:: 1 if uploading else -1]
-    return cuda_calls.copy_rows(onto, origin, size, height, stream)
-
-
-def _view(buffer: Array, block: Pageable, rows: Range, cols: Range) -> Array:
-    shape = rows[1] - rows[0], cols[1] - cols[0]
-    return buffer[: shape[0] * shape[1] * block.dtype.itemsize].view(block.dtype).reshape(shape)
+def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, stream: Any) -> None:
+    """Copy `height` rows of `size` bytes. Both places consist of an address and a pitch in bytes."""
+    if height == 1 or to[1] == source[1]:
+        cuda_calls.make(cuda_calls.copy(to[0], source[0], height * size, stream))
+    else:
+        cuda_calls.make(cuda_calls.copy_rows(to, source, size, height, stream))
 
 
 def _touch(memory: Array, parts: int, part: int) -> None:

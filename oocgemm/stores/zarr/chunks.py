@@ -7,7 +7,6 @@ and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts
 from oocgemm.stores.lines import copies_bytes, read_part
+from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
@@ -106,6 +106,7 @@ class DirectChunks:
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
     unchanging: bool = False
     _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
+    _opener: Opener = field(default_factory=Opener, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.unchanging:
@@ -214,9 +215,9 @@ class DirectChunks:
                 if len(opened) == MAX_OPEN:
                     read()
                     while opened:
-                        os.close(opened.pop())
+                        Opener.close(opened.pop())
                 try:
-                    file = OpenFile(f"{self.root}/{self.key(number)}")
+                    file = OpenFile(f"{self.root}/{self.key(number)}", self._opener)
                     opened.append(file.descriptor)
                     places: Iterable[_Place] = ((0, 0, wanted),)
                     if self.shards or file.size != self.chunk_bytes:
@@ -247,7 +248,7 @@ class DirectChunks:
             return list(needed)
         finally:
             for descriptor in opened:
-                os.close(descriptor)
+                Opener.close(descriptor)
         return [needed[at] for at in sorted(failed)]
 
     def _places(
