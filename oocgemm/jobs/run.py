@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from oocgemm import backends, stores
 from oocgemm.backends import Backend, Session
 from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.inline import InlineRun
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OocGemmError, OutOfMemoryError
@@ -243,7 +244,8 @@ def _stream(
     """
 
     def run(part: Plan, checks: "Checks | None") -> None:
-        one = Run(part, session, staging, origin, observe, target.finished, checks, log.spans)
+        kind = InlineRun if is_short(part) else Run
+        one = kind(part, session, staging, origin, observe, target.finished, checks, log.spans)
         try:
             one.execute(cancel)
         finally:
@@ -268,6 +270,8 @@ def _stream(
 
 def _log_plan(plan: Plan) -> None:
     """Log the tile, the steps and the budgets of a plan before it runs."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
     logger.info("tile %s, %d steps, budgets %s", plan.tile, plan.steps, budgets)
     if plan.done:

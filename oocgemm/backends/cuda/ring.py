@@ -128,15 +128,20 @@ class Copying:
             self.error = self.error or error
         with self._counting:
             self._left -= 1
-            if not self._left:
-                self._ended.release()
+            if self._left:
+                return
+        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
+        try:
+            cuda_calls.record(self._end, self.join)
+        except BaseException as error:
+            self.error = self.error or error
+        self._ended.release()
 
     def work(self) -> Work:
         """Wait until the last piece has been handed to the device; raise the first error."""
         self._ended.acquire()
         if self.error is not None:
             raise self.error
-        cuda_calls.record(self._end, self.join)
         return Work(self._start, self._issued, self._end)
 
 
@@ -180,8 +185,8 @@ class Direction:
             start(thread)
             self._threads.append(thread)
 
-    def copy(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Work:
-        """Copy the pieces of a block; return when the last copy has been issued.
+    def begin(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
         `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
@@ -199,6 +204,13 @@ class Direction:
             else:
                 for piece in pieces:
                     self._queue.put((copying, piece))
+        except BaseException:
+            self._blocks.pop()
+            raise
+        return partial(self._end, copying)
+
+    def _end(self, copying: Copying) -> Work:
+        try:
             return copying.work()
         finally:
             self._blocks.pop()
@@ -236,10 +248,10 @@ class Ring:
         self._opening = threading.Lock()
         self._directions: dict[str, Direction] = {}
 
-    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
-        """Copy a block to a device address, once the events in `waits` have completed.
+    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy a block to a device address, once the events in `waits` have completed.
 
-        Returns when the block has been read. Raises the errors of `block.move`.
+        The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
 
         def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
@@ -251,12 +263,12 @@ class Ring:
             cuda_calls.record(event, lane.stream)
             return event, None
 
-        return self._direction("upload").copy(block, move, waits)
+        return self._direction("upload").begin(block, move, waits)
 
-    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
-        """Copy a block from a device address, once the events in `waits` have completed.
+    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy a block from a device address, once the events in `waits` have completed.
 
-        Returns when the block has been written. Raises the errors of `block.move`.
+        The returned function waits until the block has been written. It raises the errors of `block.move`.
         """
 
         def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None] | None]:
@@ -273,7 +285,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").copy(block, move, waits)
+        return self._direction("download").begin(block, move, waits)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:
