@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout, Op
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
+from oocgemm.stores.base import (
+    Array,
+    Matrix,
+    Store,
+    checked,
+    dtype_name,
+    is_path,
+    not_writable,
+    refuse_zarr_options,
+)
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # Before a block of a memory map is copied, one call requests all pages between its first and last element. No
@@ -54,7 +64,7 @@ class Arrays(Store):
         Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
         """
         refuse_zarr_options("an ndarray", chunks, compressor)
-        return Layout(in_memory=True, itemsize=problem.itemsizes["C"], in_place=True)
+        return _layout(problem.itemsizes["C"], 0, True)
 
 
 class ArrayLikes(Store):
@@ -78,6 +88,11 @@ class ArrayLikes(Store):
         return ArrayMatrix(name, array)
 
 
+@lru_cache(64)
+def _layout(itemsize: int, zero_copy_width: int, in_place: bool) -> Layout:
+    return Layout(in_memory=True, itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
+
+
 class ArrayMatrix:
     """A matrix in a NumPy array or a memory map, which is read and written with `np.copyto`."""
 
@@ -90,12 +105,8 @@ class ArrayMatrix:
         self._droppable = None if _is_private(array) else self._map
         self.mapped = self._map is not None
         # Blocks of a memory map are copied, so that their pages do not stay in the resident set.
-        self.layout = Layout(
-            in_memory=True,
-            itemsize=self.dtype.itemsize,
-            zero_copy_width=0 if self.mapped else _min_row_elements(array),
-            in_place=not self.mapped and _has_contiguous_rows(array),
-        )
+        width = 0 if self.mapped else _min_row_elements(array)
+        self.layout = _layout(self.dtype.itemsize, width, not self.mapped and _has_contiguous_rows(array))
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
@@ -134,7 +145,7 @@ class ArrayMatrix:
         return None
 
     def describe(self) -> dict[str, object]:
-        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
+        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": dtype_name(self.dtype)}
 
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
