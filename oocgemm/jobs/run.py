@@ -23,6 +23,7 @@ from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
+from oocgemm.jobs.repeat import forget, remember, repeated
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.transforms import on_device
@@ -106,7 +107,10 @@ class PreparedJob:
         return Result(matrix, job.plan, log)
 
     def _prepare(self) -> Job:
-        job = prepare(self._request, self._engine, running=True)
+        job = repeated(self._request, self._engine)
+        if job is None:
+            job = prepare(self._request, self._engine, running=True)
+            remember(job, self._engine)
         resumed = job.output.resumed
         if resumed is not None and (count := resumed.header.get("k_slices", 1)) > 1:
             raise InputError(
@@ -136,6 +140,7 @@ class PreparedJob:
                     raise
                 logger.info("planning again: %s", error)
                 available_memory()  # the recent answer was too high
+                forget()
                 job = self._prepare()
         return job, None
 

@@ -108,6 +108,12 @@ class ArrayMatrix:
         width = 0 if self.mapped else _min_row_elements(array)
         self.layout = _layout(self.dtype.itemsize, width, not self.mapped and _has_contiguous_rows(array))
 
+    def like(self, array: Any) -> "ArrayMatrix":
+        """Return the matrix of another plain array of the same shape, strides and dtype. It may be None."""
+        found = object.__new__(ArrayMatrix)
+        vars(found).update(vars(self), array=array)
+        return found
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
         for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
@@ -192,6 +198,11 @@ def is_mapped(matrix: Matrix) -> bool:
     """Return whether a matrix in memory is a memory map of a file, whose pages may have to be read first."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.mapped
+
+
+def is_plain(array: object) -> bool:
+    """Return whether an object is an ndarray of no subclass, and no view of a memory map of a file."""
+    return type(array) is np.ndarray and _underlying_map(array) is None
 
 
 def span(matrix: Matrix) -> tuple[int, int]:
