@@ -45,13 +45,14 @@ def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pyt
 def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
     """The machine has a driver for CUDA 12, but not the packages cupy, resvg_py and ml_dtypes."""
     code = (
-        "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
+        "import ctypes, sys; from unittest.mock import patch\n"
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
         "from oocgemm.cli import main as cli, reporting\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
-        "True):\n    cli.cli(['info', '--json'])"
+        "from oocgemm.backends import registry\n"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(registry, '_any_exists', "
+        "lambda paths: True):\n    cli.cli(['info', '--json'])"
     )
     environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
     done = subprocess.run(

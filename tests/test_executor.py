@@ -90,7 +90,7 @@ def test_the_first_error_is_the_one_that_is_raised(
     mapped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Files are read into host slots, and memory maps while they are uploaded."""
-    monkeypatch.setattr(short, "MAX_SHORT_STEPS", -1)
+    monkeypatch.setattr(short, "MAX_STREAMED_STEPS", -1)
     right, begun, failed = Run._fail, threading.Event(), threading.Event()
     sources = [np.load(path, mmap_mode="r") if mapped else path for path in saved(tmp_path, A, B)]
     matrix: Any = type(stores.open_matrix("A", sources[0]))

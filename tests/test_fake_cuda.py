@@ -14,6 +14,7 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
+from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.fake_cuda.memory import Block
@@ -47,8 +48,14 @@ def nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", ["float16", "complex64"])
-def test_a_product_is_exact_in_any_order_of_the_streams(seed: int, dtype: str) -> None:
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_product_is_exact_in_any_order_of_the_streams(
+    seed: int, dtype: str, threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one thread starts all operations, each as soon as it can begin."""
     a, b, c = (x.astype(dtype) for x in (A, B, C))
+    if threads:
+        monkeypatch.setattr(short, "MAX_STREAMED_STEPS", -1)
     with fake_cuda(seed) as device:
         oocgemm.gemm(a, b, c, beta=2, backend="cuda", kernel="cublas", tile="20x30x20")
         device.check()

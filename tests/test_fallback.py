@@ -1,6 +1,7 @@
 """If `auto` chooses the host although there are signs of a GPU, a warning gives the reason and the remedy."""
 
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,11 +27,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Return a function that makes this machine seem to have certain files of a driver, or no cupy."""
 
     def pretend(*files: str, cupy: bool = True) -> None:
-        exists, find = Path.exists, importlib.util.find_spec
+        exists, find = os.path.exists, importlib.util.find_spec
         known = {*registry.DEVICE_NODES, *registry.DRIVER_FILES}
-        monkeypatch.setattr(
-            Path, "exists", lambda path: str(path) in files if str(path) in known else exists(path)
-        )
+        monkeypatch.setattr(os.path, "exists", lambda path: path in files if path in known else exists(path))
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: cupy or None if name == "cupy" else find(name)
         )

@@ -3,8 +3,10 @@
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from math import inf
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -45,6 +47,23 @@ def product(**options: object) -> oocgemm.Result:
     result = oocgemm.gemm(A, B, backend="host", tile="50x60x70", **options)  # type: ignore[arg-type]
     np.testing.assert_array_equal(np.asarray(result), A @ B)
     return result
+
+
+def test_files_are_read_again_if_one_is_saved_or_after_a_while(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "RECENT", 1e9)
+    product()
+    found = models("host")
+    assert found.learned is not None
+    assert models("host") is found
+    sleep(0.02)  # file systems count modification times in steps of up to 10 ms
+    learning.update("host", found.learned.device, lambda learned: replace(learned, rates={}))
+    emptied = models("host").learned
+    assert emptied is not None
+    assert emptied.rates == {}
+    monkeypatch.setattr(cache, "RECENT", 1e-9)
+    assert models("host") is not models("host")
 
 
 def test_a_run_is_planned_with_the_rates_of_the_one_before(store: Path) -> None:

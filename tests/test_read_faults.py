@@ -224,7 +224,7 @@ def test_whatever_is_slow_the_product_is_right(
     def prefault(self: HostSlots, start: int) -> None:
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
-            self.arena[start : start + self._c_bytes] = 255
+            self.arena[start : start + self._c_sizes[1]] = 255
             time.sleep(0.001)
 
     monkeypatch.setattr(HostSlots, "_prefault", prefault)

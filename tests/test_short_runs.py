@@ -38,7 +38,7 @@ extents = st.integers(0, 40)
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short, "MAX_SHORT_STEPS", -1)
+    monkeypatch.setattr(short, "MAX_STREAMED_STEPS", -1)
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_one_thread_computes_what_many_threads_compute(
     options: dict[str, Any] = {"beta": beta, "verify": verify, "trans_a": transposed, "backend": "host"}
     options["tile"] = f"{max(1, (m + 1) // 2)}x{max(1, n)}x{max(1, (k + 1) // 2)}"
     found = []
-    for steps in (short.MAX_SHORT_STEPS, -1):
+    for steps in (short.MAX_STREAMED_STEPS, -1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(short, "MAX_SHORT_STEPS", steps)
+            patch.setattr(short, "MAX_STREAMED_STEPS", steps)
             if slots:
                 with staged():
                     found.append(oocgemm.gemm(a, b, c.copy(), **options))
@@ -100,30 +100,39 @@ def test_a_long_run_starts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == {"oocgemm-compute-0"}
 
 
-def test_downloads_are_put_off_until_all_is_submitted(
+def test_every_copy_that_can_begin_does_so_before_the_run_waits_for_one(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread would otherwise wait for the first tile before it submits the second."""
+    """The threads of the ring would otherwise be idle while a product is submitted."""
     plan = oocgemm.plan(A, B, tile="20x50x30", **CUDA)
     two = replace(plan.candidate, slots=replace(plan.slots, c=2))  # accumulators
     plan = replace(plan, candidate=two)
     backends.open_backend("cuda")  # imports the session's module
     session = sys.modules["oocgemm.backends.cuda.session"].CudaSession
-    right, kinds = session.submit, list[Kind]()
+    begin, submit, events = session.begin, session.submit, list[str]()
 
-    def submit(self: Any, operation: Any, host: Any, after: Any) -> Any:
-        kinds.append(operation.kind)
-        return right(self, operation, host, after)
+    def begun(self: Any, operation: Any, host: Any, after: Any) -> Any:
+        events.append(f"begin {operation.kind}")
+        ended = begin(self, operation, host, after)
 
-    monkeypatch.setattr(session, "submit", submit)
+        def end() -> Any:
+            events.append(f"end {operation.kind}")
+            return ended()
+
+        return end
+
+    def submitted(self: Any, operation: Any, host: Any, after: Any) -> Any:
+        events.append(str(operation.kind))
+        return submit(self, operation, host, after)
+
+    monkeypatch.setattr(session, "begin", begun)
+    monkeypatch.setattr(session, "submit", submitted)
     result = plan.run()
     np.testing.assert_array_equal(result.out, A @ B)
-    starts = {
-        kind: [s.id for s in result.timeline.spans if s.kind == kind] for kind in ("download", "multiply")
-    }
-    assert kinds.count(Kind.MULTIPLY) > 1
-    assert kinds.index(Kind.DOWNLOAD) > len(kinds) - kinds[::-1].index(Kind.MULTIPLY) - 1
-    assert min(starts["download"]) < max(starts["multiply"])  # in the order of the schedule, they are mixed
+    uploads = events.count("begin upload")
+    assert events.count("multiply") == 2
+    assert events[:uploads] == ["begin upload"] * uploads
+    assert events[-2:] == ["end download"] * 2  # the second product does not wait for the first tile
     device.check()
 
 

@@ -10,13 +10,27 @@ import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import missing_bfloat16
-from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning import (
+    DTYPES,
+    OPERANDS,
+    GemmProblem,
+    Kind,
+    Op,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Slots,
+    Tier,
+    TileShape,
+)
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.tiling import Range, Shape, round_up
@@ -179,6 +193,14 @@ class Session(Protocol):
             after: handles of the operations that this one waits for.
         """
 
+    def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
+        """Begin what `submit` does for a `Pageable` block.
+
+        Returns:
+            A function that waits until the block has been read or written, and returns what `submit` returns.
+            It must be called, once.
+        """
+
     def pin(self, host: Sequence[Array]) -> None:
         """Pin the pages of `host`, the arrays in a host slot, if the device needs pinned memory.
 
@@ -287,12 +309,12 @@ def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
     return (cols, rows) if op.swaps else (rows, cols)
 
 
-def device_offsets(plan: Plan, device: int = 0) -> tuple[dict[Slot, int], int]:
+def device_offsets(plan: Plan, device: int = 0) -> tuple[Mapping[Slot, int], int]:
     """Return the byte offset of each slot of a device in the arena (one allocation), and the arena's size."""
     return slot_offsets(plan, "device", DEVICE_ALIGNMENT, device)
 
 
-def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[dict[Slot, int], int]:
+def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[Mapping[Slot, int], int]:
     """Place the slots of a tier ("host" or "device") one after the other in one allocation, the arena.
 
     For the tier "device", they are the slots of one `device` of the run.
@@ -300,16 +322,31 @@ def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tupl
     Returns:
         The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
     """
-    sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
+    given = plan.problem, plan.tile, plan.slots, frozenset(plan.in_place), plan.devices
+    return _slot_offsets(*given, tier, alignment, device)
+
+
+@lru_cache(64)
+def _slot_offsets(
+    problem: GemmProblem,
+    tile: TileShape,
+    slots: Slots,
+    in_place: frozenset[str],
+    devices: int,
+    tier: str,
+    alignment: int,
+    device: int,
+) -> tuple[Mapping[Slot, int], int]:
+    sizes = slot_bytes(problem, tile, slots.strip)
     # Slots of operands that are multiplied in place have no memory.
-    sizes |= {("device", operand): 0 for operand in plan.in_place}
+    sizes |= {("device", operand): 0 for operand in in_place}
     offsets: dict[Slot, int] = {}
     end = 0
     for operand in "CABDP" if tier == "device" else "ABC":
         # Devices share the host slots for panels. Each has host slots of its own for strips of C.
-        owners = range(plan.devices) if (tier, operand) == ("host", "C") else (device,)
+        owners = range(devices) if (tier, operand) == ("host", "C") else (device,)
         for owner in owners:
-            for index in range(plan.slots.count(Tier(tier), operand)):
+            for index in range(slots.count(Tier(tier), operand)):
                 offsets[Slot(Tier(tier), operand, index, owner)] = end
                 end = round_up(end + sizes[tier, operand], alignment)
     return offsets, end

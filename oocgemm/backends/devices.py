@@ -6,7 +6,7 @@ each with half of its memory.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from oocgemm.backends.base import (
@@ -15,6 +15,7 @@ from oocgemm.backends.base import (
     Checksums,
     Correction,
     HostBlock,
+    Pageable,
     PanelTransform,
     Session,
     Stream,
@@ -128,6 +129,19 @@ class DevicesSession:
             return self._each[operation.device].submit(operation, host, after)
         except Exception as error:
             raise self._named(error, operation.device) from error
+
+    def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], Token]:
+        def finish() -> Token:
+            try:
+                return ended()
+            except Exception as error:
+                raise self._named(error, operation.device) from error
+
+        try:
+            ended = self._each[operation.device].begin(operation, host, after)
+        except Exception as error:
+            raise self._named(error, operation.device) from error
+        return finish
 
     def _named(self, error: Exception, device: int) -> ExecutionError:
         return ExecutionError(f"device {self._numbers[device]}: {error or type(error).__name__}")

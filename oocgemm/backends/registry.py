@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
@@ -54,7 +53,7 @@ def fall_back(reason: str | None) -> None:
 
 
 def _any_exists(paths: Iterable[str]) -> bool:
-    return any(Path(path).exists() for path in paths)
+    return any(map(os.path.exists, paths))
 
 
 def cuda_extra() -> str | None:

@@ -1,7 +1,7 @@
 """Runs a schedule, and finds each operation's waits when it is queued.
 
-A short run (`short.is_short`) takes place in the calling thread, one operation after the other. In any other
-run, there is one queue per stream. The calling thread queues the operations in program order. It pauses while
+A short run takes place in the calling thread (`inline.InlineRun`). In any other run, there is one queue per
+stream. The calling thread queues the operations in program order. It pauses while
 too many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
 already. So there is no deadlock.
 
@@ -16,7 +16,7 @@ the first error is raised. Signals do not interrupt a run (`threads.shielded`).
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -26,7 +26,6 @@ from typing import Protocol
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
 from oocgemm.engine.annotation import annotation
 from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
-from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -46,7 +45,7 @@ POLL_INTERVAL = 4e-3
 # Number of pageable blocks that are copied at the same time on a stream: while the last pieces of one block
 # are copied, other threads begin the next block.
 PAGEABLE_WORKERS = 4
-_STORE_KINDS = (Kind.READ, Kind.WRITE)
+STORE_KINDS = (Kind.READ, Kind.WRITE)
 # The key of a queue whose thread submits asynchronous operations that are ready as soon as they are queued.
 _WAKEUP = Stream(0, "asynchronous")
 
@@ -128,52 +127,12 @@ class Run:
         Raises the first error: an operation's, or that of `cancel`. Run it where no signal can interrupt it.
         """
         with short_switch_interval(), (cancel or Cancel()).calling(self._fail):
-            if is_short(self._plan):
-                self._run_inline()
-            else:
-                self._run_in_threads()
+            self._run()
         first, self._error = self._error, None  # breaks a reference cycle through the error's frames
         if first is not None:
             raise first
 
-    def _run_inline(self) -> None:
-        """Run all operations in this thread, in program order. Collect their spans at the end.
-
-        Writes, and Downloads to pageable memory, wait for the device. If it works asynchronously, they are
-        deferred until a later operation waits for them, or until everything else has been submitted.
-        """
-        tracker: HazardTracker[Completion] = HazardTracker()
-        deferred: deque[Item] = deque()
-        try:
-            for number, operation in enumerate(self._plan.schedule(), self._first):
-                completion = Completion(number)
-                item: Item = operation, tracker.admit(operation, completion), completion
-                waits = operation.kind is Kind.WRITE or (
-                    operation.kind is Kind.DOWNLOAD and self._staging.is_pageable(operation)
-                )
-                if waits and self._session.asynchronous:
-                    deferred.append(item)
-                    continue
-                while deferred and not is_ready(item):
-                    self._step_inline(deferred.popleft())
-                self._step_inline(item)
-                if self._error is not None:
-                    break
-            for item in deferred:
-                self._step_inline(item)
-        except BaseException as error:
-            self._fail(error)
-        self._all_submitted.set()
-        self._in_flight.put(None)
-        self._collect()
-
-    def _step_inline(self, item: Item) -> None:
-        """Run or submit an operation in this thread."""
-        on_store = item[0].kind in _STORE_KINDS
-        with nullcontext() if on_store else self._session.worker(Stream.of(item[0])):
-            self._step(item, self._transfer if on_store else self._submit)
-
-    def _run_in_threads(self) -> None:
+    def _run(self) -> None:
         """Run the operations in one or more threads per stream. Collect their spans in another thread."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
         start(collector)
@@ -246,11 +205,11 @@ class Run:
                 while self._next_stream() == stream:
                     self._step(self._asynchronous[stream].popleft(), self._submit)
         except BaseException as error:  # raised by `worker`, for example because the device is lost
-            self._fail(_located_error(error, f"stream {stream.lane}"))
+            self._fail(located_error(error, f"stream {stream.lane}"))
 
     def _queue_of(self, operation: Operation) -> "SimpleQueue[Item | None]":
         """Return the queue of an operation's stream."""
-        stream, on_store = Stream.of(operation), operation.kind in _STORE_KINDS
+        stream, on_store = Stream.of(operation), operation.kind in STORE_KINDS
         if on_store and not self._plan.slots.unified:
             stream = stream._replace(device=0)  # storage is common to all devices, and so are host slots
         store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
@@ -289,7 +248,7 @@ class Run:
                         self._submit_ready()
                 ended = True
         except BaseException as error:  # raised by `worker`, for example because the device is lost
-            self._fail(_located_error(error, f"stream {stream.lane}"))
+            self._fail(located_error(error, f"stream {stream.lane}"))
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 
@@ -304,7 +263,7 @@ class Run:
         except Cancelled:
             pass
         except BaseException as error:
-            self._fail(_located_error(error, operation))
+            self._fail(located_error(error, operation))
         if completion.token is not None:
             self._in_flight.put(item)
         completion.post()
@@ -353,6 +312,10 @@ class Run:
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         """Submit an operation that runs on the device to the backend."""
+        return self._session.submit(operation, self._host_block(operation), tokens)
+
+    def _host_block(self, operation: Operation) -> HostBlock:
+        """Return the host memory of an operation that is about to be submitted."""
         host: HostBlock = []
         if operation.kind is Kind.UPLOAD:
             host = self._staging.upload_source(operation)
@@ -361,7 +324,7 @@ class Run:
             self.wrote = self.wrote or self._plan.slots.streams("C")
         if self._verifier is not None:
             self._verifier.submit(operation, host)
-        return self._session.submit(operation, host, tokens)
+        return host
 
     def _collect(self) -> None:
         """Wait for submitted operations in order, and pass the span of each to the observer.
@@ -373,16 +336,19 @@ class Run:
                 self._all_submitted.wait(POLL_INTERVAL)
             operation, waits, completion = item
             assert completion.token is not None
-            try:
-                completion.token.synchronize()
-                start, end = completion.token.interval()
-                times = start - self._origin, end - self._origin
-                if isinstance(completion.token, DoneToken) and not completion.token.moved:
-                    operation = operation._replace(bytes=0)
-                self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
-            except BaseException as error:
-                self._fail(_located_error(error, operation))
+            self._record(completion.number, operation, (wait.number for wait in waits), completion.token)
             self._ended += 1
+
+    def _record(self, number: int, operation: Operation, waits: Iterable[int], token: Token) -> None:
+        """Wait for a submitted operation, and pass its span to the observer. `waits` are numbers."""
+        try:
+            token.synchronize()
+            start, end = token.interval()
+            if isinstance(token, DoneToken) and not token.moved:
+                operation = operation._replace(bytes=0)
+            self._observe(Span.of(number, operation, start - self._origin, end - self._origin, waits))
+        except BaseException as error:
+            self._fail(located_error(error, operation))
 
     def _fail(self, error: BaseException) -> None:
         with self._failing:
@@ -391,7 +357,7 @@ class Run:
         self._staging.stop()
 
 
-def _located_error(error: BaseException, where: Operation | str) -> BaseException:
+def located_error(error: BaseException, where: Operation | str) -> BaseException:
     """Return an error that names the operation that failed. Interrupts are returned unchanged."""
     if not isinstance(error, Exception):
         return error

@@ -1,22 +1,28 @@
-"""Tell which runs are so short that one thread runs all of their operations."""
+"""Tell which runs are so short that one thread starts all of their operations."""
 
 from oocgemm.planning import Plan
 
-# A run of at most this many steps, on operands in memory that have at most this many bytes together with C,
-# needs less time than its threads take to start. Its operations run one after the other in one thread. So do
-# those of a run on pinned operands, of any size: they are only enqueued.
-MAX_SHORT_STEPS, MAX_SHORT_BYTES, MAX_DIRECT_STEPS = 16, 128 << 20, 64
+# A run takes less time than its threads take to start if it has at most MAX_SHORT_STEPS steps, and if A, B
+# and C are in memory and have at most MAX_SHORT_BYTES bytes together. So its operations run one after another
+# in one thread.
+MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
+# Without host slots, no operation keeps that thread busy: it only enqueues them on the GPU, or hands them to
+# the threads of the ring. So there may be more steps, and more bytes: no limit if all arrays are pinned. The
+# progress of such a run is not shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
+MAX_STREAMED_STEPS, MAX_STREAMED_BYTES = 64, 2 << 30
 
 
 def is_short(plan: Plan) -> bool:
-    """Return whether a plan's operations take so little time that one thread should run all of them."""
+    """Return whether a plan's operations take so little time that one thread should start all of them."""
     layouts = plan.layouts
-    if plan.steps > MAX_DIRECT_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
+    if plan.steps > MAX_STREAMED_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
         return False
     problem, sizes = plan.problem, plan.problem.itemsizes
-    if all(map(plan.is_direct, "ABC")) and not problem.planes:
+    streamed = all(map(plan.slots.streams, "ABC")) and not problem.planes
+    if streamed and all(map(plan.is_direct, "ABC")):
         return True
-    if plan.steps > MAX_SHORT_STEPS:
+    if plan.steps > MAX_SHORT_STEPS and not streamed:
         return False
     m, n, k = problem.m, problem.n, problem.depth
-    return m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"] <= MAX_SHORT_BYTES
+    size = m * k * sizes["A"] + k * n * sizes["B"] + m * n * sizes["C"]
+    return size <= (MAX_STREAMED_BYTES if streamed else MAX_SHORT_BYTES)

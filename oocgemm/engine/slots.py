@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from threading import Lock
 
 from oocgemm.backends.base import numpy_dtype, slot_offsets
@@ -36,16 +37,20 @@ class HostSlots:
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size) if arena is None else arena
-        # A slot for C contains a strip (`_c_data_bytes`) and the strip's checksums; `_c_bytes` in all.
-        self._c_bytes, self._c_data_bytes = (
-            count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
-            for count in (slot_bytes, payload_bytes)
-        )
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-prefault")
         prefaulted = plan.problem.reads_c or arena is not None
         c = [] if prefaulted else [slot for slot in self._offsets if slot.operand == "C"]
         self._waiting, self._prefaulted = c, dict[Slot, Future[None]]()
         self._starting = Lock()
+
+    @cached_property
+    def _c_sizes(self) -> tuple[int, int]:
+        """Bytes of a slot for C: those of a strip, and those of the strip and its checksums."""
+        given = self._plan.problem, self._plan.tile, self._plan.slots.strip
+        return payload_bytes(*given)["host", "C"], slot_bytes(*given)["host", "C"]
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="oocgemm-prefault")
 
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
         """Return the memory for an operation's block in a slot, as arrays of the stored operand.
@@ -57,8 +62,8 @@ class HostSlots:
 
     def checksum_bytes(self, slot: Slot) -> Array:
         """Return the checksums in a slot for C, as bytes. They follow the data; a Download copies both."""
-        start = self._offsets[slot]
-        return self.arena[start + self._c_data_bytes : start + self._c_bytes]
+        start, (data, whole) = self._offsets[slot], self._c_sizes
+        return self.arena[start + data : start + whole]
 
     def start_prefault(self) -> None:
         """Start to prefault and pin the slots for C, in a thread. A second call does nothing.
@@ -85,13 +90,15 @@ class HostSlots:
             self._prefaulted[slot].result()
 
     def _prefault(self, start: int) -> None:
-        self.arena[start : start + self._c_bytes : PAGE] = 0
-        self._pin([self.arena[start : start + self._c_data_bytes]])
+        data, whole = self._c_sizes
+        self.arena[start : start + whole : PAGE] = 0
+        self._pin([self.arena[start : start + data]])
 
     def close(self) -> None:
         """Join the thread that prefaults, and drop the arena.
 
         The memory of the arena is freed when no view of it is left.
         """
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if "_pool" in vars(self):  # it was used
+            self._pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()

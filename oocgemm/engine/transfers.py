@@ -37,9 +37,12 @@ class Transfers:
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
         self.retried: list[str] = []  # the error message of each failed read that was tried again
-        # Two pools, so that reads never queue behind writes.
-        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
-        self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
+        # By whether it reads: two pools, so that reads never queue behind writes. If all operands go from
+        # their memory to the device, there are no Reads and no Writes.
+        self._pools: dict[bool, ThreadPoolExecutor] = {}
+        if not all(map(plan.slots.streams, "ABC")):
+            for reads, name in ((True, "oocgemm-reader"), (False, "oocgemm-writer")):
+                self._pools[reads] = ThreadPoolExecutor(self._threads, thread_name_prefix=name)
         self._remote: dict[tuple[str, bool], ThreadPoolExecutor] = {}
         self._layouts = plan.layouts.by_operand
         for name, layout in self._layouts.items():
@@ -58,7 +61,7 @@ class Transfers:
             ExecutionError: a part cannot be read; the message names the store and the range.
         """
         blocks = located(self._plan, operation, columns)
-        pool = self._remote.get((operation.operand, True), self._readers)
+        pool = self._remote.get((operation.operand, True)) or self._pools[True]
         self._each(operation, self._parts(operation, blocks, partial(self._read, on_part)), pool)
 
     def write(self, operation: Operation, columns: Sequence[Array]) -> None:
@@ -72,7 +75,7 @@ class Transfers:
             complete(self._plan, operation, columns)
             work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
             blocks = list(trimmed(self._plan, operation, blocks))
-        pool = self._remote.get((operation.operand, False), self._writers)
+        pool = self._remote.get((operation.operand, False)) or self._pools[False]
         self._each(operation, self._parts(operation, blocks, self.write_part) + work, pool)
 
     def _write_adjoint(self, matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
@@ -83,7 +86,7 @@ class Transfers:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
         blocks = located(self._plan, operation, columns)
         act: OnMatrix = lambda matrix, rows, cols, part: on_part(rows, cols, part)  # noqa: E731
-        self._each(operation, self._parts(operation, blocks, act), self._writers)
+        self._each(operation, self._parts(operation, blocks, act), self._pools[False])
 
     def _parts(
         self, operation: Operation, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix
@@ -172,7 +175,7 @@ class Transfers:
 
     def close(self) -> None:
         """Join the threads."""
-        for pool in (self._readers, self._writers, *self._remote.values()):
+        for pool in (*self._pools.values(), *self._remote.values()):
             pool.shutdown(wait=True, cancel_futures=True)
 
 

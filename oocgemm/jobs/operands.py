@@ -24,7 +24,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
-    return a, b, replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+    if request.verify:
+        problem = replace(problem, checked=checksum_tier(backend, problem))
+    return a, b, problem
 
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:

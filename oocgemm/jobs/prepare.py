@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from oocgemm import backends, stores
@@ -242,13 +243,7 @@ def _plan(
     machine = machines[-1]
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
-    # The numbers of a transform are in host memory, also if a device transforms the elements.
-    of_a, of_b = (
-        replace(
-            _layout(as_read(problem, x), engine, in_place=in_place), resident_bytes=x.layout.resident_bytes
-        )
-        for x in (a, b)
-    )
+    of_a, of_b = (_operand_layout(problem, x, engine, in_place=in_place) for x in (a, b))
     layouts = Layouts(
         of_a.oriented(problem.trans_a),
         of_b.oriented(problem.trans_b),
@@ -283,12 +278,27 @@ def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) 
     Clear its `in_place` unless the run may multiply in place. Set its `pinned` if the matrix is in memory
     that the backend has pinned.
     """
-    if isinstance(matrix, Layout):
-        return replace(matrix, in_place=matrix.in_place and in_place)
-    layout = replace(matrix.layout, in_place=matrix.layout.in_place and in_place)
-    if engine is None or not layout.zero_copy_width:
-        return layout
-    return replace(layout, pinned=engine.is_pinned(*stores.span(matrix)))
+    layout, pinned = matrix if isinstance(matrix, Layout) else matrix.layout, False
+    if engine is not None and layout.zero_copy_width and not isinstance(matrix, Layout):
+        pinned = engine.is_pinned(*stores.span(matrix))
+    return _adapted(layout, layout.in_place and in_place, pinned)
+
+
+@lru_cache(64)
+def _adapted(layout: Layout, in_place: bool, pinned: bool) -> Layout:
+    return replace(layout, in_place=in_place, pinned=pinned)
+
+
+def _operand_layout(
+    problem: GemmProblem, matrix: Matrix, engine: Backend | None, *, in_place: bool
+) -> Layout:
+    """Return the layout of A or B for a run."""
+    layout, resident = (
+        _layout(as_read(problem, matrix), engine, in_place=in_place),
+        matrix.layout.resident_bytes,
+    )
+    # The numbers of a transform are in host memory, also if a device transforms the elements.
+    return layout if layout.resident_bytes == resident else replace(layout, resident_bytes=resident)
 
 
 def _count(request: Request, engine: Backend | None) -> int:

@@ -1,6 +1,7 @@
 """Check the product that a request asks for: its shapes, dtypes, scalars and tile."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from oocgemm.jobs.corrections import is_centered
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.stores import Matrix
+from oocgemm.stores.base import dtype_name
 from oocgemm.stores.transformed import TransformedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
@@ -39,7 +41,7 @@ def problem_of(
             f"shapes do not match: op(A) is {m} x {k} and op(B) is {k_b} x {n}; op(A) must have as many "
             "columns as op(B) has rows"
         )
-    dtype = DTYPES[a.dtype.name]
+    dtype = DTYPES[dtype_name(a.dtype)]
     centered = is_centered(a, b)
     if out_dtype is None and any(isinstance(x, TransformedMatrix) for x in (a, b)):
         out_dtype = "float64" if centered else _NARROW.get(dtype.name)
@@ -53,14 +55,19 @@ def problem_of(
             f"C cannot have dtype {names[-1]}: centers are subtracted from the product of int8 in float64; "
             "pass out_dtype='float64' (--out-dtype float64), or a cast other than int8"
         )
-    problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
-    problem = replace(problem, centered=centered and problem.depth > 0)
+    problem = _problem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    if centered and problem.depth:
+        problem = replace(problem, centered=True)
     if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
             f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
             "exact: multiply parts with fewer columns, and add the results"
         )
     return problem
+
+
+# The same object for the same product: comparing two equal ones takes longer, and each caches properties.
+_problem = lru_cache(64)(GemmProblem)
 
 
 def gram_problem(
@@ -128,6 +135,8 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
 
 def _check_range(name: str, number: complex, operands: DType) -> None:
     """Raise `InputError` for a scalar that overflows, or rounds to 0, in the dtype in which C is summed."""
+    if number in (0, 1):
+        return
     accumulator = numpy_dtype(operands.accumulator)
     limits = np.finfo(accumulator)
     with np.errstate(all="ignore"):

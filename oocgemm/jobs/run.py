@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from oocgemm import backends, stores
 from oocgemm.backends import Backend, Session
 from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.inline import InlineRun
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OocGemmError, OutOfMemoryError
@@ -22,6 +23,7 @@ from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
+from oocgemm.jobs.repeat import forget, remember, repeated
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.transforms import on_device
@@ -105,7 +107,10 @@ class PreparedJob:
         return Result(matrix, job.plan, log)
 
     def _prepare(self) -> Job:
-        job = prepare(self._request, self._engine, running=True)
+        job = repeated(self._request, self._engine)
+        if job is None:
+            job = prepare(self._request, self._engine, running=True)
+            remember(job, self._engine)
         resumed = job.output.resumed
         if resumed is not None and (count := resumed.header.get("k_slices", 1)) > 1:
             raise InputError(
@@ -135,6 +140,7 @@ class PreparedJob:
                     raise
                 logger.info("planning again: %s", error)
                 available_memory()  # the recent answer was too high
+                forget()
                 job = self._prepare()
         return job, None
 
@@ -247,7 +253,8 @@ def _stream(
     """
 
     def run(part: Plan, checks: "Checks | None") -> None:
-        one = Run(part, session, staging, origin, observe, target.finished, checks, log.spans)
+        kind = InlineRun if is_short(part) else Run
+        one = kind(part, session, staging, origin, observe, target.finished, checks, log.spans)
         try:
             one.execute(cancel)
         finally:
@@ -272,6 +279,8 @@ def _stream(
 
 def _log_plan(plan: Plan) -> None:
     """Log the tile, the steps and the budgets of a plan before it runs."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
     logger.info("tile %s, %d steps, budgets %s", plan.tile, plan.steps, budgets)
     if plan.done:

@@ -172,6 +172,8 @@ def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmPr
     stored_a, stored_b = (
         x.stored.dtype.name if isinstance(x, TransformedMatrix) and not x.is_copy else "" for x in (a, b)
     )
+    if not (stored_a or stored_b):
+        return problem
     return replace(problem, stored_a=stored_a, stored_b=stored_b)
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def load(device: str) -> Tuning:
     The tuning is empty if its file is missing, damaged or has another version. Kernels and parameters that
     this version of oocgemm does not have are left out.
     """
+    return _load(device, cache.version())
+
+
+@lru_cache(16)
+def _load(device: str, version: object) -> Tuning:
+    """Read the file of a GPU. `version` differs if the file may have changed."""
     with suppress(OSError, InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data = json.loads(path_of(device).read_text(encoding="utf-8"))
         if (data["format"], data["version"], data["device"]) == (FORMAT, VERSION, device):

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from oocgemm import backends
 from oocgemm.backends import Backend
@@ -75,7 +76,17 @@ def models(backend: str, device: str | None = None, places: Places | None = None
         places: where the operands are.
     """
     places = places or Places()
+    hashable = Places(*map(frozenset, (places.reads, places.writes, places.codecs, places.buckets)))
+    versions = cache.version(), learning.version()
     defaults = default_model(backend, len(os.sched_getaffinity(0)))
+    return _models(backend, device, hashable, defaults, versions)
+
+
+@lru_cache(16)
+def _models(
+    backend: str, device: str | None, places: Places, defaults: MachineModel, versions: object
+) -> Models:
+    """Read the files of calibrated and learned rates. `versions` differ if the files may have changed."""
     calibration, note = cache.load(backend, device)
     if calibration is None:
         best = replace(defaults, name="; ".join(filter(None, (defaults.name, note))))

@@ -1,5 +1,6 @@
 """A plan: every decision about a product, and the memory, traffic and time that follow from it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
@@ -20,6 +21,8 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement, deal
+from oocgemm.planning.schedule.hazards import waits_of
+from oocgemm.planning.schedule.operation import Operation
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
@@ -105,7 +108,7 @@ class Plan:
         """Numbers of slots, the buffers for panels and tiles on the device and on the host."""
         return self.candidate.slots
 
-    @property
+    @cached_property
     def grid(self) -> TileGrid:
         """The division of C into tiles, and of k into steps."""
         return _grid(self.problem, self.candidate)
@@ -125,7 +128,7 @@ class Plan:
         """Floating-point operations of the tiles to compute. A complex one counts as several real ones."""
         return self.problem.step_flops(1, self.coverage.elements, self.problem.depth)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Number of steps over all tiles to compute. Each step multiplies one panel of A by one of B."""
         return self.tiles.count * self.grid.steps
@@ -258,6 +261,11 @@ class Plan:
     def schedule(self) -> Schedule:
         """Return the operations of the run in program order."""
         return schedule_of(self.setting, self.candidate, self.tiles)
+
+    @cached_property
+    def program(self) -> Sequence[tuple[Operation, Sequence[int]]]:
+        """The operations of a short run in program order, each with the indices of those it waits for."""
+        return waits_of(self.schedule())
 
     def explain(self) -> list[dict[str, Any]]:
         """List the best candidates of different tile shapes, the chosen one first, each with its drawback."""

@@ -1,6 +1,6 @@
 """Open and create the matrices of a product: files, NumPy arrays, lazy arrays, and what plugins add."""
 
-from oocgemm.stores.arrays import by_rows, is_mapped, memory, span
+from oocgemm.stores.arrays import ArrayMatrix, by_rows, is_mapped, is_plain, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import create_output, load, load_without_cupy, new_layout, open_matrix, reserve
@@ -10,6 +10,7 @@ from oocgemm.stores.places import (
     clear,
     exists,
     located,
+    overlap,
     place,
     remove,
     same_place,
@@ -23,6 +24,7 @@ __all__ = [
     "COMPRESSORS",
     "FULL",
     "Array",
+    "ArrayMatrix",
     "Matrix",
     "Store",
     "by_rows",
@@ -35,6 +37,7 @@ __all__ = [
     "exists",
     "is_mapped",
     "is_path",
+    "is_plain",
     "load",
     "load_without_cupy",
     "located",
@@ -42,6 +45,7 @@ __all__ = [
     "new_layout",
     "no_room",
     "open_matrix",
+    "overlap",
     "pieces",
     "place",
     "remove",

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout, Op
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
+from oocgemm.stores.base import (
+    Array,
+    Matrix,
+    Store,
+    checked,
+    dtype_name,
+    is_path,
+    not_writable,
+    refuse_zarr_options,
+)
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # Before a block of a memory map is copied, one call requests all pages between its first and last element. No
@@ -54,7 +64,7 @@ class Arrays(Store):
         Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
         """
         refuse_zarr_options("an ndarray", chunks, compressor)
-        return Layout(in_memory=True, itemsize=problem.itemsizes["C"], in_place=True)
+        return _layout(problem.itemsizes["C"], 0, True)
 
 
 class ArrayLikes(Store):
@@ -78,6 +88,11 @@ class ArrayLikes(Store):
         return ArrayMatrix(name, array)
 
 
+@lru_cache(64)
+def _layout(itemsize: int, zero_copy_width: int, in_place: bool) -> Layout:
+    return Layout(in_memory=True, itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
+
+
 class ArrayMatrix:
     """A matrix in a NumPy array or a memory map, which is read and written with `np.copyto`."""
 
@@ -90,12 +105,14 @@ class ArrayMatrix:
         self._droppable = None if _is_private(array) else self._map
         self.mapped = self._map is not None
         # Blocks of a memory map are copied, so that their pages do not stay in the resident set.
-        self.layout = Layout(
-            in_memory=True,
-            itemsize=self.dtype.itemsize,
-            zero_copy_width=0 if self.mapped else _min_row_elements(array),
-            in_place=not self.mapped and _has_contiguous_rows(array),
-        )
+        width = 0 if self.mapped else _min_row_elements(array)
+        self.layout = _layout(self.dtype.itemsize, width, not self.mapped and _has_contiguous_rows(array))
+
+    def like(self, array: Any) -> "ArrayMatrix":
+        """Return the matrix of another plain array of the same shape, strides and dtype. It may be None."""
+        found = object.__new__(ArrayMatrix)
+        vars(found).update(vars(self), array=array)
+        return found
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
@@ -134,7 +151,7 @@ class ArrayMatrix:
         return None
 
     def describe(self) -> dict[str, object]:
-        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
+        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": dtype_name(self.dtype)}
 
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
@@ -181,6 +198,11 @@ def is_mapped(matrix: Matrix) -> bool:
     """Return whether a matrix in memory is a memory map of a file, whose pages may have to be read first."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.mapped
+
+
+def is_plain(array: object) -> bool:
+    """Return whether an object is an ndarray of no subclass, and no view of a memory map of a file."""
+    return type(array) is np.ndarray and _underlying_map(array) is None
 
 
 def span(matrix: Matrix) -> tuple[int, int]:

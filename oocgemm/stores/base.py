@@ -4,6 +4,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -190,6 +191,12 @@ def is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike)
 
 
+@lru_cache(64)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which NumPy would derive anew in a microsecond."""
+    return str(dtype.name)
+
+
 def package(source: object) -> str:
     """Return the name of the package that defines an object's type."""
     return type(source).__module__.partition(".")[0]
@@ -239,7 +246,7 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
     if shape[0] * shape[1] >= 2**60:
         raise InputError(f"{name} has the shape {shape[0]} x {shape[1]}: at most 2^60 elements are supported")
-    if dtype.name not in DTYPES:
+    if dtype_name(dtype) not in DTYPES:
         raise DtypeError(name, dtype)
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
-from oocgemm.stores.base import Matrix
+from oocgemm.stores.base import Matrix, dtype_name
 from oocgemm.stores.hdf5.address import MARK
 
 # File formats that this package can neither read nor write, by the suffix of the file name. Error messages
@@ -128,7 +128,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
     The message states the commands that convert them.
     """
     for operand in (a, b):
-        if operand.dtype.name not in OPERANDS:
+        if dtype_name(operand.dtype) not in OPERANDS:
             raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand))
     if a.dtype == b.dtype:
         return

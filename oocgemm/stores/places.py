@@ -107,12 +107,12 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 
 def same_place(one: Matrix, other: Matrix) -> bool:
     """Return whether two matrices share memory or files, even if they were opened by different paths."""
-    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and _overlap(one.array, other.array):
+    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and overlap(one.array, other.array):
         return True
     return not one.identities().isdisjoint(other.identities())
 
 
-def _overlap(one: Array, other: Array) -> bool:
+def overlap(one: Array, other: Array) -> bool:
     """Return whether two arrays share memory. If an exact answer would take too long, return True."""
     try:
         return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # incomplete stub

@@ -43,6 +43,8 @@ def stores() -> Iterator[Store]:
 
 def store_of(operand: Any) -> Store:
     """Return the store that opens an operand, or creates a result at a path. Every operand has one."""
+    if ARRAYS.matches(operand):  # the other specific stores match no ndarray
+        return ARRAYS
     return next(store for store in stores() if store.matches(operand))
 
 

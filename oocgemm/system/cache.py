@@ -14,9 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 from oocgemm.errors import InputError
 from oocgemm.planning.cost.calibration import Calibration
+
+# What was read from files is read again after at most this many seconds: to edit a file in place does not
+# change the modification time of its folder.
+RECENT = 0.5
 
 
 def folder() -> Path:
@@ -24,16 +29,34 @@ def folder() -> Path:
 
     That directory is $XDG_CACHE_HOME, or `~/.cache`. Raises `InputError` for a user without a home directory.
     """
-    own, shared = os.environ.get("OOCGEMM_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    return _folder(*map(os.environ.get, ("OOCGEMM_CACHE", "XDG_CACHE_HOME", "HOME")))
+
+
+@functools.lru_cache(maxsize=4)
+def _folder(own: str | None, shared: str | None, home: str | None) -> Path:
+    """Return the folder for calibrations, from the values of environment variables."""
     if own:
         return Path(own)
     try:
-        base = Path(shared) if os.path.isabs(shared) else Path("~/.cache").expanduser()
+        base = Path(shared) if shared and os.path.isabs(shared) else Path("~/.cache").expanduser()
     except RuntimeError as error:
         raise InputError(
             "there is no home directory for calibrations: set OOCGEMM_CACHE to a writable folder"
         ) from error
     return base / "oocgemm"
+
+
+def version(within: Callable[[], Path] = folder) -> tuple[Path | None, int, int]:
+    """Return a value that changes when a file is saved in a folder or deleted, and every `RECENT` seconds.
+
+    What was read from the folder is valid as long as the value is the same. `within` returns the folder, or
+    raises `InputError`.
+    """
+    found, changed = None, 0
+    with suppress(OSError, InputError):
+        found = within()
+        changed = os.stat(found).st_mtime_ns
+    return found, changed, int(monotonic() / RECENT)
 
 
 @functools.cache

@@ -25,6 +25,11 @@ def enabled() -> bool:
     return os.environ.get("OOCGEMM_LEARN", "1") != "0"
 
 
+def version() -> object:
+    """Return a value that changes when what `load` returns may have changed."""
+    return cache.version(_folder) if enabled() else None
+
+
 def load(backend: str, device: str | None) -> Learned | None:
     """Return the learned rates of a device of this machine; None if there are none.
 

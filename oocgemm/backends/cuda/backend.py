@@ -1,6 +1,7 @@
 """Opens one NVIDIA device, describes it, and opens sessions on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import cupy
 from cupy.cuda import runtime
@@ -22,6 +23,18 @@ from oocgemm.planning.units import format_size
 _OUT_OF_MEMORY = 2
 # The device attribute cudaDevAttrPageableMemoryAccessUsesHostPageTables of the CUDA runtime.
 _SHARES_PAGE_TABLES = 100
+
+
+@cache
+def _described(device: int) -> Mapping[str, str]:
+    found = properties(device)
+    return {
+        "device": found["name"].decode(),
+        "memory": format_size(found["totalGlobalMem"]),
+        "cupy": cupy.__version__,
+        "cuda": str(runtime.runtimeGetVersion()),
+        "driver": str(runtime.driverGetVersion()),
+    }
 
 
 class CudaBackend:
@@ -73,13 +86,7 @@ class CudaBackend:
         return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
 
     def describe(self) -> dict[str, str]:
-        return {
-            "device": self._properties["name"].decode(),
-            "memory": format_size(self._properties["totalGlobalMem"]),
-            "cupy": cupy.__version__,
-            "cuda": str(runtime.runtimeGetVersion()),
-            "driver": str(runtime.driverGetVersion()),
-        }
+        return dict(_described(self._device))
 
     def check(self, plan: Plan, kernel: str) -> None:
         check_plan(kernel, plan, describe_device(self._device))

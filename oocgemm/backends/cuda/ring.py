@@ -222,8 +222,8 @@ class Direction:
             start(thread)
             self._threads.append(thread)
 
-    def copy(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Work:
-        """Copy the pieces of a block; return when the last copy has been issued.
+    def begin(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
         `waits` are events that the copies wait for. The device must be the current one of this thread.
         """
@@ -241,6 +241,13 @@ class Direction:
             else:
                 for piece in pieces:
                     self._queue.put((copying, piece))
+        except BaseException:
+            self._blocks.pop()
+            raise
+        return partial(self._end, copying)
+
+    def _end(self, copying: Copying) -> Work:
+        try:
             return copying.work()
         finally:
             self._blocks.pop()
@@ -278,10 +285,10 @@ class Ring:
         self._opening = threading.Lock()
         self._directions: dict[str, Direction] = {}
 
-    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
-        """Copy a block to a device address, once the events in `waits` have completed.
+    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy a block to a device address, once the events in `waits` have completed.
 
-        Returns when the block has been read. Raises the errors of `block.move`.
+        The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
@@ -294,12 +301,12 @@ class Ring:
             _copy((address + at, row), (buffer.address, size), height, size, lane.stream)
             return buffer.record(), None
 
-        return self._direction("upload").copy(block, move, waits)
+        return self._direction("upload").begin(block, move, waits)
 
-    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Work:
-        """Copy a block from a device address, once the events in `waits` have completed.
+    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy a block from a device address, once the events in `waits` have completed.
 
-        Returns when the block has been written. Raises the errors of `block.move`.
+        The returned function waits until the block has been written. It raises the errors of `block.move`.
         """
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
@@ -317,7 +324,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").copy(block, move, waits)
+        return self._direction("download").begin(block, move, waits)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:

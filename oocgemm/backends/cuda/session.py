@@ -149,27 +149,27 @@ class CudaSession:
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
         self._loading.wait()
         if isinstance(host, Pageable):
-            return self._copy_pageable(operation, host, after)
+            return self.begin(operation, host, after)()
         launches = self._launches(operation, host, self._streams[operation.stream])
         waits = operation.kind not in self.asynchronous
         with nullcontext() if waits else self._host.submitting():
             return self._enqueue(operation, launches, after)
 
-    def _copy_pageable(self, op: Operation, block: Pageable, after: Sequence[Token]) -> CudaToken:
-        """Copy a block of a pageable array through the ring. Returns when the array has been read or written.
-
-        The threads of the ring have streams of their own, which wait for the operations in `after`.
-        """
-        waits = []
+    def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
+        # The threads of the ring have streams of their own, which wait for the operations in `after`.
+        self._loading.wait()
         for token in after:
-            if isinstance(token, CudaToken):
-                waits.append(token.end)
-            else:
+            if not isinstance(token, CudaToken):
                 token.synchronize()
+        waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
         address = self._address((op.writes if uploading else op.reads)[0])
         copy = ring.upload if uploading else ring.download
-        own = copy(address, block, waits)
+        return partial(self._copied, op, copy(address, block, waits))
+
+    def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:
+        """Wait until the ring has read or written a block, and return the handle of the operation."""
+        own = ended()
         if self.checksums is not None:
             with self._host.submitting():
                 return self._sum_upload(op, own, self.checksums)

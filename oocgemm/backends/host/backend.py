@@ -6,7 +6,7 @@ is also useful by itself: it multiplies arrays on disk within a hard memory budg
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -63,6 +63,10 @@ class HostSession:
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
         yield
+
+    def begin(self, operation: Operation, host: Pageable, after: Sequence[Token]) -> Callable[[], DoneToken]:
+        token = self.submit(operation, host, after)
+        return lambda: token
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> DoneToken:
         # There is nothing to wait for: a token in `after` exists only when its operation has ended.

@@ -1,6 +1,7 @@
 """The size of the ring: the pinned buffers through which pageable arrays are copied to and from a GPU."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from oocgemm.planning.setting import Setting
 
@@ -30,6 +31,7 @@ class RingShape:
         return 2 * self.lanes * BUFFERS * self.piece
 
 
+@lru_cache(64)
 def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 

@@ -46,6 +46,17 @@ LANES = {
 # Replacements of lanes in `LANES`, for Reads that decode chunks and Writes that encode chunks.
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 _LOADS = (Kind.READ, Kind.UPLOAD)
+# Lanes by the kind of an operation and whether it is coded; streams by these and by whether it is of C.
+_LANE = {
+    (kind, coded): _CODED.get(lane, lane) if coded else lane
+    for kind, lane in LANES.items()
+    for coded in (False, True)
+}
+_STREAM = {
+    (*key, of_c): f"{lane.value}-c" if of_c and key[0] in _LOADS else lane.value
+    for key, lane in _LANE.items()
+    for of_c in (False, True)
+}
 
 
 class Operation(NamedTuple):
@@ -84,8 +95,7 @@ class Operation(NamedTuple):
         A Read that decodes is in "decode" instead of "read". A Write that encodes is in "encode" instead of
         "write".
         """
-        lane = LANES[self.kind]
-        return _CODED.get(lane, lane) if self.coded else lane
+        return _LANE[self.kind, self.coded]
 
     @property
     def stream(self) -> str:
@@ -94,8 +104,7 @@ class Operation(NamedTuple):
         It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
         that they do not queue behind loads of A and B.
         """
-        lane = self.lane.value
-        return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
+        return _STREAM[self.kind, self.coded, self.operand == "C"]
 
     @property
     def block(self) -> tuple[Range, Range]:

@@ -1,0 +1,102 @@
+"""Runs a short schedule in the calling thread, without queues and locks. The waits come with the plan."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from oocgemm.backends.base import Pageable, Stream, Token
+from oocgemm.engine.completion import Cancelled
+from oocgemm.engine.executor import STORE_KINDS, Run, located_error
+from oocgemm.planning import Kind, Operation
+
+# Their launches name their streams, so that the thread need not be prepared for each of them (`worker`).
+_COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
+
+
+class InlineRun(Run):
+    """Executes a short plan's schedule once (`short.is_short`).
+
+    Operations are started in program order, but every one that would wait for the host is put off: a Write,
+    and what needs a copy of pageable memory that is in progress. So all copies that can begin do so first.
+    """
+
+    def _run(self) -> None:
+        self._program = self._plan.program
+        self._tokens: list[Token | None] = [None] * len(self._program)
+        self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
+        self._started: list[int] = []
+        self._entered: Stream | None = None
+        late, blocked = list[int](), set[Stream]()
+        with ExitStack() as self._worker:
+            try:
+                for i, (operation, waits) in enumerate(self._program):
+                    stream = Stream.of(operation)
+                    writes = operation.kind is Kind.WRITE and self._session.asynchronous
+                    # A stream runs its operations in program order, and waits are derived from that.
+                    if writes or stream in blocked or any(self._tokens[wait] is None for wait in waits):
+                        late.append(i)
+                        blocked.add(stream)
+                    else:
+                        self._start(i)
+                for i in sorted(late, key=lambda i: self._program[i][0].kind is Kind.WRITE):
+                    if self._tokens[i] is None and i not in self._copying:
+                        self._start(i)
+            except Cancelled:
+                pass
+            except BaseException as error:
+                self._fail(error)
+            while self._copying:
+                self._finish(next(iter(self._copying)))
+        for i in self._started:
+            if (token := self._tokens[i]) is not None:
+                operation, waits = self._program[i]
+                self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
+
+    def _start(self, i: int) -> None:
+        """Run, submit or begin an operation. Raises `Cancelled` if it fails, or if the run has failed."""
+        operation, waits = self._program[i]
+        tokens = [self._token(wait) for wait in waits]
+        if self._error is not None:
+            raise Cancelled
+        self._started.append(i)
+        try:
+            with self._annotate(operation):
+                if operation.kind in STORE_KINDS:
+                    self._tokens[i] = self._transfer(operation, tokens)
+                    return
+                self._enter(operation)
+                host = self._host_block(operation)
+                if isinstance(host, Pageable):
+                    self._copying[i] = self._session.begin(operation, host, tokens)
+                else:
+                    self._tokens[i] = self._session.submit(operation, host, tokens)
+        except BaseException as error:
+            self._fail(located_error(error, operation))
+            raise Cancelled from None
+
+    def _enter(self, operation: Operation) -> None:
+        """Prepare this thread for the launches of an operation."""
+        stream, entered = Stream.of(operation), self._entered
+        if entered is not None and operation.kind in _COPIES and stream.device == entered.device:
+            return
+        if stream != entered:
+            self._worker.close()
+            self._worker.enter_context(self._session.worker(stream))
+            self._entered = stream
+
+    def _token(self, i: int) -> Token:
+        """Return the token of an operation. Start the operation, and wait for its copy, if necessary."""
+        if self._tokens[i] is None and i not in self._copying:
+            self._start(i)
+        if i in self._copying:
+            self._finish(i)
+        token = self._tokens[i]
+        if token is None:
+            raise Cancelled
+        return token
+
+    def _finish(self, i: int) -> None:
+        """Wait until a block of pageable memory has been read or written."""
+        try:
+            self._tokens[i] = self._copying.pop(i)()
+        except BaseException as error:
+            self._fail(located_error(error, self._program[i][0]))

@@ -1,0 +1,96 @@
+"""Prepare a product on a GPU that is like a recent one, without opening and planning everything again.
+
+For a small product, that would take longer than the product. If A, B and C are arrays in memory, what
+`prepare` returns depends on their shapes, strides and dtypes, on which of them are pinned, on the options,
+and on what changes slowly: the free memory, and the files with the rates of the machine. So a preparation is
+used again, for at most `RECENT` seconds.
+"""
+
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from time import monotonic
+from typing import Any
+
+from oocgemm import stores
+from oocgemm.backends import Backend
+from oocgemm.jobs.prepare import Job, Output
+from oocgemm.jobs.request import Request
+from oocgemm.planning import Plan
+from oocgemm.stores import ArrayMatrix, is_plain
+
+# For how many seconds a preparation is used, and for how many products one is kept.
+RECENT, MAX_KEPT = 0.5, 16
+
+_NOT_OPTIONS = ("a", "b", "c", "progress", "timeline")
+_options = attrgetter(*(field.name for field in fields(Request) if field.name not in _NOT_OPTIONS))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What was prepared at the time `at`. Its matrices have no arrays: it keeps none alive."""
+
+    at: float
+    plan: Plan
+    a: ArrayMatrix
+    b: ArrayMatrix
+    c: ArrayMatrix | None
+
+
+_recent: dict[object, _Prepared] = {}
+
+
+def repeated(request: Request, engine: Backend) -> Job | None:
+    """Return the job of a request that is like a recent one; None if there is none, or if it may be wrong."""
+    key = _key(request, engine)
+    found = None if key is None else _recent.get(key)
+    if found is None or monotonic() - found.at > RECENT:
+        return None
+    a, b = found.a.like(request.a), found.b.like(request.b)
+    c = None if found.c is None else found.c.like(request.c.array)
+    if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
+        return None
+    layouts = found.plan.layouts
+    for x, layout in ((a, layouts.a), (b, layouts.b), (c, layouts.c)):
+        if x is not None and layout.zero_copy_width and engine.is_pinned(*stores.span(x)) != layout.pinned:
+            return None
+    return Job(request, a, b, Output(c, None, None, None, {}), found.plan)
+
+
+def remember(job: Job, engine: Backend) -> None:
+    """Keep what was prepared for later products like this one, unless they must be prepared anew."""
+    request, a, b, c = job.request, job.a, job.b, job.output.matrix
+    if not (isinstance(a, ArrayMatrix) and isinstance(b, ArrayMatrix) and isinstance(c, ArrayMatrix | None)):
+        return
+    as_given = a.array is request.a and b.array is request.b and not request.gram
+    if as_given and job.plan.steps and job.correction is None:
+        key = _key(request, engine)
+        if key is not None:
+            if len(_recent) >= MAX_KEPT:
+                _recent.clear()
+            kept = a.like(None), b.like(None), None if c is None else c.like(None)
+            _recent[key] = _Prepared(monotonic(), job.plan, *kept)
+
+
+def forget() -> None:
+    """Forget what was prepared."""
+    _recent.clear()
+
+
+def _key(request: Request, engine: Backend) -> object:
+    """Return what a preparation depends on, besides pinning and what changes slowly; None if on more."""
+    arrays = request.a, request.b, request.c.array
+    if engine.name != "cuda" or request.c.path or not all(x is None or is_plain(x) for x in arrays):
+        return None
+    key = _options(request), *map(_form, arrays)
+    try:
+        hash(key)
+    except TypeError:  # an option cannot be hashed
+        return None
+    return key
+
+
+def _form(x: Any) -> object:
+    """Return what the layout of an array depends on."""
+    return (
+        None if x is None else (x.shape, x.strides, x.dtype, x.flags.num, x.ctypes.data % (x.itemsize or 1))
+    )
