@@ -11,17 +11,20 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import inf, prod
+from operator import itemgetter
 
 from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.shares import own_setting, slowed
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.cost.shares import own_setting, predict_shared, slowed
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.candidates import io_threads
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.guarded import guarded_plan
-from oocgemm.planning.search.planner import MIN_GAIN
+from oocgemm.planning.search.planner import CLOSE, MIN_GAIN
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -70,7 +73,7 @@ def shared_plan(
         check_tile(setting, tile)
     search = _Search(setting, machines, assumed)
     try:
-        plans = list(search.plans(tile))
+        plans = [plan for _, plan in sorted(search.plans(tile), key=itemgetter(0))]
     except BudgetError as error:
         raise search.sufficing(error, tile) from error
     # Of plans that take about as long, the one that moves fewer bytes depends less on exact rates.
@@ -88,16 +91,30 @@ class _Search:
         # Bytes of host memory that the run needs once, not per device.
         self._once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
 
-    def plans(self, tile: TileShape | None) -> Iterator[Plan]:
-        """Yield the plans of `tile`, or of the best shapes, that fit. Raises `BudgetError` if none does."""
-        fits, refused = False, None
-        for shape in [tile] if tile is not None else self.shapes():
+    def plans(self, tile: TileShape | None) -> Iterator[tuple[int, Plan]]:
+        """Yield (number of the shape, plan) for `tile`, or for the best shapes that fit.
+
+        Shapes come in ascending order of lower bounds on their seconds. Those that take longer than the best
+        plan before them are left out.
+
+        Raises `BudgetError` if none fits.
+        """
+        best, refused = inf, None
+        shapes = [tile] if tile is not None else list(self.shapes())
+        bounds = [self._bound(shape) for shape in shapes] if len(shapes) > 1 else [0.0]
+        for least, number in sorted(zip(bounds, range(len(shapes)), strict=True)):
+            limit = (1 + CLOSE) * best
+            if least > limit:
+                break
             try:
-                yield self.planned(shape)
-                fits = True
+                plan = self.planned(shapes[number])
             except BudgetError as error:
                 refused = error
-        if refused is not None and not fits:
+                continue
+            if best == inf or _optimistic(plan) <= limit:
+                best = min(best, plan.prediction.total)
+                yield number, plan
+        if refused is not None and best == inf:
             raise refused
 
     def sufficing(self, error: BudgetError, tile: TileShape | None) -> BudgetError:
@@ -178,8 +195,7 @@ class _Search:
         """
         setting, devices = self.setting, self.setting.devices
         grid, arranged = TileGrid.of(setting.problem, tile), self._arranged(tile)
-        rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
-        own = self._own(tile, (rows * tile.m, cols * tile.n))
+        own = self._own_tiles(tile)
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
             candidate = _widened(self._alone(own, arranged, part, tile, LONG).candidate, arranged, grid)
             used = footprint(setting, candidate)
@@ -189,6 +205,18 @@ class _Search:
                     devices=devices,
                 )
         raise _refusal(setting, used.device_total, used.host_total)
+
+    def _bound(self, tile: TileShape) -> float:
+        """Return a lower bound on the seconds of all plans for a tile shape; 0 if none may fit.
+
+        It assumes that one device has all of the host budget, and that no panel is read for one device only.
+        """
+        setting, own = self.setting, self._own_tiles(tile)
+        alone = replace(own, machine=slowed(setting.machine, 1.0, setting.devices))
+        tiles = TileGrid.of(own.problem, tile).count
+        rounds = ceil_div(TileGrid.of(setting.problem, tile).count, setting.devices)
+        found = candidates(Prices(alone), tile, io_threads(alone))
+        return rounds / max(1, tiles) * min((least for least, _ in found), default=0.0)
 
     def _extents(self, down: int, across: int) -> tuple[int, int]:
         """Return the extents of a share if C is divided into `down` x `across` of them, in whole chunks."""
@@ -202,6 +230,12 @@ class _Search:
 
     def _own(self, tile: TileShape | None, share: tuple[int, int]) -> Setting:
         return own_setting(self.setting, tile, *share)
+
+    def _own_tiles(self, tile: TileShape) -> Setting:
+        """Return the setting of the share of one device, in whole tiles."""
+        grid = TileGrid.of(self.setting.problem, tile)
+        rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, self._arranged(tile), strict=True))
+        return self._own(tile, (rows * tile.m, cols * tile.n))
 
     def _alone(
         self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None, effort: float
@@ -226,6 +260,11 @@ class _Search:
             device, on_host = error.needed
             host = once + devices * max(0, on_host - once)
             raise _refusal(self.setting, device, host) from error
+
+
+def _optimistic(plan: Plan) -> float:
+    """Predict the seconds of a plan if no panel is read for one device only. To count panels takes longer."""
+    return predict_shared(plan.setting, plan.candidate, Loads(0, 0, 0, 0), plan.rounds).total
 
 
 def _refusal(setting: Setting, device: int, host: int) -> BudgetError:
