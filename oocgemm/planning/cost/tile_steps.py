@@ -68,7 +68,8 @@ class TileKinds:
         self._strip = min(slots.strip, extents(prices.setting.problem, grid.tile)[0])
         self._known: dict[TileKind, TileSteps] = {}
         self._loads: dict[tuple[str, int, int, float], Load] = {}
-        self._strips: dict[tuple[int, int], Strip] = {}
+        self._strips: dict[tuple[int, int], tuple[list[Strip], list[int]]] = {}
+        self._seconds: dict[tuple[int, int, int], list[float]] = {}
 
     def __getitem__(self, kind: TileKind) -> TileSteps:
         """Return the steps of the tiles of a kind."""
@@ -78,7 +79,7 @@ class TileKinds:
 
     def _of(self, kind: TileKind) -> TileSteps:
         rows, n, slots = kind.rows, kind.cols, self._slots
-        heights = [min(self._strip, rows - top) for top in range(0, rows, self._strip)]
+        strips, heights = self._strips_of(rows, n)
         segments = _segments(self._grid, forwards=kind.forwards, ramp=self._grid.ramp if kind.first else 0)
         steps = sum(count for count, _ in segments)
         stop = steps - min(slots.last_steps if kind.last else slots.turn_steps, steps)
@@ -91,12 +92,11 @@ class TileKinds:
             if head <= begin < stop:
                 groups.append(Whole(end - begin, loads, self._prices.multiply(rows, rows, n, depth), prepare))
                 continue
-            per_strip = [self._prices.multiply(height, rows, n, depth) for height in heights]
-            group += [(loads, per_strip, prepare)] * (end - begin)
+            group += [(loads, self._by_strips(rows, n, depth), prepare)] * (end - begin)
             if end in (head, steps):
                 groups.append(ByStrips(group, drains=end == steps))
                 group = []
-        return TileSteps([self._strip_of(height, n) for height in heights], heights, groups)
+        return TileSteps(strips, heights, groups)
 
     def _panels(self, kind: TileKind, depth: int, step: int, steps: int) -> Loads:
         """Return how the panels of A and B of a step are loaded, None for those in device slots."""
@@ -117,16 +117,28 @@ class TileKinds:
             loads.append(self._loads[key])
         return loads
 
+    def _strips_of(self, rows: int, n: int) -> tuple[list[Strip], list[int]]:
+        """Return the strips of a tile, and their numbers of rows."""
+        if (rows, n) not in self._strips:
+            heights = [min(self._strip, rows - top) for top in range(0, rows, self._strip)]
+            known = {height: self._strip_of(height, n) for height in set(heights)}
+            self._strips[rows, n] = [known[height] for height in heights], heights
+        return self._strips[rows, n]
+
     def _strip_of(self, height: int, n: int) -> Strip:
-        if (height, n) not in self._strips:
-            prices, reads_c = self._prices, self._prices.setting.problem.reads_c
-            self._strips[height, n] = Strip(
-                prices.download(height, n),
-                prices.write(height, n),
-                prices.staged("C", height, n),
-                *((prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)),
-            )
-        return self._strips[height, n]
+        prices = self._prices
+        reads_c = prices.setting.problem.reads_c
+        old = (prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)
+        return Strip(prices.download(height, n), prices.write(height, n), prices.staged("C", height, n), *old)
+
+    def _by_strips(self, rows: int, n: int, depth: int) -> list[float]:
+        """Return the seconds of a Multiply of each strip of a tile."""
+        if (rows, n, depth) not in self._seconds:
+            _, heights = self._strips_of(rows, n)
+            self._seconds[rows, n, depth] = [
+                self._prices.multiply(height, rows, n, depth) for height in heights
+            ]
+        return self._seconds[rows, n, depth]
 
 
 def _segments(grid: TileGrid, *, forwards: bool, ramp: int) -> list[tuple[int, int]]:
