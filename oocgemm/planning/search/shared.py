@@ -9,20 +9,20 @@ plan with the shortest predicted time is chosen.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf, prod
 from operator import itemgetter
 
 from oocgemm.errors import BudgetError
+from oocgemm.planning.cost.clock import predict
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.shares import own_setting, predict_shared, slowed
+from oocgemm.planning.cost.shares import own_setting, slowed
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import CLOSE, MIN_GAIN
@@ -45,7 +45,7 @@ MAX_CHOSEN, MAX_OTHERS = 8, 2
 QUICK, SHORT, LONG = 0.0, 0.05, 0.5
 # The short searches are left out for products that take less than this many seconds, because they would take
 # more time than they save: on GPUs that share panels, and on GPUs that do not.
-MIN_THOROUGH, MIN_THOROUGH_APART = 1.0, 5.0
+MIN_THOROUGH, MIN_THOROUGH_APART = 1.0, 20.0
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -119,19 +119,21 @@ class _Search:
         Shapes that take longer than the best plan before them are left out.
         """
         best, refused = inf, None
-        bounds = [self._bound(shape) for shape in shapes] if len(shapes) > 1 else [0.0]
+        alone = [_Alone(self, shape) for shape in shapes]
+        bounds = [each.bound() for each in alone] if len(shapes) > 1 else [0.0]
         for least, number in sorted(zip(bounds, range(len(shapes)), strict=True)):
             limit = (1 + CLOSE) * best
             if least > limit:
                 break
+            if not alone[number].reaches(limit):
+                continue
             try:
                 plan = self.planned(shapes[number])
             except BudgetError as error:
                 refused = error
                 continue
-            if best == inf or _optimistic(plan) <= limit:
-                best = min(best, plan.prediction.total)
-                yield number, plan
+            best = min(best, plan.prediction.total)
+            yield number, plan
         if refused is not None and best == inf:
             raise refused
 
@@ -212,7 +214,7 @@ class _Search:
         """
         setting, devices = self.setting, self.setting.devices
         grid, arranged = TileGrid.of(setting.problem, tile), self.arranged(tile)
-        own = self._own_tiles(tile)
+        own = self.own_tiles(tile)
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
             candidate = _widened(self._alone(own, arranged, part, tile, LONG).candidate, arranged, grid)
             used = footprint(setting, candidate)
@@ -222,18 +224,6 @@ class _Search:
                     devices=devices,
                 )
         raise _refusal(setting, used.device_total, used.host_total)
-
-    def _bound(self, tile: TileShape) -> float:
-        """Return a lower bound on the seconds of all plans for a tile shape; 0 if none may fit.
-
-        It assumes that one device has all of the host budget, and that no panel is read for one device only.
-        """
-        setting, own = self.setting, self._own_tiles(tile)
-        alone = replace(own, machine=slowed(setting.machine, 1.0, setting.devices))
-        tiles = TileGrid.of(own.problem, tile).count
-        rounds = ceil_div(TileGrid.of(setting.problem, tile).count, setting.devices)
-        found = candidates(Prices(alone), tile, io_threads(alone))
-        return rounds / max(1, tiles) * min((least for least, _ in found), default=0.0)
 
     def _extents(self, down: int, across: int) -> tuple[int, int]:
         """Return the extents of a share if C is divided into `down` x `across` of them, in whole chunks."""
@@ -248,7 +238,7 @@ class _Search:
     def _own(self, tile: TileShape | None, share: tuple[int, int]) -> Setting:
         return own_setting(self.setting, tile, *share)
 
-    def _own_tiles(self, tile: TileShape) -> Setting:
+    def own_tiles(self, tile: TileShape) -> Setting:
         """Return the setting of the share of one device, in whole tiles."""
         grid = TileGrid.of(self.setting.problem, tile)
         rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, self.arranged(tile), strict=True))
@@ -313,9 +303,36 @@ class _Shapes:
         self.ranked = sorted(self.seconds, key=self.seconds.__getitem__)
 
 
-def _optimistic(plan: Plan) -> float:
-    """Predict the seconds of a plan if no panel is read for one device only. To count panels takes longer."""
-    return predict_shared(plan.setting, plan.candidate, Loads(0, 0, 0, 0), plan.rounds).total
+class _Alone:
+    """The candidates for the share of one device that has all of the host budget, with one tile shape.
+
+    No panel is read for this device only. So a plan for all devices takes at least about as long as they do.
+    """
+
+    def __init__(self, search: _Search, tile: TileShape) -> None:
+        setting, own = search.setting, search.own_tiles(tile)
+        alone = replace(own, machine=slowed(setting.machine, 1.0, setting.devices))
+        tiles = TileGrid.of(own.problem, tile).count
+        rounds = ceil_div(TileGrid.of(setting.problem, tile).count, setting.devices)
+        self._part, self._prices, self._tile = rounds / max(1, tiles), Prices(alone), tile
+
+    @cached_property
+    def _found(self) -> list[tuple[float, Candidate]]:
+        return list(candidates(self._prices, self._tile, io_threads(self._prices.setting)))
+
+    def bound(self) -> float:
+        """Return a lower bound on the seconds of all candidates; 0 if none may fit."""
+        return self._part * min((least for least, _ in self._found), default=0.0)
+
+    def reaches(self, limit: float) -> bool:
+        """Return whether a candidate is predicted to take at most `limit` seconds, or none may fit."""
+        if limit == inf or not self._found:
+            return True
+        setting, most = self._prices.setting, limit / self._part
+        return any(
+            least <= most and predict(setting, one, self._prices, last_drains=False).total <= most
+            for least, one in self._found
+        )
 
 
 def _refusal(setting: Setting, device: int, host: int) -> BudgetError:
