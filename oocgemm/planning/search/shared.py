@@ -2,8 +2,11 @@
 
 Each device computes a share of C. The planner for one device plans this share, with storage and the host's
 copies slowed down by the other devices. The tile shape that it chooses is used for all of C. It is tried with
-each way to spread the devices over tile rows and tile columns, with one tile per device and with several. The
-plan with the shortest predicted time is chosen.
+each way to spread the devices over tile rows and tile columns, with one tile per device and, unless the
+product is short, with several. The plan with the shortest predicted time is chosen.
+
+Most of the time would go to shapes that cannot win. So the clock first runs the share of one device as if no
+panel was read for this device only. Shapes that take too long even so are not planned for all devices.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
