@@ -103,9 +103,13 @@ def test_commands_have_the_exit_code_of_the_job(server: RealServer) -> None:
 def test_interrupting_a_wait_leaves_the_job(server: RealServer) -> None:
     job = server.client().submit(*OPERANDS, "out:waited.npy", held=True)
     environment = os.environ | {"OOCGEMM_SERVICE": str(server.socket)}
-    waiting = subprocess.Popen(
-        [sys.executable, "-m", "oocgemm", "wait", job.id], stderr=subprocess.PIPE, text=True, env=environment
-    )
+    # A shell may have started the tests with SIGINT ignored, and child processes inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command_line = [sys.executable, "-m", "oocgemm", "wait", job.id]
+        waiting = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert waiting.stderr is not None
     shown = waiting.stderr.read(1)  # it shows the state when it waits
     waiting.send_signal(signal.SIGINT)

@@ -37,7 +37,7 @@ def test_clients_get_every_product_if_servers_and_jobs_are_killed(
     tmp_path: Path, count: int, kills: int
 ) -> None:
     rng = random.Random(count)
-    quickly = {"oocgemm.service.dispatcher:RETRY": 0.05}
+    quickly = {"oocgemm.service.dispatcher:RETRY": 0.05, "oocgemm.service.dispatcher:RETRY_FACTOR": 1.0}
     with running_server(tmp_path, "--share-device", "--host-memory", "200MiB", set=quickly) as server:
         products = [("data:A.npy", "data:B.npy", f"out:C{number}.npy") for number in range(count)]
         jobs = server.client().map(products, tile="16x16x16")

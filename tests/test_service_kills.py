@@ -25,7 +25,7 @@ from tests.suite import slow
 
 TILE_COUNT = 16
 # How often a server dies at each point.
-DEATHS = 10
+DEATHS = 20
 
 
 def process_with(argument: str) -> int | None:
