@@ -1,6 +1,8 @@
 """Plans for several GPUs: predicted times agree with simulated schedules, and more GPUs are faster."""
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +18,9 @@ from oocgemm.planning import (
     shared_plan,
 )
 from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.search import guarded, planner, shared
+from oocgemm.planning.setting import Setting
+from tests.plan_cases import STORED
 from tests.suite import slow
 
 GIB = 1 << 30
@@ -24,21 +29,42 @@ DEVICE, HOST = 70 * GIB, 60 * GIB
 IN_MEMORY = Layout(in_memory=True)
 
 
-def planned(n: int, dtype: str, gpus: int, sessions: int = 1) -> Plan:
-    """Plan a product of n x n arrays in host memory. `sessions` share each GPU."""
+def setting_of(n: int, dtype: str, gpus: int, sessions: int = 1, *, stored: bool = False) -> Setting:
+    """Return the setting of a product of n x n arrays in host memory, or stored. `sessions` share a GPU."""
     problem = GemmProblem(n, n, n, dtype, dtype, dtype, dtype)
     layout = replace(IN_MEMORY, itemsize=problem.itemsizes["A"])
     machine = divided(default_model("cuda", 16 * gpus), sessions)
-    budgets, devices = Budgets(DEVICE // sessions, HOST * gpus), gpus * sessions
-    given = problem, budgets, (machine,), frozenset[str](), Layouts(layout, layout, layout), None
-    return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
+    budgets = Budgets(DEVICE // sessions, HOST * gpus)
+    layouts = STORED if stored else Layouts(layout, layout, layout)
+    return Setting(problem, machine, layouts, budgets, gpus * sessions)
+
+
+def plan_for(setting: Setting) -> Plan:
+    given = setting.problem, setting.budgets, (setting.machine,), frozenset[str](), setting.layouts, None
+    return guarded_plan(*given) if setting.devices == 1 else shared_plan(*given, setting.devices)
+
+
+def planned(n: int, dtype: str, gpus: int, sessions: int = 1) -> Plan:
+    """Plan a product of n x n arrays in host memory. `sessions` share each GPU."""
+    return plan_for(setting_of(n, dtype, gpus, sessions))
+
+
+def forget_plans() -> None:
+    """Make the planner search again."""
+    for cached in (
+        *(shared.shared_plan, guarded.guarded_plan),
+        *(planner._plan_with_advice, planner._planned, planner._enumerated),
+    ):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("gpus", [2, *slow((4,), (8,))])
 @pytest.mark.parametrize("n", [40960, *slow((32768,), (65536,))])
 def test_predictions_for_several_gpus_agree_with_simulated_schedules(n: int, gpus: int) -> None:
     plan = planned(n, "float64", gpus)
-    assert plan.prediction.total == pytest.approx(simulate(plan.schedule(), plan.setting), rel=0.05)
+    # If each GPU has a single tile, the times at which the GPUs get their first panels differ visibly.
+    error = 0.05 if plan.rounds > 1 else 0.07
+    assert plan.prediction.total == pytest.approx(simulate(plan.schedule(), plan.setting), rel=error)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -54,3 +80,40 @@ def test_two_sessions_on_a_gpu_upload_at_most_half_as_much_again(n: int) -> None
     one, two = planned(n, "float64", 1), planned(n, "float64", 1, sessions=2)
     assert two.traffic["h2d"] <= 1.55 * one.traffic["h2d"]
     assert two.prediction.lanes["compute"] <= 1.02 * one.prediction.lanes["compute"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("gpus", "sessions"), [(1, 2), *slow((4, 1))])
+def test_no_tile_shape_is_left_out_that_would_be_faster(gpus: int, sessions: int, stored: bool) -> None:
+    """The bounds and estimates that prune shapes exceed no prediction by more than the planner allows for."""
+    setting = setting_of(32768, "float64", gpus, sessions, stored=stored)
+    search = shared._Search(setting, (setting.machine,), frozenset())
+    shapes = search.shapes(0.0)
+    assert len(shapes) > 3
+    for shape in shapes:
+        seconds = (1 + planner.CLOSE) * search.planned(shape).prediction.total
+        alone = shared._Alone(search, shape)
+        assert alone.bound() <= seconds
+        assert alone.reaches(seconds)
+        assert not alone.reaches(0.9 * alone.bound())
+
+
+@pytest.mark.parametrize("n", [28672, 40960, *slow((53248,))])
+def test_a_quick_search_finds_a_plan_nearly_as_fast_as_a_thorough_one(n: int) -> None:
+    quick, calls, found = planned(n, "float64", 1, sessions=2), 0, list[int]()
+    run = planner._Search._run
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(*given)
+
+    with patch.object(planner._Search, "_run", counted):
+        for least in (shared.MIN_THOROUGH_APART, 0.0):
+            forget_plans()
+            calls = 0
+            with patch.object(shared, "MIN_THOROUGH_APART", least):
+                thorough = planned(n, "float64", 1, sessions=2)
+            found.append(calls)
+    assert quick.prediction.total <= 1.03 * thorough.prediction.total
+    assert 2 * found[0] < found[1]

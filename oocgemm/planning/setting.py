@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isqrt
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
@@ -112,7 +112,7 @@ class Setting:
             return False
         return layout.in_memory or (layout.page_cached and not self.problem.checked)
 
-    @property
+    @cached_property
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
@@ -121,7 +121,7 @@ class Setting:
         slots = self.machine.unified or self.problem.checked or self.problem.gram
         return self.layouts.c.in_memory and not slots
 
-    @property
+    @cached_property
     def enqueues(self) -> bool:
         """Whether the GPU runs all operations by itself: A, B and C are pinned, and nothing is emulated.
 
@@ -130,7 +130,7 @@ class Setting:
         layouts = self.layouts.a, self.layouts.b, self.layouts.c
         return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
 
-    @property
+    @cached_property
     def host_caches_panels(self) -> bool:
         """Whether it pays to cache panels of A and B in host slots, so that they are not read again.
 
@@ -139,7 +139,7 @@ class Setting:
         operands = self.layouts.a, self.layouts.b
         return not self.machine.unified and not all(x.in_memory or self.streams(x) for x in operands)
 
-    @property
+    @cached_property
     def works_apart(self) -> bool:
         """Whether devices share no panels, because neither A nor B has host slots."""
         return self.machine.unified or (self.streams(self.layouts.a) and self.streams(self.layouts.b))

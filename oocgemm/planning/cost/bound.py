@@ -3,7 +3,6 @@
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.schedule.slots import Tier
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.tiling import TileGrid, TileShape, length
 
@@ -41,59 +40,58 @@ def bound(prices: Prices, candidate: Candidate) -> float:
     setting, tile, slots = prices.setting, candidate.tile, candidate.slots
     problem, machine = setting.problem, setting.machine
     grid, (m, n, k) = TileGrid.of(problem, tile), extents(problem, tile)
-    tiles, strip = grid.shape[0] * grid.shape[1], min(slots.strip, m)
+    (down, across), grid_steps, depth = grid.shape, grid.steps, problem.depth
+    tiles, strip, unified = down * across, min(slots.strip, m), slots.unified
     if not tiles:
         return 0.0
     loads = estimate_loads(problem, grid, slots, candidate.traversal)
     read = up = first = copies = reading = uploading = 0.0
-    for operand, rows, cols, loaded, uploaded in (
-        ("A", m, k, loads.a_read, loads.a_up),
-        ("B", k, n, loads.b_read, loads.b_up),
+    for operand, rows, cols, loaded, uploaded, count, on_host in (
+        ("A", m, k, loads.a_read, loads.a_up, slots.a, slots.host_a),
+        ("B", k, n, loads.b_read, loads.b_up, slots.b, slots.host_b),
     ):
         if size := prices.bytes(operand, rows, cols):
-            reading = 0.0 if slots.streams(operand) else prices.read(operand, rows, cols)
-            uploading = 0.0 if slots.unified else prices.upload(operand, rows, cols)
-            count = slots.count(Tier.DEVICE if slots.unified else Tier.HOST, operand)
+            streams = not unified and on_host == 0
+            reading = 0.0 if streams else prices.read(operand, rows, cols)
+            uploading = 0.0 if unified else prices.upload(operand, rows, cols)
             read += loaded / size * reading
-            read += min(count, loaded / size) * prices.faults(operand, rows, cols)
+            read += min(count if unified else on_host, loaded / size) * prices.faults(operand, rows, cols)
             up += uploaded / size * uploading
-            copies += 0.0 if slots.streams(operand) else loaded / size
-            copies += 0.0 if slots.unified else uploaded / size
+            copies += 0.0 if streams else loaded / size
+            copies += 0.0 if unified else uploaded / size
             first += (reading + uploading) / (1 << candidate.ramp)
     # With a single host slot, Reads and Uploads of an operand alternate.
-    in_turn = not slots.unified and 1 in (slots.host_a, slots.host_b)
+    in_turn = not unified and 1 in (slots.host_a, slots.host_b)
     # Tiles and strips of full size that together have as many elements as C.
     whole = problem.m * problem.n / (m * n)
     strips = whole * m / strip
     step = prices.multiply(m, m, n, k) + (prices.prepare(m, n, k) if slots.planes else 0.0)
-    steps = max(1.0, problem.depth / max(1, k))
-    per_tile = steps * step
-    write = 0.0 if slots.streams("C") else prices.write(strip, n)
-    down = 0.0 if slots.unified else prices.download(strip, n)
+    per_tile = max(1.0, depth / max(1, k)) * step
+    streams_c = not unified and slots.host_c == 0
+    write = 0.0 if streams_c else prices.write(strip, n)
+    download = 0.0 if unified else prices.download(strip, n)
     if slots.c == 1 and tiles > 1:
         # A strip of the next tile cannot start before the same strip of this tile has left the accumulator.
-        turning = min(2 * slots.turn_steps, grid.steps) * step
-        waiting = per_tile - turning + turning * strip / m + (write if slots.unified else down)
+        turning = min(2 * slots.turn_steps, grid_steps) * step
+        waiting = per_tile - turning + turning * strip / m + (write if unified else download)
         per_tile = max(per_tile, waiting - (waiting - per_tile) / tiles)
     compute = whole * per_tile
     old = prices.read("C", m, n) * whole if problem.reads_c else 0.0
     if machine.shares_cores:
         return read + compute + old + prices.write_cpu_share * strips * write
-    issue = machine.issue * (
-        tiles * grid.steps + copies + (1 if slots.unified or slots.streams("C") else 2) * strips
-    )
+    issue = machine.issue * (tiles * grid_steps + copies + (1 if unified or streams_c else 2) * strips)
     # The last tile drains while its last steps run, strip by strip.
-    end = last(candidate.traversal, *grid.shape)
+    end = last(candidate.traversal, down, across)
     part, share = grid.elements(end) / (m * n), min(1.0, strip / length(grid.rows(end[0])))
-    draining = max(down, write) * part * m / strip
-    tail = max(share * draining, draining - min(slots.last_steps, grid.steps) * step * part * (1 - share))
+    draining = max(download, write) * part * m / strip
+    tail = max(share * draining, draining - min(slots.last_steps, grid_steps) * step * part * (1 - share))
     # After the last Upload, at least one step follows.
     after = max(step * part + share * draining, draining + share * step * part)
     return max(
         first + compute + tail,
         reading / (1 << candidate.ramp) + up + after,
         read + (up if in_turn else uploading) + after,
-        first + step / grid.steps + strips * down + share * draining,
-        first + step / grid.steps + strips * (down / grid.steps + write),
+        first + step / grid_steps + strips * download + share * draining,
+        first + step / grid_steps + strips * (download / grid_steps + write),
         issue,
     )

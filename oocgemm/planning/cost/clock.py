@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from oocgemm.planning.cost.footprint import Candidate, extents
+from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.streams import MAX_AHEAD, Load, State, Streams, Strip
+from oocgemm.planning.cost.streams import MAX_AHEAD, State, Streams
+from oocgemm.planning.cost.tile_steps import Loads, Step, TileKind, TileKinds, Whole
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Tile, TileGrid, ceil_div, length
@@ -90,13 +91,10 @@ class _Clock:
     def __init__(self, prices: Prices, candidate: Candidate, grid: TileGrid, last_drains: bool) -> None:
         self.setting, self.prices = prices.setting, prices
         self.grid, self.traversal, self.slots = grid, candidate.traversal, candidate.slots
-        self.rows = min(candidate.slots.strip, extents(self.setting.problem, candidate.tile)[0])
         self.streams = Streams(prices, candidate.slots)
         self._last = last(candidate.traversal, *grid.shape) if last_drains else None
-        self._loads: dict[tuple[str, int, int, float], Load] = {}
         self._widths = [0] * self.slots.c  # of the latest tile in each accumulator, next accumulator first
-        self._strips: dict[tuple[int, int], Strip] = {}
-        self._multiply: dict[tuple[int, int, int, int], float] = {}
+        self._kinds = TileKinds(prices, candidate.slots, grid)
 
     def prediction(self) -> Prediction:
         """Return the times of the tiles that have run."""
@@ -141,22 +139,17 @@ class _Clock:
         if not self.traversal.turns and c * steps < on_device[1 - axis] < self.grid.shape[1 - axis] * steps:
             # Two slots are needed for panels that pass through.
             on_device[1 - axis] -= 2
+        (on_a, on_b), (host_a, host_b) = on_device, (0, 0) if slots.unified else on_host
 
         def tile(r: int) -> None:
             row = top + (r if c % 2 == 0 else height - 1 - r)
             # For A and B (exchanged for axis 1): whether a tile has used the panels before, and the panels
             # used in between.
             uses = (c > 0, r * steps), (r > 0 or again, 0 if r else c * steps)
-            found = [
-                (
-                    cached(on_device[x], between, steps),
-                    0 if slots.unified else cached(on_host[x], between, steps),
-                )
-                if used
-                else (0, 0)
-                for x, (used, between) in enumerate(uses if axis == 0 else uses[::-1])
-            ]
-            self._tile((row, col) if axis == 0 else (col, row), found)
+            (used_a, between_a), (used_b, between_b) = uses if axis == 0 else uses[::-1]
+            found_a = (cached(on_a, between_a, steps), cached(host_a, between_a, steps)) if used_a else (0, 0)
+            found_b = (cached(on_b, between_b, steps), cached(host_b, between_b, steps)) if used_b else (0, 0)
+            self._tile((row, col) if axis == 0 else (col, row), found_a, found_b)
 
         kept = [x[axis] // steps for x in (on_device, on_host)]
         for start, stop in _pieces(height, (1, height - 1, *(x + more for x in kept for more in (0, 1)))):
@@ -201,67 +194,40 @@ class _Clock:
 
     # The steps of a tile.
 
-    def _tile(self, tile: Tile, found: Sequence[tuple[int, int]]) -> None:
-        """Run a tile. `found` has the numbers of cached panels of A and B, on the device and on the host."""
-        grid, slots, problem, s = self.grid, self.slots, self.setting.problem, self.streams
-        rows, n = length(grid.rows(tile[0])), length(grid.cols(tile[1]))
-        strips = [min(self.rows, rows - top) for top in range(0, rows, self.rows)]
-        first = tile == (0, 0)
-        segments = _segments(grid, forwards=sum(tile) % 2 == 0, ramp=grid.ramp if first else 0)
-        steps = sum(count for count, _ in segments)
-        tail = min(slots.last_steps if tile == self._last else slots.turn_steps, steps)
-        stop = steps - tail
-        head = 0 if first else min(slots.turn_steps, stop)
-        free = s.drained.pop(0)
-        free = _free_strips(free, self._widths.pop(0) or n, n, len(strips))
+    def _tile(self, tile: Tile, found_a: tuple[int, int], found_b: tuple[int, int]) -> None:
+        """Run a tile. Numbers of cached panels of A and B, on the device and on the host, are given."""
+        (i, j), s = tile, self.streams
+        rows, n = length(self.grid.rows(i)), length(self.grid.cols(j))
+        kind = TileKind(rows, n, (i + j) % 2 == 0, tile == (0, 0), tile == self._last, found_a, found_b)
+        strips, heights, groups = self._kinds[kind]
+        free = _free_strips(s.drained.pop(0), self._widths.pop(0) or n, n, len(strips))
         self._widths.append(n)
-        parts = [self._strip(height, n) for height in strips]
-        if problem.reads_c and not problem.finishes:
-            free = [s.load_c(number, strip, free[number]) for number, strip in enumerate(parts)]
+        if s.reads_c and not s.finishes:
+            free = [s.load_c(number, strip, free[number]) for number, strip in enumerate(strips)]
         faults = self.prices.accumulator_faults(rows, n) if s.untouched else 0.0
         s.untouched = max(0, s.untouched - 1)
-        group: list[tuple[Sequence[Load | None], Sequence[float], float]] = []
         done: list[float] = []
-        for begin, end, depth in _cut(segments, (found[0][0], found[1][0], head, stop)):
-            loads = self._panels(rows, n, depth, begin, steps, found)
-            prepare = self.prices.prepare(rows, n, depth) if slots.planes and depth else 0.0
-            if head <= begin < stop:
-                seconds = self._seconds(rows, rows, n, depth)
-                if begin == 0:
-                    s.steps(1, loads, seconds + faults, prepare, max(free))
-                    faults = 0.0
-                self._steps(end - (begin or 1), loads, seconds, prepare)
-                continue
-            per_strip = [self._seconds(height, rows, n, depth) for height in strips]
-            group += [(loads, per_strip, prepare)] * (end - begin)
-            if end in (head, steps):
-                if faults:
-                    first_loads, seconds_per_strip, first_prepare = group[0]
-                    shares = [faults * height / rows for height in strips]
-                    slower = [x + y for x, y in zip(seconds_per_strip, shares, strict=True)]
-                    group[0] = first_loads, slower, first_prepare
-                starts = end == head or stop == 0
-                done = s.group(group, free if starts else (), parts, drains=end == steps)
-                group, faults = [], 0.0
-        if not tail:
-            done = [s.drain(number, strip) for number, strip in enumerate(parts)]
+        for group in groups:
+            if isinstance(group, Whole):
+                count, loads, multiply, prepare = group
+                if free:
+                    s.steps(1, loads, multiply + faults, prepare, max(free))
+                    count -= 1
+                if count:
+                    self._steps(count, loads, multiply, prepare)
+            else:
+                steps = _slowed(group.steps, [faults * x / rows for x in heights]) if faults else group.steps
+                done = s.group(steps, free, strips, drains=group.drains)
+            free, faults = [], 0.0
+        if not done:
+            done = [s.drain(number, strip) for number, strip in enumerate(strips)]
         s.drained.append(done)
         for ring in (s.host_c, s.finished):
             turn = len(strips) % len(ring)
-            ring[:] = ring[turn:] + ring[:turn]
+            if turn:
+                ring[:] = ring[turn:] + ring[:turn]
 
-    def _strip(self, height: int, n: int) -> Strip:
-        if (height, n) not in self._strips:
-            prices, reads_c = self.prices, self.setting.problem.reads_c
-            self._strips[height, n] = Strip(
-                prices.download(height, n),
-                prices.write(height, n),
-                prices.staged("C", height, n),
-                *((prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)),
-            )
-        return self._strips[height, n]
-
-    def _steps(self, count: int, loads: Sequence[Load | None], multiply: float, prepare: float) -> None:
+    def _steps(self, count: int, loads: Loads, multiply: float, prepare: float) -> None:
         """Run equal steps. If there are many, skip those that repeat others."""
         slots, s = self.slots, self.streams
         window = min(MAX_AHEAD, max(slots.a, slots.b, slots.host_a, slots.host_b)) + 2
@@ -270,32 +236,6 @@ class _Clock:
             return
         s.steps(window, loads, multiply, prepare)
         self._skip_repeated(count - window, lambda _: s.steps(1, loads, multiply, prepare))
-
-    def _panels(
-        self, rows: int, n: int, depth: int, step: int, steps: int, found: Sequence[tuple[int, int]]
-    ) -> list[Load | None]:
-        """Return how the panels of A and B of a step are loaded, None for those in device slots."""
-        loads: list[Load | None] = []
-        for operand, block, (on_device, on_host) in zip(
-            "AB", ((rows, depth), (depth, n)), found, strict=True
-        ):
-            if step < on_device or not depth:
-                loads.append(None)
-                continue
-            share = max(0, steps - max(on_device, on_host)) / (steps - on_device)
-            if self.slots.streams(operand):
-                share = 0.0
-            key = operand, *block, share
-            if key not in self._loads:
-                self._loads[key] = Load(self.prices, *key)
-            loads.append(self._loads[key])
-        return loads
-
-    def _seconds(self, rows: int, of_rows: int, n: int, k: int) -> float:
-        key = rows, of_rows, n, k
-        if key not in self._multiply:
-            self._multiply[key] = self.prices.multiply(*key)
-        return self._multiply[key]
 
 
 def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) -> list[float]:
@@ -315,31 +255,10 @@ def _free_strips(free: Sequence[float], old_width: int, width: int, count: int) 
     return found
 
 
-def _segments(grid: TileGrid, *, forwards: bool, ramp: int) -> list[tuple[int, int]]:
-    """List (number of steps, depth) of a tile in the order in which its steps run."""
-    steps, k = grid.steps, grid.tile.k
-    edge = length(grid.depth(steps - 1))
-    if ramp:
-        thin = [(1, length(grid.depth(step))) for step in range(steps, steps + ramp + 1)]
-        return [*thin, (steps - 2, k), (1, edge)] if steps > 1 else thin
-    if edge == k or steps == 1:
-        return [(steps, edge)]
-    return [(steps - 1, k), (1, edge)] if forwards else [(1, edge), (steps - 1, k)]
-
-
-def _cut(segments: Sequence[tuple[int, int]], cuts: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, depth) of the segments, divided at `cuts`.
-
-    >>> list(_cut([(3, 64), (1, 10)], (0, 2)))
-    [(0, 2, 64), (2, 3, 64), (3, 4, 10)]
-    """
-    begin = 0
-    for count, depth in segments:
-        for start, stop in pairwise(
-            sorted({begin, begin + count, *(c for c in cuts if begin < c < begin + count)})
-        ):
-            yield start, stop, depth
-        begin += count
+def _slowed(steps: Sequence[Step], seconds: Sequence[float]) -> list[Step]:
+    """Return the steps of a group, of which the first one takes longer by some seconds per strip."""
+    (loads, per_strip, prepare), *others = steps
+    return [(loads, [x + y for x, y in zip(per_strip, seconds, strict=True)], prepare), *others]
 
 
 def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:

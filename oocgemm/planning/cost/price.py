@@ -51,6 +51,7 @@ class Prices:
         # The part of a Write in which it keeps a CPU core busy. In the rest, the core waits for the disk.
         self.write_cpu_share = 1.0 if layouts.c.in_memory else WRITE_CPU_SHARE
         self._rates: dict[tuple[str, str, int, int], float] = {}
+        self._multiply: dict[tuple[int, int, int, int], float] = {}
 
     def bytes(self, operand: str, rows: int, cols: int) -> int:
         """Return the bytes of a block."""
@@ -104,6 +105,12 @@ class Prices:
 
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
         """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
+        key = rows, of_rows, n, k
+        if key not in self._multiply:
+            self._multiply[key] = self._multiply_seconds(*key)
+        return self._multiply[key]
+
+    def _multiply_seconds(self, rows: int, of_rows: int, n: int, k: int) -> float:
         problem, machine = self.setting.problem, self.setting.machine
         if not k:
             return machine.step_latency

@@ -63,7 +63,8 @@ def make_plan(
 ) -> Plan:
     """Choose the plan that is predicted to be fastest within the budgets. If given, `tile` is its tile shape.
 
-    `layouts` are those of op(A), op(B) and C. The search takes the part `effort` of its usual time. Raises
+    `layouts` are those of op(A), op(B) and C. The search takes the part `effort` of its usual time. With an
+    effort of 0, it takes little time, and does not change the best of the enumerated candidates. Raises
     `BudgetError` if no plan fits; the message names sufficient budgets. Raises `InputError` if the product
     cannot use tiles of shape `tile`, for instance because their borders would divide chunks of C.
 
@@ -178,7 +179,7 @@ def _planned(setting: Setting, tile: TileShape | None, effort: float = 1.0) -> P
     gram = bool(setting.problem.gram)
     search = _Search(prices, effort)
     search.run_best(found)
-    if tile is None and not gram and 0 not in (setting.problem.m, setting.problem.n):
+    if effort and tile is None and not gram and 0 not in (setting.problem.m, setting.problem.n):
         search.improve()
     scored = search.ranked()
     return Plan(

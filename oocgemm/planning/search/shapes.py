@@ -10,8 +10,8 @@ pair is tried in three ways: with two panels per operand in memory, with all pan
 with all panels of a column of tiles.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from math import inf, lcm
 
 from oocgemm.planning.check_blocks import checksum_fraction
@@ -87,11 +87,11 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
         # Shapes are compared by the bytes that they move. The time to issue the steps of a tile is converted
         # to bytes at the rate of the slowest link, and added.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
+        costs_a, costs_b = _line_costs(setting, tile_k)
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for tile_m in extents_m:
                 down = ceil_div(m, tile_m)
-                cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
                 column_work = _column_work(setting, tile_m)
                 # `kept` says which panels have room in memory. 0: two per operand; 1: all panels of A of a
                 # tile row, and two of B; 2: all panels of B of a tile column, and two of A.
@@ -108,10 +108,9 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                         free = memory - tile_n * (c * tile_m * acc + column_work)
                         free -= (tile_m + tile_n) * tile_k * work
                         free -= 2 * tile_k * ((kept != 1) * tile_m * a + (kept != 2) * tile_n * b)
-                        cost_b = machine.partial_line_cost(layouts.b, (tile_k, tile_n))
                         moved = _moved(
-                            (across, a_bytes, min(free, tile_m * k * a), cost_a),
-                            (down, b_bytes, min(free, k * tile_n * b), cost_b),
+                            (across, a_bytes, min(free, tile_m * k * a), costs_a(tile_m)),
+                            (down, b_bytes, min(free, k * tile_n * b), costs_b(tile_n)),
                             free,
                         )
                         if whole_chunks:
@@ -169,6 +168,15 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
     return cost_a * across * a_bytes + cost_b * down * b_bytes - saved
 
 
+def _line_costs(setting: Setting, k: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Return the relative cost of parts of lines in panels of A by tile.m, and in those of B by tile.n."""
+    machine, layouts = setting.machine, setting.layouts
+    return (
+        cache(lambda m: machine.partial_line_cost(layouts.a, (m, k))),
+        cache(lambda n: machine.partial_line_cost(layouts.b, (k, n))),
+    )
+
+
 def _column_work(setting: Setting, tile_m: int) -> int:
     """Return the bytes of workspace per column of a tile, for emulated products or for int32 sums."""
     problem = setting.problem
@@ -179,7 +187,7 @@ def _column_work(setting: Setting, tile_m: int) -> int:
 
 def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Iterator[TileShape]:
     """Yield the two tile shapes per depth that read the fewest bytes if the host caches panels."""
-    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
+    problem, machine = setting.problem, setting.machine
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
     a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
@@ -190,6 +198,7 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
     units_m, units_n = units_m[-2:], units_n[-2:]
     extents_m = _extents(m, units_m, [count for count in _counts(m) if count <= MAX_READING_COUNT])
     for tile_k in depths:
+        costs_a, costs_b = _line_costs(setting, tile_k)
         scored: dict[TileShape, tuple[float, int]] = {}
         for tile_m in extents_m:
             down = ceil_div(m, tile_m)
@@ -209,10 +218,8 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
                     across = ceil_div(n, tile_n)
                     free = memory - tile_m * tile_n * acc
                     host_free = host * 0.97 - 3 * tile_k * (tile_m * a + tile_n * b)
-                    cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
-                    cost_b = machine.partial_line_cost(layouts.b, (tile_k, tile_n))
-                    row = tile_m * k * a, down, a_bytes, cost_a
-                    col = k * tile_n * b, across, b_bytes, cost_b
+                    row = tile_m * k * a, down, a_bytes, costs_a(tile_m)
+                    col = k * tile_n * b, across, b_bytes, costs_b(tile_n)
                     read = min(_read(*row, *col, free, host_free), _read(*col, *row, free, host_free))
                     scored[TileShape(tile_m, tile_n, tile_k)] = read, -tile_m * tile_n
         yield from sorted(scored, key=lambda shape: scored[shape])[:2]

@@ -2,26 +2,33 @@
 
 Each device computes a share of C. The planner for one device plans this share, with storage and the host's
 copies slowed down by the other devices. The tile shape that it chooses is used for all of C. It is tried with
-each way to spread the devices over tile rows and tile columns, with one tile per device and with several. The
-plan with the shortest predicted time is chosen.
+each way to spread the devices over tile rows and tile columns, with one tile per device and, unless the
+product is short, with several. The plan with the shortest predicted time is chosen.
+
+Most of the time would go to shapes that cannot win. So the clock first runs the share of one device as if no
+panel was read for this device only. Shapes that take too long even so are not planned for all devices.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf, prod
+from operator import itemgetter
 
 from oocgemm.errors import BudgetError
+from oocgemm.planning.cost.clock import predict
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
 from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.shares import own_setting, slowed
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.candidates import io_threads
+from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.guarded import guarded_plan
-from oocgemm.planning.search.planner import MIN_GAIN
+from oocgemm.planning.search.planner import CLOSE, MIN_GAIN
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -36,9 +43,12 @@ MAX_PANELS = 1.6
 # Tile shapes that are planned for all devices: at most MAX_CHOSEN that a search chose for the share of a
 # device, those with which it takes least time, and MAX_OTHERS that a search has tried.
 MAX_CHOSEN, MAX_OTHERS = 8, 2
-# Time of the searches, relative to that for a plan for one device: a short search for each way to divide C,
-# and a longer one for the best SEARCHED of them.
-SHORT, LONG, SEARCHED = 0.05, 0.5, 1
+# Time of the searches, relative to that for a plan for one device: a quick search for each way to divide C
+# into one share per device, short ones for smaller shares too, and a longer one for the best share.
+QUICK, SHORT, LONG = 0.0, 0.05, 0.5
+# The short searches are left out for products that take less than this many seconds, because they would take
+# more time than they save: on GPUs that share panels, and on GPUs that do not.
+MIN_THOROUGH, MIN_THOROUGH_APART = 1.0, 20.0
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -70,13 +80,17 @@ def shared_plan(
         check_tile(setting, tile)
     search = _Search(setting, machines, assumed)
     try:
-        plans = list(search.plans(tile))
+        plans = [plan for _, plan in sorted(search.plans(tile), key=itemgetter(0))]
     except BudgetError as error:
         raise search.sufficing(error, tile) from error
     # Of plans that take about as long, the one that moves fewer bytes depends less on exact rates.
     limit = (1 + MIN_GAIN) * min(plan.prediction.total for plan in plans)
     plans.sort(key=lambda plan: (max(limit, plan.prediction.total), plan.prediction.serial))
     return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
+
+
+# A way to divide C: numbers of shares down and across, and numbers of tiles of each share.
+_Division = tuple[tuple[int, int], tuple[int, int]]
 
 
 class _Search:
@@ -88,16 +102,42 @@ class _Search:
         # Bytes of host memory that the run needs once, not per device.
         self._once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
 
-    def plans(self, tile: TileShape | None) -> Iterator[Plan]:
-        """Yield the plans of `tile`, or of the best shapes, that fit. Raises `BudgetError` if none does."""
-        fits, refused = False, None
-        for shape in [tile] if tile is not None else self.shapes():
+    def plans(self, tile: TileShape | None) -> Iterator[tuple[int, Plan]]:
+        """Yield (number of the shape, plan) for `tile`, or for the best shapes that fit.
+
+        Raises `BudgetError` if none fits.
+        """
+        if tile is not None:
+            yield from self._plans_of([tile])
+            return
+        apart = self.setting.works_apart and not self.setting.machine.unified
+        try:
+            yield from self._plans_of(self.shapes(MIN_THOROUGH_APART if apart else MIN_THOROUGH))
+        except BudgetError:
+            yield from self._plans_of(self.shapes(0.0))
+
+    def _plans_of(self, shapes: Sequence[TileShape]) -> Iterator[tuple[int, Plan]]:
+        """Yield (number of the shape, plan) for some shapes, in ascending order of bounds on their seconds.
+
+        Shapes that take longer than the best plan before them are left out.
+        """
+        best, refused = inf, None
+        alone = [_Alone(self, shape) for shape in shapes]
+        bounds = [each.bound() for each in alone] if len(shapes) > 1 else [0.0]
+        for least, number in sorted(zip(bounds, range(len(shapes)), strict=True)):
+            limit = (1 + CLOSE) * best
+            if least > limit:
+                break
+            if not alone[number].reaches(limit):
+                continue
             try:
-                yield self.planned(shape)
-                fits = True
+                plan = self.planned(shapes[number])
             except BudgetError as error:
                 refused = error
-        if refused is not None and not fits:
+                continue
+            best = min(best, plan.prediction.total)
+            yield number, plan
+        if refused is not None and best == inf:
             raise refused
 
     def sufficing(self, error: BudgetError, tile: TileShape | None) -> BudgetError:
@@ -121,40 +161,39 @@ class _Search:
                 break
         return _refusal(setting, *needed)
 
-    def shapes(self) -> Collection[TileShape]:
+    def shapes(self, min_thorough: float) -> list[TileShape]:
         """Return the best tile shapes for the share of a device, of all ways to divide C into shares.
 
-        Raises `BudgetError` if there is none.
+        Products that take at least `min_thorough` seconds are searched thoroughly. Raises `BudgetError` if
+        no shape fits.
         """
-        chosen, found, refused = dict[TileShape, float](), dict[TileShape, float](), None
-        shares = list(product(self._divisions(), TILES_PER_DEVICE))
-        for effort in (SHORT, LONG):
-            seconds = dict[tuple[tuple[int, int], tuple[int, int]], float]()
-            for share in shares:
-                try:
-                    alone = self._share_of(*share, effort)
-                except BudgetError as error:
-                    refused = error
-                    continue
-                seconds[share] = prod(share[1]) * alone.prediction.total
-                chosen[alone.tile] = min(seconds[share], chosen.get(alone.tile, inf))
-                for scored in alone.considered:
-                    tile, total = scored.candidate.tile, prod(share[1]) * scored.prediction.total
-                    if self._arranged(tile) == share[0]:
-                        found[tile] = min(total, found.get(tile, inf))
-            if not seconds and refused is not None:
-                raise refused
-            shares = sorted(seconds, key=seconds.__getitem__)[:SEARCHED]
-        best = sorted(chosen, key=chosen.__getitem__)[:MAX_CHOSEN]
-        others = sorted(found.keys() - set(best), key=lambda tile: (found[tile], str(tile)))
+        found = _Shapes(self)
+        with suppress(BudgetError):
+            found.search(product(self._divisions(), TILES_PER_DEVICE[:1]), QUICK)
+        if found.ranked and found.seconds[found.ranked[0]] < min_thorough:
+            found.search(found.ranked[:1], LONG)
+            smaller = [shape for tile in found.chosen for shape in self._smaller(tile)]
+            return list(dict.fromkeys((*found.chosen, *found.tried, *smaller)))
+        found = _Shapes(self)
+        found.search(product(self._divisions(), TILES_PER_DEVICE), SHORT)
+        found.search(found.ranked[:1], LONG)
+        best = sorted(found.chosen, key=found.chosen.__getitem__)[:MAX_CHOSEN]
+        others = sorted(found.tried.keys() - set(best), key=lambda tile: (found.tried[tile], str(tile)))
         return best + others[:MAX_OTHERS]
 
-    def _share_of(self, division: tuple[int, int], tiles: tuple[int, int], effort: float) -> Plan:
+    def _smaller(self, tile: TileShape) -> Iterator[TileShape]:
+        """Yield tile shapes with half of the rows, half of the columns, or both."""
+        problem, ((*_, unit_m), (*_, unit_n)) = self.setting.problem, alignments(self.setting)
+        for rows, cols in ((2, 1), (1, 2), (2, 2)):
+            m, n = round_up(ceil_div(tile.m, rows), unit_m), round_up(ceil_div(tile.n, cols), unit_n)
+            yield replace(tile, m=min(m, problem.m), n=min(n, problem.n))
+
+    def share_of(self, division: tuple[int, int], tiles: tuple[int, int], effort: float) -> Plan:
         """Plan a share of one device if each has some tiles, down and across. Raises `BudgetError`."""
         own = self._own(None, self._extents(division[0] * tiles[0], division[1] * tiles[1]))
         return self._alone(own, division, 1 / self.setting.devices, None, effort)
 
-    def _arranged(self, tile: TileShape) -> tuple[int, int]:
+    def arranged(self, tile: TileShape) -> tuple[int, int]:
         """Return over how many tile rows and columns the devices are spread."""
         setting = self.setting
         grid = TileGrid.of(setting.problem, tile)
@@ -177,9 +216,8 @@ class _Search:
         Raises `BudgetError` if it does not fit. The message names budgets that may suffice.
         """
         setting, devices = self.setting, self.setting.devices
-        grid, arranged = TileGrid.of(setting.problem, tile), self._arranged(tile)
-        rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, arranged, strict=True))
-        own = self._own(tile, (rows * tile.m, cols * tile.n))
+        grid, arranged = TileGrid.of(setting.problem, tile), self.arranged(tile)
+        own = self.own_tiles(tile)
         for part in (*(x for x in HOST_PARTS if x > 1 / devices), 1 / devices):
             candidate = _widened(self._alone(own, arranged, part, tile, LONG).candidate, arranged, grid)
             used = footprint(setting, candidate)
@@ -203,19 +241,25 @@ class _Search:
     def _own(self, tile: TileShape | None, share: tuple[int, int]) -> Setting:
         return own_setting(self.setting, tile, *share)
 
+    def own_tiles(self, tile: TileShape) -> Setting:
+        """Return the setting of the share of one device, in whole tiles."""
+        grid = TileGrid.of(self.setting.problem, tile)
+        rows, cols = (ceil_div(*pair) for pair in zip(grid.shape, self.arranged(tile), strict=True))
+        return self._own(tile, (rows * tile.m, cols * tile.n))
+
     def _alone(
         self, own: Setting, arranged: tuple[int, int], part: float, tile: TileShape | None, effort: float
     ) -> Plan:
         """Plan the share `own` of one device within a part of the host budget.
 
-        A short search for a tile shape takes the rates that are known best.
+        A search for a tile shape takes the rates that are known best.
         Raises `BudgetError` if no plan fits. The message names budgets that may suffice for all devices.
         """
         budgets, devices, once = self.setting.budgets, self.setting.devices, self._once
         host = int((budgets.host - once) * part) + once
         # About as many panels are read for all devices in a step, per panel of one device.
         reading = sum(arranged) / 2
-        known = self._machines[-1:] if effort == SHORT else self._machines
+        known = self._machines[-1:] if tile is None else self._machines
         machines = tuple(slowed(machine, reading, devices) for machine in known)
         given = own.problem, Budgets(budgets.device, host), machines, self._assumed, own.layouts
         try:
@@ -226,6 +270,72 @@ class _Search:
             device, on_host = error.needed
             host = once + devices * max(0, on_host - once)
             raise _refusal(self.setting, device, host) from error
+
+
+class _Shapes:
+    """The tile shapes that searches for the share of one device have found.
+
+    - `chosen`: those that the searches chose, with the seconds of all tiles of a device.
+    - `tried`: all that they tried.
+    - `seconds`, `ranked`: the ways to divide C that were searched last, best first.
+    """
+
+    def __init__(self, search: _Search) -> None:
+        self._search = search
+        self.chosen, self.tried = dict[TileShape, float](), dict[TileShape, float]()
+        self.seconds, self.ranked = dict[_Division, float](), list[_Division]()
+
+    def search(self, divisions: Iterable[_Division], effort: float) -> None:
+        """Search for the best shapes of some ways to divide C. Raises `BudgetError` if there are none."""
+        refused, self.seconds = None, {}
+        for division in divisions:
+            try:
+                alone = self._search.share_of(*division, effort)
+            except BudgetError as error:
+                refused = error
+                continue
+            shares, tiles = division
+            seconds = self.seconds[division] = prod(tiles) * alone.prediction.total
+            self.chosen[alone.tile] = min(seconds, self.chosen.get(alone.tile, inf))
+            for scored in alone.considered:
+                tile, total = scored.candidate.tile, prod(tiles) * scored.prediction.total
+                if self._search.arranged(tile) == shares:
+                    self.tried[tile] = min(total, self.tried.get(tile, inf))
+        if not self.seconds and refused is not None:
+            raise refused
+        self.ranked = sorted(self.seconds, key=self.seconds.__getitem__)
+
+
+class _Alone:
+    """The candidates for the share of one device that has all of the host budget, with one tile shape.
+
+    No panel is read for this device only. So a plan for all devices takes at least about as long as they do.
+    """
+
+    def __init__(self, search: _Search, tile: TileShape) -> None:
+        setting, own = search.setting, search.own_tiles(tile)
+        alone = replace(own, machine=slowed(setting.machine, 1.0, setting.devices))
+        tiles = TileGrid.of(own.problem, tile).count
+        rounds = ceil_div(TileGrid.of(setting.problem, tile).count, setting.devices)
+        self._part, self._prices, self._tile = rounds / max(1, tiles), Prices(alone), tile
+
+    @cached_property
+    def _found(self) -> list[tuple[float, Candidate]]:
+        return list(candidates(self._prices, self._tile, io_threads(self._prices.setting)))
+
+    def bound(self) -> float:
+        """Return a lower bound on the seconds of all candidates; 0 if none may fit."""
+        return self._part * min((least for least, _ in self._found), default=0.0)
+
+    def reaches(self, limit: float) -> bool:
+        """Return whether a candidate is predicted to take at most `limit` seconds, or none may fit."""
+        if limit == inf or not self._found:
+            return True
+        setting, most = self._prices.setting, limit / self._part
+        return any(
+            least <= most and predict(setting, one, self._prices, last_drains=False).total <= most
+            for least, one in self._found
+        )
 
 
 def _refusal(setting: Setting, device: int, host: int) -> BudgetError:

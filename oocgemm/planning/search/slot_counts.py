@@ -6,15 +6,14 @@ are used again.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
-from oocgemm.planning.cost.footprint import Candidate, extents, footprint, slot_bytes
+from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.setting import Setting
+from oocgemm.planning.search.memory import Memory
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
@@ -58,19 +57,20 @@ def slot_counts(
     """
     setting = prices.setting
     problem, machine = setting.problem, setting.machine
-    base = _min_slots(setting, tile, c, io_threads)
+    memory = Memory(setting, tile, io_threads)
+    base = _min_slots(memory, c)
     if base is None:
         return
-    size = slot_bytes(problem, tile, base.strip)
+    size = memory.sizes(base.strip)
     grid = TileGrid.of(problem, tile)
     (down, across), steps = grid.shape, grid.steps
-    free, host_free = _free(setting, tile, base, io_threads)
+    free, host_free = memory.free(base)
     base = _draining(prices, tile, base, steps, free, size)
     # With host slots for a whole tile of C, the GPU need not wait until a tile has been written to storage.
     whole = ceil_div(extents(problem, tile)[0], base.strip) + 1
     if base.host_c and machine.write < machine.d2h and whole * size["host", "C"] <= host_free // 2:
         base = replace(base, host_c=max(whole, base.host_c))
-    free, host_free = _free(setting, tile, base, io_threads)
+    free, host_free = memory.free(base)
     caches = down * across > 0 and setting.host_caches_panels
     device = size["device", "A"], size["device", "B"]
     checks = panel_checksum_bytes(problem, tile, base.strip)
@@ -80,22 +80,24 @@ def slot_counts(
     )
     room = free if machine.unified else host_free
     for axis in (0, 1) if min(down, across) > 1 else (0,):
-        found: dict[Candidate, None] = {}
+        # Numbers of slots for panels: a and b, host_a and host_b.
+        found: dict[tuple[Traversal, tuple[int, int], tuple[int, int]], None] = {}
         for band in _bands(down, across, axis, steps, room, size, spills=caches):
             traversal = Traversal(axis, band)
             # The device and the host may follow different rules, since they need not cache the same panels.
-            rules = PRIORITIES if caches else PRIORITIES[:1]
-            for on_device, on_host in rules:
-                a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                filled = replace(base, a=a, b=b)
+            for on_device, on_host in PRIORITIES if caches else PRIORITIES[:1]:
+                panels = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
                 if caches:
-                    sizes = base.host_a, base.host_b, host_free, *on_host_bytes
-                    host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
-                    cached = replace(filled, host_a=host_a, host_b=host_b)
-                    found[Candidate(tile, cached, traversal, io_threads)] = None
-                found[Candidate(tile, filled, traversal, io_threads)] = None
+                    least = base.host_a, base.host_b, host_free, *on_host_bytes
+                    on_hosts = _filled(*least, down, across, steps, traversal, on_host)
+                    found[traversal, panels, on_hosts] = None
+                found[traversal, panels, (base.host_a, base.host_b)] = None
         # More panels in host slots save reads, but the first uses of the slots cause page faults.
-        bounds = {x: bound(prices, x) for x in found}
+        bounds = dict[Candidate, float]()
+        for traversal, (a, b), (host_a, host_b) in found:
+            slots = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
+            x = Candidate(tile, slots, traversal, io_threads)
+            bounds[x] = bound(prices, x)
         fewest = min(map(_host_slots, bounds))
         lean = (x for x in bounds if _host_slots(x) == fewest)
         for x in dict.fromkeys(min(some, key=bounds.__getitem__) for some in (bounds, lean)):
@@ -183,30 +185,13 @@ def _bands(
     return sorted({1, *(band for count in fewest if (band := ceil_div(rows, count)) < rows)})
 
 
-def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
-    """Return the bytes of the budgets that are left on the device and on the host.
-
-    If the host computes checksums, it stores those of every panel on the device. Then only as many device
-    bytes are returned as the host has memory for their checksums. That memory is not part of the returned
-    host bytes.
-    """
-    problem, budgets = setting.problem, setting.budgets
-    used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
-    device, host = budgets.device - used.device_total, budgets.host - used.host_total
-    size, checks = slot_bytes(problem, tile, slots.strip), panel_checksum_bytes(problem, tile, slots.strip)
-    share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
-    if share and min(device, host) > 0:
-        device = min(device, int(host / share))
-        host -= ceil(device * share)
-    return device, host
-
-
-def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Slots | None:
+def _min_slots(memory: Memory, c: int) -> Slots | None:
     """Return the minimum numbers of slots with which a tile shape runs well, or None if they do not fit.
 
     Each operand gets two slots on the device. On the host, it gets up to three: with only one, reads and
     uploads cannot overlap, and a third absorbs variations in the time of reads.
     """
+    setting, tile = memory.setting, memory.tile
     problem, machine, budgets, layouts = setting.problem, setting.machine, setting.budgets, setting.layouts
     unit = setting.c_chunks(tile)[0]
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
@@ -243,7 +228,7 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
                     planes=2 if problem.prepares else 0,
                     unified=machine.unified,
                 )
-                free, host_free = _free(setting, tile, slots, io_threads)
+                free, host_free = memory.free(slots)
                 if free >= least and host_free >= 0:
                     return slots
     return None
