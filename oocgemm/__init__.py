@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
+    from oocgemm.jobs.similarity import Neighbors, similarity
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
@@ -47,6 +48,7 @@ __all__ = [
     "ExecutionError",
     "InputError",
     "Job",
+    "Neighbors",
     "NotFoundError",
     "OocGemmError",
     "Operand",
@@ -72,6 +74,7 @@ __all__ = [
     "read_log",
     "release",
     "report",
+    "similarity",
     "stats",
     "verify",
 ]
@@ -87,6 +90,7 @@ _HOMES = {
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
+    "jobs.similarity": ("Neighbors", "similarity"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),

@@ -80,6 +80,14 @@ class PanelTransform:
 # which rows[i] + cols[j] is subtracted from the element (i, j).
 Correction = tuple[Array, Array] | None
 
+# Selected elements of C, by the names of their dtypes. Those of a row are in descending order of their
+# scores. Elements of equal scores are in ascending order of their indices, the columns of C. NaN comes last.
+# 0 and -0 are equal, and returned as 0.
+SELECTED = {
+    "void64": np.dtype([("score", np.float32), ("index", np.uint32)]),
+    "void128": np.dtype([("score", np.float64), ("index", np.uint64)]),
+}
+
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
 # the stored block; or a block in the memory of the operand's owner.
@@ -197,14 +205,20 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
-        """Transform panels of operands, and correct C.
+    def use_transforms(
+        self,
+        transforms: Mapping[str, PanelTransform],
+        correction: Correction,
+        scales: Array | None = None,
+    ) -> None:
+        """Transform panels of operands, and correct or scale C.
 
         Called before the first `submit`.
 
         Args:
             transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
             correction: of C.
+            scales: what rows and columns of C are multiplied by, if the problem is `scaled`.
         """
 
     def kernels_used(self) -> list[str]:
@@ -350,4 +364,4 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         if name not in known_dtypes():
             raise missing_bfloat16()
         importlib.import_module("ml_dtypes")  # this import registers bfloat16 with NumPy
-    return np.dtype(DTYPES[name].name)
+    return SELECTED[name] if name in SELECTED else np.dtype(DTYPES[name].name)

@@ -142,9 +142,14 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+    def use_transforms(
+        self,
+        transforms: Mapping[str, PanelTransform],
+        correction: Correction,
+        scales: Array | None = None,
+    ) -> None:
         for session in self._each:
-            session.use_transforms(transforms, correction)
+            session.use_transforms(transforms, correction, scales)
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from oocgemm import stores
+from oocgemm.errors import InputError
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
+from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
 
@@ -15,6 +17,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
     if request.gram:
         return _open_gram(request, backend)
+    if request.selection is not None:
+        return _open_selection(request, request.selection, backend)
     a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
@@ -41,6 +45,37 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = _accumulated(problem, backend)
     # The device has no kernels for the checksums of panels that serve in both roles.
     return x, x, replace(problem, checked="host" if request.verify else "")
+
+
+def _open_selection(
+    request: Request, selection: Selection, backend: str
+) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open E, which is returned as A and as B, and describe the selection of elements of E E^T."""
+    e = stores.open_matrix("E", request.a)
+    rows = e.shape[0]
+    if e.dtype.kind == "c":
+        raise InputError(f"E is of dtype {e.dtype}, and complex numbers have no order: pass a real E")
+    most = rows - selection.excludes_self
+    if not 1 <= selection.topk <= most:
+        besides = " besides itself" if selection.excludes_self else ""
+        raise InputError(
+            f"topk = {selection.topk}, but a row of E can be compared with {most} rows{besides}: pass a topk "
+            f"from 1 to {most}"
+        )
+    e, trans = by_rows(e, None, Op.N, left=True)
+    other = Op.N if trans.swaps else Op.T
+    problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute), backend)
+    return (
+        e,
+        e,
+        replace(
+            problem,
+            c_dtype=SELECTED[problem.acc_dtype],
+            topk=selection.topk,
+            scaled=selection.cosine,
+            excludes_self=selection.excludes_self,
+        ),
+    )
 
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:

@@ -250,11 +250,11 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
         stores.reserve(found)
         return found
     problem = job.plan.problem
-    shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    shape, dtype = problem.stored_shape, numpy_dtype(problem.c_dtype)
     if c.path:
         options = job.plan.chunks, job.output.compressor
         return stores.create_output("C", c.path, shape, dtype, *options, folder=folder)
-    size = problem.m * problem.n * dtype.itemsize
+    size = shape[0] * shape[1] * dtype.itemsize
     available = available_for(size)
     if size > available:
         raise InputError(

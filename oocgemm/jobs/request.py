@@ -17,6 +17,7 @@ from oocgemm.jobs.options import (
     Progress,
     Requests,
     RunOptions,
+    SelectionOptions,
     Size,
     Transpose,
 )
@@ -29,14 +30,30 @@ from oocgemm.stores.transform import Transform
 MAX_REQUESTS = 1024
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which elements of the product of a matrix E and its transpose are kept: the largest ones of each row.
+
+    Attributes:
+        topk: how many per row.
+        cosine: whether the product is that of the rows of E divided by their norms.
+        excludes_self: whether elements on the diagonal are left out.
+    """
+
+    topk: int
+    cosine: bool
+    excludes_self: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
 
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
-    (`GemmProblem.gram`); B is then the same operand as A. With `slicing`, the product is that of the stacked
-    slices of k of A and B (`oocgemm.planning.parts.slicing`).
+    (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: the largest elements
+    of the rows of A A^T are computed. With `slicing`, the product is that of the stacked slices of k of A
+    and B (`oocgemm.planning.parts.slicing`).
     """
 
     a: Any
@@ -73,6 +90,7 @@ class Request:
     planned: Plan | None = None
     gram: str = ""
     slicing: Slicing | None = None
+    selection: Selection | None = None
 
     @property
     def requests_by_operand(self) -> dict[str, int]:
@@ -109,6 +127,7 @@ class Request:
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
 RUN_OPTIONS = frozenset(RunOptions.__annotations__)
 GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
+SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
 GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
 
 

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.base import SELECTED, numpy_dtype
+from oocgemm.backends.host.selection import select
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
 from tests.fake_cuda.work import Macros, Work
 
 _LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
+WIDTHS = {"0": "void64", "1": "void128"}  # dtypes of selected elements, by the macro OOC_WIDE
 _DTYPES = {c: name for name, c in C_TYPES.items()}
 
 
@@ -209,6 +211,28 @@ def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [*read, block], [block])
 
 
+def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/selection/topk.cu, which selects the largest elements of rows of C."""
+    kinds = (_POINTER, *(_LONG for _ in range(7)), _POINTER, _POINTER)
+    source, rows, width, top, left, count, excludes_self, begins, scales, kept = _values(kinds, pointers)
+    summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
+    sums, best = (
+        memory.matrix(source, summed, rows, width, width),
+        memory.matrix(kept, element, rows, count, count),
+    )
+    read, factors = [block_of(source, summed, rows, width, width)], None
+    if macros["OOC_SCALED"] == "1":
+        extent = max(top + rows, left + width)
+        factors = memory.matrix(scales, element["score"], 1, extent, extent)[0]
+        read.append(block_of(scales, element["score"], 1, extent, extent))
+
+    def run() -> None:
+        select(best, sums, factors, (top, left), excludes_self=bool(excludes_self), begins=bool(begins))
+
+    written = block_of(kept, element, rows, count, count)
+    return Work(run, read if begins else [*read, written], [written])
+
+
 def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
     return dtype.type(value if dtype.kind == "c" else complex(value).real)
 
@@ -229,6 +253,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "int8_pack": (6, _int8_pack),
     "expand": (8, _expand),
     "rank_one": (5, _rank_one),
+    "topk": (10, _topk),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

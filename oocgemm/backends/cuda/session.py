@@ -38,6 +38,7 @@ from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
+from oocgemm.backends.cuda.selector import Selector
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -84,7 +85,7 @@ class CudaSession:
         # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
         self._loading = Loading()
-        self._finisher: Finisher | None = None
+        self._finisher: Finisher | Selector | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -110,7 +111,8 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    self._finisher = Finisher(plan, self._multiplier.kernels, self._address)
+                    finisher = Selector if self._problem.topk else Finisher
+                    self._finisher = finisher(plan, self._multiplier.kernels, self._address)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -248,12 +250,19 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+    def use_transforms(
+        self,
+        transforms: Mapping[str, PanelTransform],
+        correction: Correction,
+        scales: Array | None = None,
+    ) -> None:
         address = self._arena + self._vectors
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
-            if correction is not None and self._finisher is not None:
+            if isinstance(self._finisher, Selector):
+                self._finisher.use_scales(scales, address, self._streams["compute"])
+            elif correction is not None and self._finisher is not None:
                 self._finisher.use_correction(*correction, address, self._streams["compute"])
 
     def kernels_used(self) -> list[str]:

@@ -257,6 +257,7 @@ class _Clock:
                 prices.download(height, n),
                 prices.write(height, n),
                 prices.staged("C", height, n),
+                prices.finish(height, n),
                 *((prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)),
             )
         return self._strips[height, n]

@@ -8,7 +8,7 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.expansion import correction_bytes, expanded_bytes, vector_bytes
+from oocgemm.planning.expansion import correction_bytes, expanded_bytes, scale_bytes, vector_bytes
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
@@ -88,10 +88,13 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "P"): plane_offsets(problem.planes, m, n, k).end
         if problem.planes
         else sum(expanded_bytes(problem, m, n, k)),
-        ("device", "D"): round_up(strip * n * sizes["C"], DEVICE_ALIGNMENT),
+        # Selected elements of all rows are in one slot.
+        ("device", "D"): round_up(
+            problem.stored(problem.m if problem.topk else strip, strip * n) * sizes["C"], DEVICE_ALIGNMENT
+        ),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
-        ("host", "C"): round_up(strip * n * sizes["C"], HOST_ALIGNMENT),
+        ("host", "C"): round_up(problem.stored(strip, strip * n) * sizes["C"], HOST_ALIGNMENT),
     }
 
 
@@ -139,7 +142,9 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "finish": slots.finish * size["device", "D"],
         "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
-        "transform": sum(vector_bytes(problem).values()) + sum(correction_bytes(problem)),
+        "transform": sum(vector_bytes(problem).values())
+        + sum(correction_bytes(problem))
+        + scale_bytes(problem),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
@@ -228,7 +233,7 @@ def required_bytes(
     """
     part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
-    c_bytes = part.elements * sizes["C"]
+    c_bytes = problem.stored(part.rows, part.elements) * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]
         + problem.depth * part.cols * sizes["B"]
