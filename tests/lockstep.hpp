@@ -39,6 +39,8 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     __syncwarp();
     return votes;
 }
+template <typename T>
+T __ldcs(const T* at) { return *at; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline long long __double_as_longlong(double value) {
     long long bits;

@@ -20,7 +20,13 @@
 //   OOC_ROOM         elements in the buffer of a warp: a power of two, at least count + 64
 // Launch: blocks of one warp per row (threadIdx.x / 32). The grid may have fewer warps than there are rows. Dynamic
 // shared memory: OOC_ROOM keys per warp.
-constexpr int ROOM = OOC_ROOM, UNROLL = 8;
+#ifndef OOC_UNROLL
+#define OOC_UNROLL 8
+#endif
+#ifndef OOC_LOAD
+#define OOC_LOAD(at) __ldcs(at)
+#endif
+constexpr int ROOM = OOC_ROOM, UNROLL = OOC_UNROLL;
 constexpr unsigned ALL = 0xffffffffu;
 using word_t = unsigned long long;
 
@@ -112,7 +118,7 @@ extern "C" __global__ void topk(
             for (int u = 0; u < UNROLL; ++u) {
                 const long long column = start + u * 32 + lane;
                 const bool inside = column < width;
-                scores[u] = inside ? static_cast<score_t>(from[column]) : score_t(0);
+                scores[u] = inside ? static_cast<score_t>(OOC_LOAD(from + column)) : score_t(0);
                 if (OOC_SCALED && inside) scores[u] *= of_row * scales[first_column + column];
                 some |= inside && !(scores[u] < bound);
             }

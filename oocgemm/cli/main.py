@@ -45,6 +45,7 @@ COMMANDS = {
     "retry": ("queue:retry", "Queue jobs again that failed or were cancelled."),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
     "serve": ("serve:serve", "Run a queue of products in front of the GPUs of this machine."),
+    "similarity": ("similarity:similarity", "Find the most similar rows of each row of E."),
     "status": ("queue:status", "Show a job of a service."),
     "submit": ("submit:submit", "Submit a product to a service, which computes it in the background."),
     "token": (

@@ -49,10 +49,11 @@ def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
     with np.errstate(all="ignore"):
         for top in range(0, len(raw), height):
             part = slice(top, top + height)
+            # Not by a BLAS, whose result may depend on the number of threads, nor by einsum, which keeps the GIL.
             x = raw[part].astype(np.float64)
-            # Not by a BLAS: its result may depend on the number of threads.
+            x *= x
             if axis:
-                found[part] = np.einsum("ij,ij->i", x, x)
+                x.sum(1, out=found[part])
             else:
-                found += np.einsum("ij,ij->j", x, x)
+                found += x.sum(0)
     return found

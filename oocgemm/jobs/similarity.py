@@ -1,5 +1,6 @@
 """The function `similarity`: the most similar rows of each row of a matrix."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -10,9 +11,10 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.options import Operand, SelectionOptions
+from oocgemm.jobs.options import Operand, PathLike, SelectionOptions
 from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, SELECTION_OPTIONS, Request, Selection, check_names
 from oocgemm.jobs.result import Result
+from oocgemm.stores.zarr.saving import save_arrays
 
 METRICS = ("cosine", "dot")
 
@@ -30,6 +32,14 @@ class Neighbors:
     indices: NDArray[np.int64]
     scores: NDArray[np.floating]
     run: Result
+
+    def save(self, path: PathLike) -> None:
+        """Write `indices` and `scores` to a new zarr group at a local path, as arrays of these names.
+
+        Raises:
+            InputError: something exists at the path, or nothing can be written there.
+        """
+        save_arrays(os.fspath(path), {"indices": self.indices, "scores": self.scores})
 
 
 def similarity(
