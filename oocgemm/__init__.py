@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
-    from oocgemm.jobs.similarity import Neighbors, similarity
+    from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
@@ -55,6 +55,7 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Output",
+    "Pairs",
     "Partition",
     "Plan",
     "PlanOptions",
@@ -90,7 +91,7 @@ _HOMES = {
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
-    "jobs.similarity": ("Neighbors", "similarity"),
+    "jobs.similarity": ("Neighbors", "Pairs", "similarity"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),

@@ -63,7 +63,8 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __builtin_bswap32(x); }  // for 0x0123
-inline void atomicAdd(unsigned* to, unsigned value) { std::atomic_ref(*to) += value; }
+template <typename T>
+T atomicAdd(T* to, T value) { return std::atomic_ref(*to).fetch_add(value); }
 using std::fabs, std::memcpy, std::sqrt;
 #define __device__
 #define __global__

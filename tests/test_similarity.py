@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.errors import InputError
+from oocgemm.errors import ExecutionError, InputError
 from tests.backends_here import ENGINES, REAL_BACKENDS, Engine, running_on
 from tests.fake_cuda import fake_cuda
 
@@ -26,14 +26,19 @@ def embedded(seed: int, rows: int, depth: int, dtype: str = "float32") -> Array:
     return e.astype(numpy_dtype(dtype))
 
 
-def expected(e: Array, topk: int, metric: str, exclude_self: bool, score: Any) -> tuple[Array, Array]:
-    """Return the indices and the scores of the most similar rows, by a sort of all of them."""
+def all_scores(e: Array, metric: str, score: Any) -> tuple[Array, Array]:
+    """Return the columns and the similarities of all pairs of rows."""
     wide = e.astype(np.float64)
     scores = (wide @ wide.T).astype(score)
     if metric == "cosine":
         inverse = (1 / np.sqrt(np.square(wide).sum(1))).astype(score)
         scores *= inverse[:, None] * inverse
-    columns = np.broadcast_to(np.arange(len(e)), scores.shape)
+    return np.broadcast_to(np.arange(len(e)), scores.shape), scores
+
+
+def expected(e: Array, topk: int, metric: str, exclude_self: bool, score: Any) -> tuple[Array, Array]:
+    """Return the indices and the scores of the most similar rows, by a sort of all of them."""
+    columns, scores = all_scores(e, metric, score)
     own = np.eye(len(e), dtype=bool) & exclude_self
     order = np.lexsort((columns, -scores, own))[:, :topk]
     return order, np.take_along_axis(scores, order, 1)
@@ -56,6 +61,51 @@ def test_the_rows_are_those_of_a_sort(engine: Engine, metric: str, dtype: str) -
             found = oocgemm.similarity(e, topk=20, metric=metric, tile=tile, **options)
         assert found.scores.dtype == ("float32" if dtype in ("float32", "float16") else "float64")
         check(found, e, 20, metric)
+
+
+def check_pairs(found: oocgemm.Pairs, e: Array, least: float, metric: str, exclude_self: bool = True) -> None:
+    _, scores = all_scores(e, metric, found.scores.dtype)
+    wanted = scores >= least
+    if exclude_self:
+        np.fill_diagonal(wanted, False)
+    rows, columns = np.nonzero(wanted)
+    assert found.indptr.dtype == found.indices.dtype == np.int64
+    np.testing.assert_array_equal(found.rows, rows)
+    np.testing.assert_array_equal(found.indices, columns)
+    np.testing.assert_array_equal(found.scores, scores[wanted])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("metric", "least"), [("cosine", 0.6), ("dot", 9), ("dot", -100), ("dot", 1000)])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
+def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, least: float, dtype: str) -> None:
+    e = embedded(0, 211, 9, dtype)
+    for tile in (None, "50x40x4"):
+        with running_on(engine) as options:
+            found = oocgemm.similarity(e, threshold=least, metric=metric, tile=tile, **options)
+        check_pairs(found, e, least, metric)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_tiles_find_the_same_pairs(data: st.DataObject) -> None:
+    n, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
+    exclude_self, least = data.draw(st.booleans()), data.draw(st.integers(-9, 9))
+    tile = "x".join(str(data.draw(st.integers(1, most))) for most in (n, n, k))
+    e = embedded(data.draw(st.integers(0, 99)), n, k)
+    for engine in ("host", "fake-cuda"):
+        with running_on(engine) as options:
+            found = oocgemm.similarity(
+                e, threshold=least, metric="dot", exclude_self=exclude_self, tile=tile, **options
+            )
+        check_pairs(found, e, least, "dot", exclude_self)
+
+
+@pytest.mark.parametrize("engine", ["host", "fake-cuda"])
+def test_pairs_that_take_too_much_memory_stop_the_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oocgemm.jobs.output.SPARSE_SHARE", 1e-9)
+    with running_on(engine) as options, pytest.raises(ExecutionError, match="pass a larger threshold"):
+        oocgemm.similarity(np.ones((200, 2)), threshold=0, **options)
 
 
 @settings(max_examples=30, deadline=None)
@@ -122,7 +172,11 @@ def test_the_timeline_and_the_report_cover_the_run(tmp_path: Path) -> None:
         (np.ones((5, 2)), {"topk": 5}, "compared with 4 rows besides itself: pass a topk from 1 to 4"),
         (np.ones((5, 2)), {"topk": 6, "exclude_self": False}, "compared with 5 rows: pass a topk from 1"),
         (np.ones((5, 2)), {"topk": 0}, "topk = 0"),
-        (np.ones((5, 2)), {"topk": 1.5}, "pass an integer"),
+        (np.ones((5, 2)), {"topk": 1.5}, "pass a positive integer"),
+        (np.ones((5, 2)), {}, "pass either topk"),
+        (np.ones((5, 2)), {"topk": 1, "threshold": 1}, "pass either topk"),
+        (np.ones((5, 2)), {"threshold": float("nan")}, "threshold = nan is not a number"),
+        (np.ones((5, 2), complex), {"threshold": 1}, "complex numbers have no order"),
         (np.ones((5, 2)), {"topk": 1, "metric": "euclidean"}, "choose one of cosine, dot"),
         (np.ones((5, 2)), {"topk": 1, "verify": True}, "does not take the option verify"),
         (np.ones((5, 2)), {"topk": 1, "resume": True}, "does not take the option resume"),
@@ -144,4 +198,4 @@ def test_a_gpu_refuses_more_rows_than_its_kernel_selects() -> None:
 
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected option 'top'"):
-        oocgemm.similarity(np.ones((5, 2)), topk=1, top=3)  # type: ignore[call-arg]
+        oocgemm.similarity(np.ones((5, 2)), topk=1, top=3)  # type: ignore[call-overload]

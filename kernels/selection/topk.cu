@@ -1,7 +1,5 @@
 // topk: updates the largest elements of each row of C with those of a strip (some rows of a tile).
 //
-//   score(i, j) = sums[i][j] * (scales[i] * scales[j])      or sums[i][j]
-//
 // kept[i] has the `count` largest scores of row i so far, with the numbers of their columns: in descending order of
 // scores, and elements of equal scores in ascending order of columns. NaN comes last, and -0 becomes 0.
 //
@@ -13,26 +11,15 @@
 // Elements are ranked by keys (rank_t). A key is an unsigned integer, made of the bits of the score, such that larger scores
 // have larger keys, and of the inverted number of the column. The key 0 stands for no element.
 //
-// Macros:
-//   OOC_ACCUMULATED  type of the sums: float, double, or int
-//   OOC_WIDE         0: scores are float, columns unsigned. 1: scores are double, columns unsigned long long
-//   OOC_SCALED       1: rows and columns are scaled
+// Macros: those of selection/element.cuh, and
 //   OOC_ROOM         elements in the buffer of a warp: a power of two, at least count + 64
 // Launch: blocks of one warp per row (threadIdx.x / 32). The grid may have fewer warps than there are rows. Dynamic
 // shared memory: OOC_ROOM keys per warp.
-#ifndef OOC_UNROLL
-#define OOC_UNROLL 8
-#endif
-#ifndef OOC_LOAD
-#define OOC_LOAD(at) __ldcs(at)
-#endif
-constexpr int ROOM = OOC_ROOM, UNROLL = OOC_UNROLL;
-constexpr unsigned ALL = 0xffffffffu;
-using word_t = unsigned long long;
+#include "selection/element.cuh"
+
+constexpr int ROOM = OOC_ROOM;
 
 #if OOC_WIDE
-using score_t = double;
-using column_t = word_t;
 struct alignas(16) rank_t {
     word_t score, column;
 };
@@ -49,8 +36,6 @@ __device__ inline score_t score_of(rank_t key) {
 }
 __device__ inline column_t column_of(rank_t key) { return ~key.column; }
 #else
-using score_t = float;
-using column_t = unsigned;
 using rank_t = word_t;
 __device__ inline bool below(rank_t a, rank_t b) { return a < b; }
 __device__ inline rank_t key_of(score_t score, column_t column) {
@@ -64,11 +49,6 @@ __device__ inline score_t score_of(rank_t key) {
 }
 __device__ inline column_t column_of(rank_t key) { return ~static_cast<unsigned>(key); }
 #endif
-
-struct element_t {
-    score_t score;
-    column_t column;
-};
 
 // Sorts the first `used` keys in descending order. Keys behind them are overwritten.
 __device__ inline void sort(rank_t* keys, int used, int lane) {
@@ -118,8 +98,7 @@ extern "C" __global__ void topk(
             for (int u = 0; u < UNROLL; ++u) {
                 const long long column = start + u * 32 + lane;
                 const bool inside = column < width;
-                scores[u] = inside ? static_cast<score_t>(OOC_LOAD(from + column)) : score_t(0);
-                if (OOC_SCALED && inside) scores[u] *= of_row * scales[first_column + column];
+                scores[u] = inside ? score_at(from, column, of_row, scales + first_column) : score_t(0);
                 some |= inside && !(scores[u] < bound);
             }
             if (!__ballot_sync(ALL, some)) continue;

@@ -60,6 +60,24 @@ class Pageable:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
+# A segment: elements of one row of C, in ascending order of columns, that were found together. `row` counts
+# from the first row of their strip. They are `count` elements from number `first` on. Segments of a row with
+# larger values of `first` have later columns.
+SEGMENTS = np.dtype([("row", np.uint32), ("count", np.uint32), ("first", np.uint64)])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Takes the elements of a strip of a `sparse` C from the device.
+
+    Attributes:
+        put: called with the segments (`SEGMENTS`) of the strip, in any order, and with its elements
+            (`SELECTED`). Many threads call this.
+    """
+
+    put: Callable[[Array, Array], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelTransform:
     """How the elements of an operand's panels are transformed on the device (`oocgemm.Transform`).
@@ -90,8 +108,8 @@ SELECTED = {
 
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
-# the stored block; or a block in the memory of the operand's owner.
-HostBlock = Sequence[Array] | Pinned | Pageable
+# the stored block; or a block in the memory of the operand's owner; or what takes the elements of a sparse C.
+HostBlock = Sequence[Array] | Pinned | Pageable | Found
 
 
 class Stream(NamedTuple):
@@ -110,7 +128,14 @@ class Stream(NamedTuple):
 
 
 class Token(Protocol):
-    """The handle of a submitted operation, which may still be running. A session's `submit` returns it."""
+    """The handle of a submitted operation, which may still be running. A session's `submit` returns it.
+
+    Attributes:
+        bytes: how many bytes were copied; None if as many as the operation says.
+    """
+
+    @property
+    def bytes(self) -> int | None: ...
 
     def synchronize(self) -> None:
         """Block the calling thread until the operation has ended; raise if it failed."""
@@ -132,6 +157,10 @@ class DoneToken:
     start: int
     end: int
     moved: bool = True
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.moved else 0
 
     def synchronize(self) -> None:
         return
@@ -182,8 +211,9 @@ class Session(Protocol):
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: for an Upload or a Download, the block in host memory. If it is `Pageable`, the call returns
-                when the block has been read or written, and several threads may make such calls at once.
+            host: for an Upload or a Download, the block in host memory. If it is `Pageable` or `Found`, the
+                call returns when the block has been read or written, and several threads may make such calls
+                at once.
             after: handles of the operations that this one waits for.
         """
 

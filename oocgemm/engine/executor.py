@@ -377,8 +377,8 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
-                if isinstance(completion.token, DoneToken) and not completion.token.moved:
-                    operation = operation._replace(bytes=0)
+                if completion.token.bytes is not None:
+                    operation = operation._replace(bytes=completion.token.bytes)
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_located_error(error, operation))

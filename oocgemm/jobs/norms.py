@@ -49,7 +49,7 @@ def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
     with np.errstate(all="ignore"):
         for top in range(0, len(raw), height):
             part = slice(top, top + height)
-            # Not by a BLAS, whose result may depend on the number of threads, nor by einsum, which keeps the GIL.
+            # Not by a BLAS: its result may depend on the number of threads.
             x = raw[part].astype(np.float64)
             x *= x
             if axis:

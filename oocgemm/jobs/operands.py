@@ -12,6 +12,9 @@ from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
 
+# dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
+_SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
+
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
@@ -52,30 +55,36 @@ def _open_selection(
 ) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open E, which is returned as A and as B, and describe the selection of elements of E E^T."""
     e = stores.open_matrix("E", request.a)
-    rows = e.shape[0]
     if e.dtype.kind == "c":
         raise InputError(f"E is of dtype {e.dtype}, and complex numbers have no order: pass a real E")
-    most = rows - selection.excludes_self
+    if selection.topk:
+        _check_topk(selection, e.shape[0])
+    e, trans = by_rows(e, None, Op.N, left=True)
+    other, score = Op.N if trans.swaps else Op.T, _SCORES.get(e.dtype.name)
+    problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute, score), backend)
+    if selection.topk or backend == "cuda":
+        problem = replace(
+            problem,
+            c_dtype=SELECTED[problem.acc_dtype],
+            topk=selection.topk,
+            sparse=not selection.topk,
+            threshold=selection.threshold,
+            absolute=selection.absolute,
+            scaled=selection.cosine,
+            excludes_self=selection.excludes_self,
+        )
+    # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
+    return e, e, problem
+
+
+def _check_topk(selection: Selection, rows: int) -> None:
+    """Raise `InputError` if a row of E cannot be compared with as many rows as are to be found."""
+    most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
     if not 1 <= selection.topk <= most:
-        besides = " besides itself" if selection.excludes_self else ""
         raise InputError(
             f"topk = {selection.topk}, but a row of E can be compared with {most} rows{besides}: pass a topk "
             f"from 1 to {most}"
         )
-    e, trans = by_rows(e, None, Op.N, left=True)
-    other = Op.N if trans.swaps else Op.T
-    problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute), backend)
-    return (
-        e,
-        e,
-        replace(
-            problem,
-            c_dtype=SELECTED[problem.acc_dtype],
-            topk=selection.topk,
-            scaled=selection.cosine,
-            excludes_self=selection.excludes_self,
-        ),
-    )
 
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:

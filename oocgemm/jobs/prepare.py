@@ -63,7 +63,7 @@ class Job:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
     `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`). `scales` is
-    what rows and columns of C are multiplied by, if the problem is `scaled`.
+    what rows and columns of C are multiplied by before elements are selected; None if they are not.
     """
 
     request: Request
@@ -108,7 +108,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     if not running or not plan.steps:
         return Job(request, a, b, output, plan)
     memory = memory_of(request)
-    scales = inverse_norms(a, problem.trans_a, memory) if problem.scaled else None
+    scaled = request.selection is not None and request.selection.cosine
+    scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
     return Job(request, a, b, output, plan, correction(problem, a, b, memory), scales)
 
 
@@ -260,7 +261,7 @@ def _plan(
         _layout(
             c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
             engine,
-            in_place=in_place and not (problem.finishes or problem.gram),
+            in_place=in_place and not (problem.finishes or problem.gram or request.selection),
         ),
     )
 

@@ -32,17 +32,21 @@ MAX_REQUESTS = 1024
 
 @dataclass(frozen=True)
 class Selection:
-    """Which elements of the product of a matrix E and its transpose are kept: the largest ones of each row.
+    """Which elements of the product of a matrix E and its transpose are kept.
 
     Attributes:
-        topk: how many per row.
+        topk: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
+        threshold: the least element that is kept.
+        absolute: whether magnitudes are compared with the threshold.
         cosine: whether the product is that of the rows of E divided by their norms.
         excludes_self: whether elements on the diagonal are left out.
     """
 
-    topk: int
-    cosine: bool
-    excludes_self: bool
+    topk: int = 0
+    threshold: float = 0.0
+    absolute: bool = False
+    cosine: bool = False
+    excludes_self: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,8 @@ class Request:
 
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
-    (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: the largest elements
-    of the rows of A A^T are computed. With `slicing`, the product is that of the stacked slices of k of A
+    (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: elements of A A^T are
+    computed, of which some are kept. With `slicing`, the product is that of the stacked slices of k of A
     and B (`oocgemm.planning.parts.slicing`).
     """
 

@@ -1,9 +1,13 @@
-"""Compiler options and launches of the kernel kernels/selection/topk.cu, without importing cupy."""
+"""Compiler options and launches of the kernels that select elements of C, without importing cupy.
+
+Their sources are kernels/selection/topk.cu and threshold.cu.
+"""
 
 from functools import lru_cache
 
 from oocgemm.kernels.spec import C_TYPES, Launch, blocks
 from oocgemm.planning import GemmProblem
+from oocgemm.planning.selection import SEGMENT
 
 # Largest number of elements of a row that the kernel selects. The buffer of a warp has room for 64 more, and
 # its size is a power of two.
@@ -21,21 +25,35 @@ def _room(count: int) -> int:
 
 @lru_cache
 def topk_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernel."""
+    """Return the compiler options of the kernel topk."""
+    return _options(problem, {"ROOM": _room(problem.topk)})
+
+
+@lru_cache
+def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
+    """Return the compiler options of the kernel threshold."""
+    return _options(problem, {"ROOM": SEGMENT, "ABSOLUTE": int(problem.absolute)})
+
+
+def _options(problem: GemmProblem, more: dict[str, int]) -> tuple[str, ...]:
     macros = {
         "ACCUMULATED": C_TYPES[problem.acc_dtype],
         "WIDE": int(_is_wide(problem)),
         "SCALED": int(problem.scaled),
-        "ROOM": _room(problem.topk),
     }
-    return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+    return tuple(f"-DOOC_{name}={value}" for name, value in (macros | more).items())
 
 
 def topk_launch(problem: GemmProblem, rows: int) -> Launch:
-    """Return the launch for a strip of this many rows."""
+    """Return the launch of the kernel topk for a strip of this many rows."""
     each = _room(problem.topk) * (16 if _is_wide(problem) else 8)
     warps = max(1, min(_MAX_WARPS, _MAX_SHARED // each))
     return Launch((min(_MAX_GRID, blocks(rows, warps)), 1, 1), (32 * warps, 1, 1), warps * each)
+
+
+def threshold_launch(rows: int) -> Launch:
+    """Return the launch of the kernel threshold for a strip of this many rows."""
+    return Launch((min(_MAX_GRID, blocks(rows, _MAX_WARPS)), 1, 1), (32 * _MAX_WARPS, 1, 1))
 
 
 def _is_wide(problem: GemmProblem) -> bool:

@@ -64,6 +64,9 @@ GRAMS = ("lower", "upper", "full")
 # The dtype of selected elements, by the accumulator's dtype.
 SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
 
+# Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
+SPARSE = 64
+
 # Values of `GemmProblem.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
     "native": OPERANDS,
@@ -96,6 +99,9 @@ class GemmProblem:
     the indices of their columns: m x topk elements of the dtype `c_dtype`. If they are `scaled`, row i and
     column j of C are first multiplied by s[i] and s[j], for a vector s. With `excludes_self`, the elements on
     C's diagonal are left out.
+
+    If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
+    are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.
     """
 
     m: int
@@ -118,6 +124,14 @@ class GemmProblem:
     topk: int = 0
     scaled: bool = False
     excludes_self: bool = False
+    sparse: bool = False
+    threshold: float = 0.0
+    absolute: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some elements of C are kept, as scores with indices."""
+        return self.sparse or self.topk > 0
 
     @property
     def operands(self) -> str:
@@ -187,7 +201,7 @@ class GemmProblem:
     def finishes(self) -> bool:
         """Whether a Finish operation follows the products of a tile: it changes or selects elements of C.
 
-        It applies alpha and beta and casts the accumulator to C's dtype, or it selects elements (`topk`).
+        It applies alpha and beta and casts the accumulator to C's dtype, or it selects elements.
 
         Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
         = 1 and beta = 0, because partial sums must stay exact.
@@ -197,7 +211,7 @@ class GemmProblem:
 
     @property
     def finish_slots(self) -> int:
-        """Number of device slots that a Finish needs: two for strips, or one for all selected elements."""
+        """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
         return (1 if self.topk else 2) if self.finishes else 0
 
     @property
@@ -206,7 +220,12 @@ class GemmProblem:
         return self.m, self.topk or self.n
 
     def stored(self, rows: int, elements: int) -> int:
-        """Count the elements that are stored of `rows` rows of C, which have `elements` elements."""
+        """Count the elements that are stored of `rows` rows of C, which have `elements` elements.
+
+        If C is `sparse`, the number is an estimate.
+        """
+        if self.sparse:
+            return elements // SPARSE
         return rows * self.topk if self.topk else elements
 
     @property

@@ -103,6 +103,7 @@ class CudaToken:
             after `end` has completed. None if the operands are not int8.
         noting: records how long the checksums took. Called after `end` has completed. None without checksums.
         uploaded: the device slot that an Upload fills. None for other operations, and without checksums.
+        bytes: how many bytes were copied; None if as many as the operation says.
     """
 
     stream: str
@@ -112,6 +113,7 @@ class CudaToken:
     check: Callable[[], None] | None = None
     noting: Callable[[], None] | None = None
     uploaded: Slot | None = None
+    bytes: int | None = None
 
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):

@@ -19,6 +19,7 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.base import (
     Array,
     Correction,
+    Found,
     HostBlock,
     Pageable,
     PanelTransform,
@@ -38,7 +39,7 @@ from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
-from oocgemm.backends.cuda.selector import Selector
+from oocgemm.backends.cuda.selector import Selector, Sifter, finisher_of
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -85,7 +86,7 @@ class CudaSession:
         # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
         self._loading = Loading()
-        self._finisher: Finisher | Selector | None = None
+        self._finisher: Finisher | Selector | Sifter | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -111,8 +112,7 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    finisher = Selector if self._problem.topk else Finisher
-                    self._finisher = finisher(plan, self._multiplier.kernels, self._address)
+                    self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -150,6 +150,8 @@ class CudaSession:
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
         self._loading.wait()
+        if isinstance(host, Found):
+            return self._copy_found(operation, host, after)
         if isinstance(host, Pageable):
             return self._copy_pageable(operation, host, after)
         launches = self._launches(operation, host, self._streams[operation.stream])
@@ -177,6 +179,14 @@ class CudaSession:
                 return self._sum_upload(op, own, self.checksums)
         check = self._finisher.check_of(op) if self._finisher else None
         return CudaToken(RING, own, own.end, self._clock, check)
+
+    def _copy_found(self, op: Operation, found: Found, after: Sequence[Token]) -> CudaToken:
+        """Copy the elements of a strip of a sparse C through the ring. Returns when they have been taken."""
+        assert isinstance(self._finisher, Sifter)
+        for token in after:
+            token.synchronize()
+        own, size = self._finisher.download(op, found, self._host.ring)
+        return CudaToken(RING, own, own.end, self._clock, bytes=size)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
@@ -260,7 +270,7 @@ class CudaSession:
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
-            if isinstance(self._finisher, Selector):
+            if isinstance(self._finisher, Selector | Sifter):
                 self._finisher.use_scales(scales, address, self._streams["compute"])
             elif correction is not None and self._finisher is not None:
                 self._finisher.use_correction(*correction, address, self._streams["compute"])

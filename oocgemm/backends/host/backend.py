@@ -18,6 +18,7 @@ from oocgemm.backends.base import (
     Checksums,
     Correction,
     DoneToken,
+    Found,
     HostBlock,
     Pageable,
     PanelTransform,
@@ -74,6 +75,7 @@ class HostSession:
             device = self.view(operation, (*operation.writes, *operation.reads)[0])
             host.move((0, rows), (0, cols), device)
             return DoneToken(start, perf_counter_ns())
+        assert not isinstance(host, Found)  # the store of a sparse C searches it
         host = [host.array] if isinstance(host, Pinned) else host
         match operation.kind:
             case Kind.UPLOAD:

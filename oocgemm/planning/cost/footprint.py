@@ -13,6 +13,7 @@ from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
+from oocgemm.planning.selection import found_layout
 from oocgemm.planning.setting import Setting, request_bytes
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
@@ -88,14 +89,19 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "P"): plane_offsets(problem.planes, m, n, k).end
         if problem.planes
         else sum(expanded_bytes(problem, m, n, k)),
-        # Selected elements of all rows are in one slot.
-        ("device", "D"): round_up(
-            problem.stored(problem.m if problem.topk else strip, strip * n) * sizes["C"], DEVICE_ALIGNMENT
-        ),
+        ("device", "D"): finished_bytes(problem, strip, n),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
-        ("host", "C"): round_up(problem.stored(strip, strip * n) * sizes["C"], HOST_ALIGNMENT),
+        ("host", "C"): round_up(strip * n * sizes["C"], HOST_ALIGNMENT),
     }
+
+
+def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
+    """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
+    if problem.sparse:
+        return found_layout(problem, strip, n).end
+    elements = problem.m * problem.topk if problem.topk else strip * n
+    return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
@@ -233,7 +239,8 @@ def required_bytes(
     """
     part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
-    c_bytes = problem.stored(part.rows, part.elements) * sizes["C"]
+    # How many elements of a sparse C are kept is not known.
+    c_bytes = 0 if problem.sparse else problem.stored(part.rows, part.elements) * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]
         + problem.depth * part.cols * sizes["B"]

@@ -88,7 +88,7 @@ class Prices:
     def finish(self, rows: int, cols: int) -> float:
         """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
         problem, machine = self.setting.problem, self.setting.machine
-        searched = rows * cols * self._sizes["acc"] if problem.topk else 0
+        searched = rows * cols * self._sizes["acc"] if problem.selects else 0
         return machine.step_latency + searched / machine.select
 
     def download(self, rows: int, cols: int) -> float:

@@ -166,7 +166,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    _check_area(written, schedule.elements_stored)
+    _check_area(written, schedule.elements_stored if schedule.problem.topk else schedule.elements)
 
 
 def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:

@@ -199,7 +199,7 @@ class Schedule:
     @property
     def elements_written(self) -> int:
         """Elements of C that the schedule writes. Mirrored elements count twice."""
-        if self.problem.topk:
+        if self.problem.selects:
             return self.elements_stored
         return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
 
@@ -365,7 +365,7 @@ class Schedule:
         n = self.grid.span(tile, rows)
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
-        return n, elements * self.problem.itemsizes["C"], host
+        return n, self.problem.stored(length(rows), elements) * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.

@@ -267,7 +267,7 @@ def _draining(
     flops = problem.step_flops(m, n, k)
     # Emulated products keep the default, one step: several steps would need the residues of all their panels
     # at the same time, and only two steps have slots for residues. Of selected elements, few are downloaded.
-    if not flops or problem.planes or problem.topk:
+    if not flops or problem.planes or problem.selects:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     down = prices.rate("d2h", "C", base.strip, n)
