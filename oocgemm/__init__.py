@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
+    from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
@@ -67,6 +68,8 @@ __all__ = [
     "Timeline",
     "Transform",
     "Verification",
+    "corr",
+    "cov",
     "gemm",
     "gram",
     "matmul",
@@ -88,6 +91,7 @@ _HOMES = {
     ),
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
+    "jobs.correlation": ("corr", "cov"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),

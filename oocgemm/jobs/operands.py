@@ -6,6 +6,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Request, Selection
+from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
@@ -37,6 +38,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
+    if request.standardize:
+        x = standardized(x, request.standardize, int(trans.swaps))
     if x.dtype.kind != "c":
         x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T
@@ -54,12 +57,17 @@ def _open_selection(
     request: Request, selection: Selection, backend: str
 ) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open E, which is returned as A and as B, and describe the selection of elements of E E^T."""
-    e = stores.open_matrix("E", request.a)
+    name = "X" if request.standardize else "E"
+    e, trans = stores.open_matrix(name, request.a), op_of("trans_a", request.trans_a)
     if e.dtype.kind == "c":
-        raise InputError(f"E is of dtype {e.dtype}, and complex numbers have no order: pass a real E")
+        raise InputError(
+            f"{name} is of dtype {e.dtype}, and complex numbers have no order: pass a real {name}"
+        )
     if selection.topk:
-        _check_topk(selection, e.shape[0])
-    e, trans = by_rows(e, None, Op.N, left=True)
+        _check_topk(name, selection, e.shape[int(trans.swaps)])
+    if request.standardize:
+        e = standardized(e, request.standardize, int(trans.swaps))
+    e, trans = by_rows(e, None, trans, left=True)
     other, score = Op.N if trans.swaps else Op.T, _SCORES.get(e.dtype.name)
     problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute, score), backend)
     if selection.topk or backend == "cuda":
@@ -77,12 +85,12 @@ def _open_selection(
     return e, e, problem
 
 
-def _check_topk(selection: Selection, rows: int) -> None:
-    """Raise `InputError` if a row of E cannot be compared with as many rows as are to be found."""
+def _check_topk(name: str, selection: Selection, rows: int) -> None:
+    """Raise `InputError` if a row cannot be compared with as many rows as are to be found."""
     most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
     if not 1 <= selection.topk <= most:
         raise InputError(
-            f"topk = {selection.topk}, but a row of E can be compared with {most} rows{besides}: pass a topk "
+            f"topk = {selection.topk}, but a row of {name} can be compared with {most} rows{besides}: pass a topk "
             f"from 1 to {most}"
         )
 

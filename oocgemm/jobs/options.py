@@ -112,6 +112,17 @@ class SelectionOptions(TypedDict, total=False):
     progress: "Progress | bool | None"
 
 
+class DenseOptions(SelectionOptions, total=False):
+    """Options of `oocgemm.corr` and `oocgemm.cov`. `oocgemm.gemm` describes each."""
+
+    chunks: tuple[int, int] | None
+    compressor: str | None
+    verify: bool
+    overwrite: bool
+    resume: bool
+    trust_operands: bool
+
+
 class RunOptions(TypedDict, total=False):
     """Options of one run of a plan. `oocgemm.gemm` describes each."""
 

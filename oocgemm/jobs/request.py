@@ -8,6 +8,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import (
+    DenseOptions,
     Devices,
     GramOptions,
     GramPlanOptions,
@@ -56,8 +57,9 @@ class Request:
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
     (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: elements of A A^T are
-    computed, of which some are kept. With `slicing`, the product is that of the stacked slices of k of A
-    and B (`oocgemm.planning.parts.slicing`).
+    computed, of which some are kept. `standardize` says what happens to the rows of op(A) when they are read:
+    "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`, the product
+    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
     """
 
     a: Any
@@ -95,6 +97,7 @@ class Request:
     gram: str = ""
     slicing: Slicing | None = None
     selection: Selection | None = None
+    standardize: str = ""
 
     @property
     def requests_by_operand(self) -> dict[str, int]:
@@ -132,6 +135,7 @@ PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
 RUN_OPTIONS = frozenset(RunOptions.__annotations__)
 GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
 SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
+DENSE_OPTIONS = frozenset(DenseOptions.__annotations__)
 GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
 
 

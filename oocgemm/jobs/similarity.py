@@ -1,6 +1,7 @@
 """The function `similarity`: the most similar rows of each row of a matrix."""
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any, Unpack, overload
@@ -145,7 +146,7 @@ def similarity(
     return selected(stores.located("E", e), chosen, options)
 
 
-def check_options(function: str, options: SelectionOptions) -> None:
+def check_options(function: str, options: Iterable[str]) -> None:
     """Raise an error for options that a function does not take."""
     for name in options:
         if name in (PLAN_OPTIONS | RUN_OPTIONS) - SELECTION_OPTIONS:
@@ -169,7 +170,7 @@ def selection_of(topk: int | None, threshold: float | None) -> Selection:
     return Selection(topk=int(topk))
 
 
-def selected(e: Any, selection: Selection, options: SelectionOptions) -> Neighbors | Pairs:
+def selected(e: Any, selection: Selection, options: Mapping[str, Any]) -> Neighbors | Pairs:
     """Compute the product of a matrix and its transpose, and return the selected elements."""
     result = run_request(Request(a=e, b=e, c=Destination.parse(None), selection=selection, **options))
     run = replace(result, c=None)
