@@ -149,6 +149,13 @@ TIMELINE = click.option(
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
 # Options of products of which only some elements are kept.
 SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, DEVICE, TIMELINE, QUIET)
+AXIS = click.option(
+    "--axis",
+    type=click.IntRange(0, 1),
+    default=0,
+    show_default=True,
+    help="Axis of X that survives. 0: inner products of the rows, X X^T. 1: of the columns, X^T X.",
+)
 UPLO = click.option(
     "--uplo",
     type=click.Choice(GRAMS),
@@ -167,8 +174,7 @@ OVERWRITE = click.option(
     is_flag=True,
     help="Replace the contents of an existing C, which must have the same shape and dtype.",
 )
-RUN = (
-    TIMELINE,
+_RESUME = (
     click.option(
         "--resume",
         is_flag=True,
@@ -180,8 +186,10 @@ RUN = (
         help="With --resume: continue even if files of operands have changed, for example after a repair. "
         "Finished tiles are not computed again.",
     ),
-    QUIET,
 )
+RUN = (TIMELINE, *_RESUME, QUIET)
+# Options of correlations and covariances, which have neither scalars nor transforms.
+STATISTICS = (*SELECTION[:-3], *_STORAGE[1:], DEVICE, VERIFY, OVERWRITE, *RUN)
 # Options of a job. The service chooses the backend, and it always resumes.
 JOB = (
     *PRODUCT,

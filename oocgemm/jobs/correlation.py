@@ -67,11 +67,21 @@ def corr(
         return _dense("corr", x, out, axis, "scale", {}, options)
     if out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
+    return selected_corr(x, topk, threshold, axis, **options)
+
+
+def selected_corr(
+    x: Operand,
+    topk: int | None,
+    threshold: float | None,
+    axis: int = 0,
+    **options: Unpack[DenseOptions],
+) -> Neighbors | Pairs:
+    """Compute `corr` with `topk` or `threshold`."""
     check_options("corr", options)
-    given: dict[str, Any] = dict(options)
     chosen = replace(selection_of(topk, threshold), absolute=threshold is not None)
-    request = parse_gram(x, None, axis, "full", {})
-    given |= {"trans_a": request.trans_a, "standardize": "scale"}
+    trans = parse_gram(x, None, axis, "full", {}).trans_a
+    given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale"}
     return selected(stores.located("X", x), chosen, given)
 
 

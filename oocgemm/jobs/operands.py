@@ -90,8 +90,8 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
     most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
     if not 1 <= selection.topk <= most:
         raise InputError(
-            f"topk = {selection.topk}, but a row of {name} can be compared with {most} rows{besides}: pass a topk "
-            f"from 1 to {most}"
+            f"topk = {selection.topk}, but a row of {name} can be compared with {most} rows{besides}: pass a "
+            f"topk from 1 to {most}"
         )
 
 
