@@ -94,9 +94,12 @@ class PanelTransform:
     vectors: tuple[Array, Array, Array]
 
 
+Transforms = Mapping[str, PanelTransform]  # by operand, "A" or "B"
 # What is subtracted from C when it is finished, if the problem is `centered`: float64 arrays (rows, cols), of
 # which rows[i] + cols[j] is subtracted from the element (i, j).
 Correction = tuple[Array, Array] | None
+# What row i and column i of C are multiplied by, if the problem is `scaled`: a float64 array.
+Scales = Array | None
 
 # Selected elements of C, by the names of their dtypes. Those of a row are in descending order of their
 # scores. Elements of equal scores are in ascending order of their indices, the columns of C. NaN comes last.
@@ -235,12 +238,7 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(
-        self,
-        transforms: Mapping[str, PanelTransform],
-        correction: Correction,
-        scales: Array | None = None,
-    ) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         """Transform panels of operands, and correct or scale C.
 
         Called before the first `submit`.

@@ -15,10 +15,11 @@ from oocgemm.backends.base import (
     Checksums,
     Correction,
     HostBlock,
-    PanelTransform,
+    Scales,
     Session,
     Stream,
     Token,
+    Transforms,
 )
 from oocgemm.backends.registry import open_backend
 from oocgemm.errors import BackendError, ExecutionError, InputError
@@ -142,12 +143,7 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(
-        self,
-        transforms: Mapping[str, PanelTransform],
-        correction: Correction,
-        scales: Array | None = None,
-    ) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         for session in self._each:
             session.use_transforms(transforms, correction, scales)
 

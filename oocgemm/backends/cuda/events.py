@@ -62,6 +62,10 @@ class Clock:
         return min(probes, key=lambda probe: probe[1] - probe[0])
 
 
+# The name of the stream of copies through the ring, which has its own streams.
+RING = "ring"
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Some launches on a stream. The event `start` is recorded before them, the event `end` after them.

@@ -1,15 +1,15 @@
 """Selects elements of C on a CUDA device (`GemmProblem.selects`)."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import SEGMENTS, SELECTED, Array, Found, Pageable
+from oocgemm.backends.base import SEGMENTS, SELECTED, Array, Correction, Found, Pageable, Scales, Token
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.ring import Ring
@@ -30,8 +30,8 @@ class Scaled:
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError
 
-    def use_scales(self, scales: Array | None, address: int, stream: Any) -> None:
-        """Copy what rows and columns of C are multiplied by to the device, unless it is None."""
+    def use(self, correction: Correction, scales: Scales, address: int, stream: Any) -> None:
+        """Copy what rows and columns of C are multiplied by, if anything, to the device, at `address`."""
         if scales is None:
             return
         dtype = SELECTED[self._problem.c_dtype]["score"]
@@ -83,11 +83,15 @@ class Sifter(Scaled):
             *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
         )
 
-    def download(self, op: Operation, found: Found, ring: Ring) -> tuple[Work, int]:
-        """Copy the elements of the strip of a Download, whose Finish has ended, and pass them to `found`.
+    def copy(
+        self, op: Operation, found: Found, ring: Ring, after: Sequence[Token], clock: Clock
+    ) -> CudaToken:
+        """Copy the elements of the strip of a Download, and pass them to `found`; return when it has them.
 
-        Returns the last copy, and the bytes of all copies.
+        Waits for the operations in `after`: how much is copied is known when they have ended.
         """
+        for token in after:
+            token.synchronize()
         address = self._address(op.reads[0])
         room = found_layout(self._problem, length(op.m), length(op.n))
         counters = np.zeros(2, np.uint64)
@@ -98,7 +102,8 @@ class Sifter(Scaled):
             if array.size:
                 work = _copied(ring, address + offset, array)
         found.put(segments, elements)
-        return work, counters.nbytes + segments.nbytes + elements.nbytes
+        size = counters.nbytes + segments.nbytes + elements.nbytes
+        return CudaToken(RING, work, work.end, clock, bytes=size)
 
 
 def _copied(ring: Ring, address: int, array: Array) -> Work:
@@ -108,6 +113,9 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
         array[slice(*cols)] = part[0]
 
     return ring.download(address, Pageable((1, array.size), array.dtype, move), ())
+
+
+AnyFinisher = Finisher | Selector | Sifter
 
 
 def finisher_of(problem: GemmProblem) -> type[Finisher] | type[Selector] | type[Sifter]:

@@ -2,8 +2,8 @@
 
 All buffers on the device (slots) are in one allocation, the arena. Each kind of operation has a CUDA stream.
 If an operation must wait for another one, its stream waits for an event (`cuStreamWaitEvent`), and no host
-thread is blocked. The exception is a Prepare that splits panels for emulated products: its thread waits for a
-result of the device.
+thread is blocked. The exceptions are a Prepare that splits panels for emulated products and a Download of the
+elements of a sparse C: their threads wait for results of the device.
 """
 
 from collections import Counter
@@ -22,24 +22,24 @@ from oocgemm.backends.base import (
     Found,
     HostBlock,
     Pageable,
-    PanelTransform,
     Pinned,
+    Scales,
     Stream,
     Token,
+    Transforms,
     device_offsets,
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import CudaToken, Work
+from oocgemm.backends.cuda.events import RING, CudaToken, Work
 from oocgemm.backends.cuda.expander import Expander
-from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
-from oocgemm.backends.cuda.selector import Selector, Sifter, finisher_of
+from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -55,8 +55,6 @@ from oocgemm.planning.units import format_size
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The name of the stream of copies through the ring, which has its own streams.
-RING = "ring"
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
@@ -86,7 +84,7 @@ class CudaSession:
         # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
         self._loading = Loading()
-        self._finisher: Finisher | Selector | Sifter | None = None
+        self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -151,7 +149,8 @@ class CudaSession:
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
         self._loading.wait()
         if isinstance(host, Found):
-            return self._copy_found(operation, host, after)
+            assert isinstance(self._finisher, Sifter)
+            return self._finisher.copy(operation, host, self._host.ring, after, self._clock)
         if isinstance(host, Pageable):
             return self._copy_pageable(operation, host, after)
         launches = self._launches(operation, host, self._streams[operation.stream])
@@ -179,14 +178,6 @@ class CudaSession:
                 return self._sum_upload(op, own, self.checksums)
         check = self._finisher.check_of(op) if self._finisher else None
         return CudaToken(RING, own, own.end, self._clock, check)
-
-    def _copy_found(self, op: Operation, found: Found, after: Sequence[Token]) -> CudaToken:
-        """Copy the elements of a strip of a sparse C through the ring. Returns when they have been taken."""
-        assert isinstance(self._finisher, Sifter)
-        for token in after:
-            token.synchronize()
-        own, size = self._finisher.download(op, found, self._host.ring)
-        return CudaToken(RING, own, own.end, self._clock, bytes=size)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
@@ -260,20 +251,13 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(
-        self,
-        transforms: Mapping[str, PanelTransform],
-        correction: Correction,
-        scales: Array | None = None,
-    ) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         address = self._arena + self._vectors
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
-            if isinstance(self._finisher, Selector | Sifter):
-                self._finisher.use_scales(scales, address, self._streams["compute"])
-            elif correction is not None and self._finisher is not None:
-                self._finisher.use_correction(*correction, address, self._streams["compute"])
+            if self._finisher is not None:
+                self._finisher.use(correction, scales, address, self._streams["compute"])
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
@@ -337,10 +321,7 @@ class CudaSession:
         return slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the copy of a strip's checksums to the host slot, behind the strip.
-
-        Returns an empty list if the device computes no checksums.
-        """
+        """Prepare the copy of a strip's checksums, if there are any, to the host slot, behind the strip."""
         if self.checksums is None:
             return []
         to, size = self.checksums.host_address(host[0].ctypes.data), self.checksums.room.end

@@ -21,11 +21,12 @@ from oocgemm.backends.base import (
     Found,
     HostBlock,
     Pageable,
-    PanelTransform,
     Pinned,
+    Scales,
     Session,
     Stream,
     Token,
+    Transforms,
     device_offsets,
     numpy_dtype,
     step_scalars,
@@ -56,7 +57,7 @@ class HostSession:
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
         self._correction: Correction = None
-        self._scales: Array | None = None
+        self._scales: Scales = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -97,12 +98,7 @@ class HostSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
 
-    def use_transforms(
-        self,
-        transforms: Mapping[str, PanelTransform],
-        correction: Correction,
-        scales: Array | None = None,
-    ) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         assert not transforms  # operands are transformed when they are read
         self._correction, self._scales = correction, scales
 
