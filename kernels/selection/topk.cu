@@ -1,15 +1,17 @@
 // topk: updates the largest elements of each row of C with those of a strip (some rows of a tile).
 //
-// kept[i] has the `count` largest scores of row i so far, with the numbers of their columns: in descending order of
-// scores, and elements of equal scores in ascending order of columns. NaN comes last, and -0 becomes 0.
+// Scores are those of selection/element.cuh. kept[i] has the `count` largest ones of row i so far, with the numbers of
+// their columns. They are in descending order, and equal scores in ascending order of columns. NaN comes last, and -0
+// becomes 0.
 //
 // A warp searches one row, and each element is read once. The warp's buffer in shared memory starts with kept[i].
 // Elements that rank above its element number `count` are appended to it, with a ballot. Before the buffer
 // overflows, it is sorted and cut to `count` elements again. After the first few thousand elements of a row, hardly
 // any element is appended, and the kernel is bound by memory.
 //
-// Elements are ranked by keys (rank_t). A key is an unsigned integer, made of the bits of the score, such that larger scores
-// have larger keys, and of the inverted number of the column. The key 0 stands for no element.
+// Elements are ranked by keys (rank_t). A key is an unsigned integer. Its upper half is made of the bits of the score,
+// such that larger scores have larger keys. Its lower half is the inverted number of the column. The key 0 stands for
+// no element.
 //
 // Macros: those of selection/element.cuh, and
 //   OOC_ROOM         elements in the buffer of a warp: a power of two, at least count + 64
