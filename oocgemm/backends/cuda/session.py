@@ -46,7 +46,6 @@ from oocgemm.kernels.spec import Call
 from oocgemm.planning import DTYPES, Kind, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
-from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
@@ -73,8 +72,7 @@ class CudaSession:
 
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
-        self._problem = plan.problem
-        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
+        self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
         self._arena = 0
         self._warm, self._closed = take(device), False
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
@@ -139,7 +137,7 @@ class CudaSession:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
-        slots = [Region(slot_of(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
+        slots = [Region(Slot(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
         (a, b), c = self._addresses(slots), self._address(slots[-1])
         with self._device, stream:
             call = self._call((m, n, min(r, LOADED_DEPTH)), (m, n), (a, b, c), first=True)
