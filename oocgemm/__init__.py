@@ -27,9 +27,11 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
+    from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
+    from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
@@ -47,12 +49,14 @@ __all__ = [
     "ExecutionError",
     "InputError",
     "Job",
+    "Neighbors",
     "NotFoundError",
     "OocGemmError",
     "Operand",
     "Options",
     "OutOfMemoryError",
     "Output",
+    "Pairs",
     "Partition",
     "Plan",
     "PlanOptions",
@@ -64,6 +68,8 @@ __all__ = [
     "Timeline",
     "Transform",
     "Verification",
+    "corr",
+    "cov",
     "gemm",
     "gram",
     "matmul",
@@ -72,6 +78,7 @@ __all__ = [
     "read_log",
     "release",
     "report",
+    "similarity",
     "stats",
     "verify",
 ]
@@ -84,9 +91,11 @@ _HOMES = {
     ),
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
+    "jobs.correlation": ("corr", "cov"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
+    "jobs.similarity": ("Neighbors", "Pairs", "similarity"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),

@@ -116,6 +116,10 @@ class LateToken:
         assert self.done.done(), "nobody has waited for it"
         return self.done.result().interval()
 
+    @property
+    def bytes(self) -> int | None:
+        return self.done.result().bytes
+
 
 ON_DEVICE = tuple(kind for kind in Kind if kind not in (Kind.READ, Kind.WRITE))
 

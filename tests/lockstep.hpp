@@ -1,5 +1,6 @@
 // lockstep.hpp: enough of CUDA for g++ to run plain kernels on a processor. Threads of a block are threads of the
-// system, which meet at __syncthreads; blocks run one after the other, so that shared memory can be static.
+// system, which meet at __syncthreads; blocks run one after the other, so that shared memory can be static. The
+// threads of a warp, 32 along x, also meet at __syncwarp and in __ballot_sync, which must be called by all of them.
 //
 // Macros: SOURCE, the file; RUNS, which of its kernels are to be called, such as RUN(finish).
 #include <atomic>
@@ -22,6 +23,35 @@ inline dim3 blockIdx, gridDim, blockDim;
 inline thread_local dim3 threadIdx;
 inline std::unique_ptr<std::barrier<>> barrier;
 inline void __syncthreads() { barrier->arrive_and_wait(); }
+struct warp_t {
+    std::barrier<> barrier{32};
+    std::atomic<unsigned> votes{0};
+};
+inline std::vector<std::unique_ptr<warp_t>> warps;
+inline void __syncwarp() { warps[threadIdx.x / 32]->barrier.arrive_and_wait(); }
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    warp_t& warp = *warps[threadIdx.x / 32];
+    if (vote) warp.votes |= 1u << threadIdx.x % 32;
+    __syncwarp();
+    const unsigned votes = warp.votes;
+    __syncwarp();
+    warp.votes = 0;
+    __syncwarp();
+    return votes;
+}
+template <typename T>
+T __ldcs(const T* at) { return *at; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline long long __double_as_longlong(double value) {
+    long long bits;
+    std::memcpy(&bits, &value, 8);
+    return bits;
+}
+inline double __longlong_as_double(long long bits) {
+    double value;
+    std::memcpy(&value, &bits, 8);
+    return value;
+}
 inline float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);
@@ -33,7 +63,8 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __builtin_bswap32(x); }  // for 0x0123
-inline void atomicAdd(unsigned* to, unsigned value) { std::atomic_ref(*to) += value; }
+template <typename T>
+T atomicAdd(T* to, T value) { return std::atomic_ref(*to).fetch_add(value); }
 using std::fabs, std::memcpy, std::sqrt;
 #define __device__
 #define __global__
@@ -59,6 +90,8 @@ void launch(void (*kernel)(A...), void* const* arguments, const unsigned* grid, 
     blockDim = {block[0], block[1], 1};
     const unsigned count = block[0] * block[1];
     barrier = std::make_unique<std::barrier<>>(count);
+    warps.clear();
+    for (unsigned w = 0; w < count / 32; ++w) warps.push_back(std::make_unique<warp_t>());
     std::vector<std::thread> threads;
     for (unsigned t = 0; t < count; ++t)
         threads.emplace_back([=] {

@@ -52,7 +52,16 @@ def test_an_unknown_option_is_a_type_error(call: Any) -> None:
 
 def test_every_option_is_a_field_of_the_request() -> None:
     options = PlanOptions.__annotations__ | RunOptions.__annotations__
-    assert {*options, "a", "b", "c", "planned", "slicing", "gram"} == Request.__dataclass_fields__.keys()
+    assert {
+        *options,
+        "a",
+        "b",
+        "c",
+        "planned",
+        "slicing",
+        "gram",
+        "selection",
+    } == Request.__dataclass_fields__.keys()
 
 
 # Plans that can be run later.

@@ -14,7 +14,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BudgetError, ExecutionError, InputError, OutOfMemoryError
-from oocgemm.backends.base import slot_offsets
+from oocgemm.backends.arena import slot_offsets
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT

@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -26,14 +25,9 @@ from oocgemm.planning import (
     Operation,
     Plan,
     Region,
-    Slot,
-    Slots,
-    Tier,
-    TileShape,
 )
 from oocgemm.planning.check_blocks import StripOffsets
-from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.planning.tiling import Range, Shape, round_up
+from oocgemm.planning.tiling import Range, Shape
 from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
@@ -74,6 +68,24 @@ class Pageable:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
+# A segment: elements of one row of C, in ascending order of columns, that were found together. `row` counts
+# from the first row of their strip. They are `count` elements from number `first` on. Segments of a row with
+# larger values of `first` have later columns.
+SEGMENTS = np.dtype([("row", np.uint32), ("count", np.uint32), ("first", np.uint64)])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Takes the elements of a strip of a `sparse` C from the device.
+
+    Attributes:
+        put: called with the segments (`SEGMENTS`) of the strip, in any order, and with its elements
+            (`SELECTED`). Many threads call this.
+    """
+
+    put: Callable[[Array, Array], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelTransform:
     """How the elements of an operand's panels are transformed on the device (`oocgemm.Transform`).
@@ -90,14 +102,25 @@ class PanelTransform:
     vectors: tuple[Array, Array, Array]
 
 
+Transforms = Mapping[str, PanelTransform]  # by operand, "A" or "B"
 # What is subtracted from C when it is finished, if the problem is `centered`: float64 arrays (rows, cols), of
 # which rows[i] + cols[j] is subtracted from the element (i, j).
 Correction = tuple[Array, Array] | None
+# What row i and column i of C are multiplied by, if the problem is `scaled`: a float64 array.
+Scales = Array | None
+
+# Selected elements of C, by the names of their dtypes. Those of a row are in descending order of their
+# scores. Elements of equal scores are in ascending order of their indices, the columns of C. NaN comes last.
+# 0 and -0 are equal, and returned as 0.
+SELECTED = {
+    "void64": np.dtype([("score", np.float32), ("index", np.uint32)]),
+    "void128": np.dtype([("score", np.float64), ("index", np.uint64)]),
+}
 
 
 # The host memory of an Upload or a Download: the contiguous arrays in a host slot, each of some columns of
-# the stored block; or a block in the memory of the operand's owner.
-HostBlock = Sequence[Array] | Pinned | Pageable
+# the stored block; or a block in the memory of the operand's owner; or what takes the elements of a sparse C.
+HostBlock = Sequence[Array] | Pinned | Pageable | Found
 
 
 class Stream(NamedTuple):
@@ -116,7 +139,14 @@ class Stream(NamedTuple):
 
 
 class Token(Protocol):
-    """The handle of a submitted operation, which may still be running. A session's `submit` returns it."""
+    """The handle of a submitted operation, which may still be running. A session's `submit` returns it.
+
+    Attributes:
+        bytes: how many bytes were copied; None if as many as the operation says.
+    """
+
+    @property
+    def bytes(self) -> int | None: ...
 
     def synchronize(self) -> None:
         """Block the calling thread until the operation has ended; raise if it failed."""
@@ -138,6 +168,10 @@ class DoneToken:
     start: int
     end: int
     moved: bool = True
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.moved else 0
 
     def synchronize(self) -> None:
         return
@@ -188,8 +222,9 @@ class Session(Protocol):
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: for an Upload or a Download, the block in host memory. If it is `Pageable`, the call returns
-                when the block has been read or written, and several threads may make such calls at once.
+            host: for an Upload or a Download, the block in host memory. If it is `Pageable` or `Found`, the
+                call returns when the block has been read or written, and several threads may make such calls
+                at once.
             after: handles of the operations that this one waits for.
         """
 
@@ -219,14 +254,15 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
-        """Transform panels of operands, and correct C.
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
+        """Transform panels of operands, and correct or scale C.
 
         Called before the first `submit`.
 
         Args:
             transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
             correction: of C.
+            scales: what rows and columns of C are multiplied by, if the problem is `scaled`.
         """
 
     def kernels_used(self) -> list[str]:
@@ -309,49 +345,6 @@ def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
     return (cols, rows) if op.swaps else (rows, cols)
 
 
-def device_offsets(plan: Plan, device: int = 0) -> tuple[Mapping[Slot, int], int]:
-    """Return the byte offset of each slot of a device in the arena (one allocation), and the arena's size."""
-    return slot_offsets(plan, "device", DEVICE_ALIGNMENT, device)
-
-
-def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[Mapping[Slot, int], int]:
-    """Place the slots of a tier ("host" or "device") one after the other in one allocation, the arena.
-
-    For the tier "device", they are the slots of one `device` of the run.
-
-    Returns:
-        The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
-    """
-    given = plan.problem, plan.tile, plan.slots, frozenset(plan.in_place), plan.devices
-    return _slot_offsets(*given, tier, alignment, device)
-
-
-@lru_cache(64)
-def _slot_offsets(
-    problem: GemmProblem,
-    tile: TileShape,
-    slots: Slots,
-    in_place: frozenset[str],
-    devices: int,
-    tier: str,
-    alignment: int,
-    device: int,
-) -> tuple[Mapping[Slot, int], int]:
-    sizes = slot_bytes(problem, tile, slots.strip)
-    # Slots of operands that are multiplied in place have no memory.
-    sizes |= {("device", operand): 0 for operand in in_place}
-    offsets: dict[Slot, int] = {}
-    end = 0
-    for operand in "CABDP" if tier == "device" else "ABC":
-        # Devices share the host slots for panels. Each has host slots of its own for strips of C.
-        owners = range(devices) if (tier, operand) == ("host", "C") else (device,)
-        for owner in owners:
-            for index in range(slots.count(Tier(tier), operand)):
-                offsets[Slot(Tier(tier), operand, index, owner)] = end
-                end = round_up(end + sizes[tier, operand], alignment)
-    return offsets, end
-
-
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     """Return the scalars (alpha, beta) for one Multiply. `first` is true for the first one of a tile.
 
@@ -387,4 +380,4 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         if name not in known_dtypes():
             raise missing_bfloat16()
         importlib.import_module("ml_dtypes")  # this import registers bfloat16 with NumPy
-    return np.dtype(DTYPES[name].name)
+    return SELECTED[name] if name in SELECTED else np.dtype(DTYPES[name].name)

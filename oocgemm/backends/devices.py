@@ -16,10 +16,11 @@ from oocgemm.backends.base import (
     Correction,
     HostBlock,
     Pageable,
-    PanelTransform,
+    Scales,
     Session,
     Stream,
     Token,
+    Transforms,
 )
 from oocgemm.backends.registry import open_backend
 from oocgemm.errors import BackendError, ExecutionError, InputError
@@ -156,9 +157,9 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         for session in self._each:
-            session.use_transforms(transforms, correction)
+            session.use_transforms(transforms, correction, scales)
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

@@ -6,7 +6,7 @@ import click
 
 from oocgemm import stores
 from oocgemm.cli.basics import taking
-from oocgemm.cli.options import DEVICE, GRAM, OVERWRITE, RUN, TRANSFORM, UPLO, VERIFY
+from oocgemm.cli.options import AXIS, DEVICE, GRAM, OVERWRITE, RUN, TRANSFORM, UPLO, VERIFY
 from oocgemm.cli.parameters import Place
 from oocgemm.cli.products import note_clipped, run_product
 from oocgemm.jobs import api
@@ -21,13 +21,7 @@ _RUN_ONLY = ("device", "timeline", "overwrite", "resume", "trust_operands", "qui
 @click.argument("x", type=Place())
 @click.argument("c", type=Place(), required=False)
 @UPLO
-@click.option(
-    "--axis",
-    type=click.IntRange(0, 1),
-    default=0,
-    show_default=True,
-    help="Axis of X that survives. 0: inner products of the rows, X X^T. 1: of the columns, X^T X.",
-)
+@AXIS
 @TRANSFORM
 @taking(*GRAM)
 @DEVICE

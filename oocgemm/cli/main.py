@@ -29,6 +29,8 @@ COMMANDS = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "cancel": ("queue:cancel", "Cancel jobs of a service."),
+    "corr": ("correlation:corr", "Compute correlations of the rows of X: all, or the largest ones."),
+    "cov": ("correlation:cov", "Compute covariances of the rows of X."),
     "gram": (
         "gram:gram",
         "Multiply X and its conjugate transpose, and store a triangle of the product in C.",
@@ -45,6 +47,7 @@ COMMANDS = {
     "retry": ("queue:retry", "Queue jobs again that failed or were cancelled."),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
     "serve": ("serve:serve", "Run a queue of products in front of the GPUs of this machine."),
+    "similarity": ("similarity:similarity", "Find the most similar rows of each row of E."),
     "status": ("queue:status", "Show a job of a service."),
     "submit": ("submit:submit", "Submit a product to a service, which computes it in the background."),
     "token": (

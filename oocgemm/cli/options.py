@@ -66,15 +66,16 @@ TRANSFORMS = (
     click.option("--transform-b", type=Changes(), metavar="CHANGES", help="The same for B."),
 )
 PRODUCT = (*_SCALARS, *_TRANSPOSES, *_COMPUTE)
+_KERNEL = click.option(
+    "--kernel",
+    type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
+    default="auto",
+    show_default=True,
+    help="blas on the host backend; cublas or a kernel of this package on cuda. auto uses the fastest "
+    "kernel that `oocgemm tune` has measured, or cublas if it has measured none.",
+)
 _ARITHMETIC = (
-    click.option(
-        "--kernel",
-        type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
-        default="auto",
-        show_default=True,
-        help="blas on the host backend; cublas or a kernel of this package on cuda. auto uses the fastest "
-        "kernel that `oocgemm tune` has measured, or cublas if it has measured none.",
-    ),
+    _KERNEL,
     click.option(
         "--out-dtype",
         metavar="DTYPE",
@@ -103,13 +104,14 @@ _BUDGETS = (
         "12.5%]",
     ),
 )
+_TILE = click.option(
+    "--tile",
+    metavar="MxNxK",
+    help="Compute C in tiles of M x N elements, and multiply blocks of K columns of op(A) and K rows of "
+    "op(B) at a time, such as 4096x4096x512.  [default: chosen by the planner]",
+)
 _STORAGE = (
-    click.option(
-        "--tile",
-        metavar="MxNxK",
-        help="Compute C in tiles of M x N elements, and multiply blocks of K columns of op(A) and K rows of "
-        "op(B) at a time, such as 4096x4096x512.  [default: chosen by the planner]",
-    ),
+    _TILE,
     click.option(
         "--chunks",
         type=Chunks(),
@@ -123,28 +125,37 @@ _STORAGE = (
         help="Compressor of a new zarr array, such as zstd.  [default: none]",
     ),
 )
-_SETTING = (
-    click.option(
-        "--backend",
-        type=click.Choice(backends.NAMES),
-        default="auto",
-        show_default=True,
-        help="auto uses cuda if a device is available, else host.",
-    ),
-    *_ARITHMETIC,
-    *_BUDGETS,
-    *_STORAGE,
-    click.option(
-        "--requests",
-        metavar="N|A=N,B=N",
-        help="Requests in flight to each array in an object store, such as 128, or A=128,B=16.  "
-        "[default: 64]",
-    ),
-    JSON,
+_BACKEND = click.option(
+    "--backend",
+    type=click.Choice(backends.NAMES),
+    default="auto",
+    show_default=True,
+    help="auto uses cuda if a device is available, else host.",
 )
+_REQUESTS = click.option(
+    "--requests",
+    metavar="N|A=N,B=N",
+    help="Requests in flight to each array in an object store, such as 128, or A=128,B=16.  [default: 64]",
+)
+_SETTING = (_BACKEND, *_ARITHMETIC, *_BUDGETS, *_STORAGE, _REQUESTS, JSON)
 PROBLEM = (*PRODUCT, *_SETTING)
 # Options of a Gram matrix, which has no transposes.
 GRAM = (*_SCALARS, *_COMPUTE, *_SETTING)
+TIMELINE = click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False),
+    help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
+)
+QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
+# Options of products of which only some elements are kept.
+SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, DEVICE, TIMELINE, QUIET)
+AXIS = click.option(
+    "--axis",
+    type=click.IntRange(0, 1),
+    default=0,
+    show_default=True,
+    help="Axis of X that survives. 0: inner products of the rows, X X^T. 1: of the columns, X^T X.",
+)
 UPLO = click.option(
     "--uplo",
     type=click.Choice(GRAMS),
@@ -163,12 +174,7 @@ OVERWRITE = click.option(
     is_flag=True,
     help="Replace the contents of an existing C, which must have the same shape and dtype.",
 )
-RUN = (
-    click.option(
-        "--timeline",
-        type=click.Path(dir_okay=False),
-        help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
-    ),
+_RESUME = (
     click.option(
         "--resume",
         is_flag=True,
@@ -180,8 +186,10 @@ RUN = (
         help="With --resume: continue even if files of operands have changed, for example after a repair. "
         "Finished tiles are not computed again.",
     ),
-    click.option("--quiet", is_flag=True, help="Print only errors."),
 )
+RUN = (TIMELINE, *_RESUME, QUIET)
+# Options of correlations and covariances, which have neither scalars nor transforms.
+STATISTICS = (*SELECTION[:-3], *_STORAGE[1:], DEVICE, VERIFY, OVERWRITE, *RUN)
 # Options of a job. The service chooses the backend, and it always resumes.
 JOB = (
     *PRODUCT,

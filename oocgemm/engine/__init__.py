@@ -42,7 +42,8 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 
 7. *Finish* (lane `compute`; only if the tile on the device has a wider dtype than C or still lacks alpha and
    beta). It applies alpha and beta and casts a strip to C's dtype: `backends.cuda.launch.Kernels.finish`,
-   `backends.integers.finish`.
+   `backends.integers.finish`. If only some elements of C are kept (`GemmProblem.selects`), it selects them
+   instead: `backends.cuda.selector`, `backends.host.selection`. The next stages then move only these.
 
 8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or to a C
    in memory, directly or through the ring. The next tile starts as soon as strips of the device slot are

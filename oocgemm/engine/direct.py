@@ -1,30 +1,37 @@
 """Blocks that go between an operand in host memory, or in a file, and the device without a host slot."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from oocgemm.backends.base import Pageable, Pinned
+from oocgemm.backends.base import Found, Pageable, Pinned
 from oocgemm.engine.blocks import stored_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
+from oocgemm.stores.sparse import SparseMatrix
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]
 
 
-def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Transfer) -> Pinned | Pageable:
+def host_block(
+    plan: Plan, matrix: Matrix, operation: Operation, transfer: Transfer
+) -> Pinned | Pageable | Found:
     """Return the block of an Upload or a Download in the memory of `matrix`, or in its file.
 
-    `transfer` copies parts of a pageable block from or to the matrix.
+    `transfer` copies parts of a pageable block from or to the matrix. Of a sparse C, the result takes the
+    elements that the device has found.
     """
+    if isinstance(matrix, SparseMatrix) and plan.problem.sparse:
+        return Found(partial(matrix.put, operation.m, operation.n))
     (top, bottom), (left, right) = stored_block(plan, operation)
     if plan.is_direct(operation.operand):
         return Pinned(memory(matrix)[top:bottom, left:right])
 
     shape, dtype = (bottom - top, right - left), matrix.dtype
-    if matrix.layout.in_memory and not is_mapped(matrix):
+    if matrix.layout.in_memory and not isinstance(matrix, SparseMatrix) and not is_mapped(matrix):
         array = memory(matrix)[top:bottom, left:right]
         uploading = operation.kind is Kind.UPLOAD
 

@@ -344,8 +344,8 @@ class Run:
         try:
             token.synchronize()
             start, end = token.interval()
-            if isinstance(token, DoneToken) and not token.moved:
-                operation = operation._replace(bytes=0)
+            if token.bytes is not None:
+                operation = operation._replace(bytes=token.bytes)
             self._observe(Span.of(number, operation, start - self._origin, end - self._origin, waits))
         except BaseException as error:
             self._fail(located_error(error, operation))

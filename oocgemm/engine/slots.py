@@ -5,7 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
 
-from oocgemm.backends.base import numpy_dtype, slot_offsets
+from oocgemm.backends.arena import slot_offsets
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.engine.blocks import slot_views
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Operation, Plan, Slot

@@ -57,7 +57,7 @@ def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[O
     array([[11.]])
     """
     check_names("matmul", options, PLAN_OPTIONS | RUN_OPTIONS)
-    return _run(parse(a, b, out, options)).out
+    return run_request(parse(a, b, out, options)).out
 
 
 def gemm(
@@ -154,7 +154,7 @@ def gemm(
     """
     if plan is None:
         check_names("gemm", options, PLAN_OPTIONS | RUN_OPTIONS)
-        return _run(parse(a, b, c, options))
+        return run_request(parse(a, b, c, options))
     given = [name for name, value in (("a", a), ("b", b), ("c", c)) if value is not None]
     given += [name for name in options if name in PLAN_OPTIONS]
     if given:
@@ -162,7 +162,7 @@ def gemm(
             f"plan already contains {', '.join(given)}: drop them here, or pass them to oocgemm.plan instead"
         )
     check_names("gemm", options, RUN_OPTIONS)
-    return _run(replace(plan.request, planned=plan, **dict[str, Any](options)))
+    return run_request(replace(plan.request, planned=plan, **dict[str, Any](options)))
 
 
 def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions]) -> Plan:
@@ -223,7 +223,7 @@ def gram(
            [11., 25.]])
     """
     check_names("gram", options, GRAM_OPTIONS)
-    return _run(parse_gram(x, out, axis, uplo, options))
+    return run_request(parse_gram(x, out, axis, uplo, options))
 
 
 def plan_gram(
@@ -269,7 +269,8 @@ def _planned(request: Request) -> Plan:
     return Plan.of(planned, request)
 
 
-def _run(request: Request) -> Result:
+def run_request(request: Request) -> Result:
+    """Run a request, and return its result."""
     if request.gram and (request.is_distributed or request.devices is not None):
         raise InputError(
             "a Gram matrix is computed by one device: drop workers, client, executor and devices"

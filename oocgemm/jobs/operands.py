@@ -3,18 +3,26 @@
 from dataclasses import replace
 
 from oocgemm import stores
+from oocgemm.errors import InputError
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Request, Selection
+from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
+from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
 from oocgemm.stores.sliced import SlicedMatrix
+
+# dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
+_SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, and describe their product on a backend. Raises `InputError` if they do not fit."""
     if request.gram:
         return _open_gram(request, backend)
+    if request.selection is not None:
+        return _open_selection(request, request.selection, backend)
     a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
@@ -32,6 +40,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
+    if request.standardize:
+        x = standardized(x, request.standardize, int(trans.swaps))
     if x.dtype.kind != "c":
         x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T
@@ -43,6 +53,48 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = _accumulated(problem, backend)
     # The device has no kernels for the checksums of panels that serve in both roles.
     return x, x, replace(problem, checked="host" if request.verify else "")
+
+
+def _open_selection(
+    request: Request, selection: Selection, backend: str
+) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open E, which is returned as A and as B, and describe the selection of elements of E E^T."""
+    name = "X" if request.standardize else "E"
+    e, trans = stores.open_matrix(name, request.a), op_of("trans_a", request.trans_a)
+    if e.dtype.kind == "c":
+        raise InputError(
+            f"{name} is of dtype {e.dtype}, and complex numbers have no order: pass a real {name}"
+        )
+    if selection.topk:
+        _check_topk(name, selection, e.shape[int(trans.swaps)])
+    if request.standardize:
+        e = standardized(e, request.standardize, int(trans.swaps))
+    e, trans = by_rows(e, None, trans, left=True)
+    other, score = Op.N if trans.swaps else Op.T, _SCORES.get(e.dtype.name)
+    problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute, score), backend)
+    if selection.topk or backend == "cuda":
+        problem = replace(
+            problem,
+            c_dtype=SELECTED[problem.acc_dtype],
+            topk=selection.topk,
+            sparse=not selection.topk,
+            threshold=selection.threshold,
+            absolute=selection.absolute,
+            scaled=selection.cosine,
+            excludes_self=selection.excludes_self,
+        )
+    # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
+    return e, e, problem
+
+
+def _check_topk(name: str, selection: Selection, rows: int) -> None:
+    """Raise `InputError` if a row cannot be compared with as many rows as are to be found."""
+    most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
+    if not 1 <= selection.topk <= most:
+        raise InputError(
+            f"topk = {selection.topk}, but a row of {name} can be compared with {most} rows{besides}: pass a "
+            f"topk from 1 to {most}"
+        )
 
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:

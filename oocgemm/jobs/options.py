@@ -96,6 +96,33 @@ class GramOptions(GramPlanOptions, total=False):
     progress: "Progress | bool | None"
 
 
+class SelectionOptions(TypedDict, total=False):
+    """Options of `oocgemm.similarity`. `oocgemm.gemm` describes each."""
+
+    backend: str
+    kernel: str
+    compute: str
+    memory: Size | None
+    device_memory: Size | None
+    host_memory: Size | None
+    tile: TileShape | str | None
+    requests: Requests | None
+    device: int
+    timeline: PathLike | None
+    progress: "Progress | bool | None"
+
+
+class DenseOptions(SelectionOptions, total=False):
+    """Options of `oocgemm.corr` and `oocgemm.cov`. `oocgemm.gemm` describes each."""
+
+    chunks: tuple[int, int] | None
+    compressor: str | None
+    verify: bool
+    overwrite: bool
+    resume: bool
+    trust_operands: bool
+
+
 class RunOptions(TypedDict, total=False):
     """Options of one run of a plan. `oocgemm.gemm` describes each."""
 

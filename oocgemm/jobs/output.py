@@ -27,8 +27,12 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
-from oocgemm.system.memory import available_for
+from oocgemm.stores.sparse import Rule, SparseMatrix
+from oocgemm.system.memory import available_for, available_memory
 from oocgemm.system.version import __version__
+
+# Part of the available memory that elements of a sparse C may take. At the end of a run, they are copied.
+SPARSE_SHARE = 0.4
 
 
 class Target(ABC):
@@ -249,12 +253,18 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
     if found is not None:
         stores.reserve(found)
         return found
-    problem = job.plan.problem
-    shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    problem, selection = job.plan.problem, job.request.selection
+    if selection is not None and not selection.topk:
+        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.scales)
+        score = numpy_dtype(problem.c_dtype)
+        score = score["score"] if problem.sparse else score
+        limit = int(SPARSE_SHARE * available_memory())
+        return SparseMatrix("C", (problem.m, problem.n), score, rule, limit)
+    shape, dtype = problem.stored_shape, numpy_dtype(problem.c_dtype)
     if c.path:
         options = job.plan.chunks, job.output.compressor
         return stores.create_output("C", c.path, shape, dtype, *options, folder=folder)
-    size = problem.m * problem.n * dtype.itemsize
+    size = shape[0] * shape[1] * dtype.itemsize
     available = available_for(size)
     if size > available:
         raise InputError(

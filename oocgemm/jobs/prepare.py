@@ -13,6 +13,7 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.norms import inverse_norms
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
@@ -32,7 +33,7 @@ from oocgemm.planning import (
     resumed_plan,
     shared_plan,
 )
-from oocgemm.stores import Matrix
+from oocgemm.stores import Array, Matrix
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Output:
 class Job:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
-    `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`).
+    `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`). `scales` is
+    what rows and columns of C are multiplied by before elements are selected; None if they are not.
     """
 
     request: Request
@@ -71,6 +73,7 @@ class Job:
     output: Output
     plan: Plan
     correction: Correction = None
+    scales: Array | None = None
 
     @property
     def read(self) -> dict[str, Matrix]:
@@ -105,7 +108,10 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     plan = _plan(request, problem, a, b, output, tile, engine)
     if not running or not plan.steps:
         return Job(request, a, b, output, plan)
-    return Job(request, a, b, output, plan, correction(problem, a, b, memory_of(request)))
+    memory = memory_of(request)
+    scaled = request.selection is not None and request.selection.cosine
+    scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
+    return Job(request, a, b, output, plan, correction(problem, a, b, memory), scales)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -175,7 +181,7 @@ def _existing(
         return None
     folder = earlier.folder if earlier is not None and resumed else None
     matrix = stores.open_matrix("C", c.source, writable=True, folder=folder)
-    wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    wanted = problem.stored_shape, numpy_dtype(problem.c_dtype)
     if (matrix.shape, matrix.dtype) != wanted:
         raise InputError(
             f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} "
@@ -250,7 +256,7 @@ def _plan(
         _layout(
             c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
             engine,
-            in_place=in_place and not (problem.finishes or problem.gram),
+            in_place=in_place and not (problem.finishes or problem.gram or request.selection),
         ),
     )
 

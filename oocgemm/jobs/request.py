@@ -8,6 +8,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import (
+    DenseOptions,
     Devices,
     GramOptions,
     GramPlanOptions,
@@ -17,6 +18,7 @@ from oocgemm.jobs.options import (
     Progress,
     Requests,
     RunOptions,
+    SelectionOptions,
     Size,
     Transpose,
 )
@@ -29,14 +31,35 @@ from oocgemm.stores.transform import Transform
 MAX_REQUESTS = 1024
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which elements of the product of a matrix E and its transpose are kept.
+
+    Attributes:
+        topk: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
+        threshold: the least element that is kept.
+        absolute: whether magnitudes are compared with the threshold.
+        cosine: whether the product is that of the rows of E divided by their norms.
+        excludes_self: whether elements on the diagonal are left out.
+    """
+
+    topk: int = 0
+    threshold: float = 0.0
+    absolute: bool = False
+    cosine: bool = False
+    excludes_self: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
 
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
-    (`GemmProblem.gram`); B is then the same operand as A. With `slicing`, the product is that of the stacked
-    slices of k of A and B (`oocgemm.planning.parts.slicing`).
+    (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: elements of A A^T are
+    computed, of which some are kept. `standardize` says what happens to the rows of op(A) when they are read:
+    "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`, the product
+    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
     """
 
     a: Any
@@ -73,6 +96,8 @@ class Request:
     planned: Plan | None = None
     gram: str = ""
     slicing: Slicing | None = None
+    selection: Selection | None = None
+    standardize: str = ""
 
     @property
     def requests_by_operand(self) -> dict[str, int]:
@@ -109,6 +134,8 @@ class Request:
 PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
 RUN_OPTIONS = frozenset(RunOptions.__annotations__)
 GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
+SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
+DENSE_OPTIONS = frozenset(DenseOptions.__annotations__)
 GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
 
 

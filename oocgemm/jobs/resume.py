@@ -18,12 +18,15 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import Durable
-from oocgemm.stores.transformed import transform_of
+from oocgemm.stores.standardized import change_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
 # The values that journals of older versions, which lack these names, stand for.
-_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False"}
+_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False", "topk": "0"} | {
+    **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute"), "False"),
+    "threshold": "0.0",
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ def identify(
         "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
-        "transforms": {"A": transform_of(a), "B": transform_of(b)},
+        "transforms": {"A": change_of(a), "B": change_of(b)},
         "C": existing["metadata"] if existing is not None else None,
     }
 

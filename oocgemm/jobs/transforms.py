@@ -8,10 +8,12 @@ from oocgemm import stores
 from oocgemm.backends.base import PanelTransform
 from oocgemm.errors import InputError
 from oocgemm.jobs.request import Request
+from oocgemm.jobs.standardizing import readable_lines
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
 from oocgemm.system.memory import RECENT, available_memory
@@ -59,6 +61,8 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
         InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
         ExecutionError: the operand cannot be read.
     """
+    if isinstance(matrix, StandardizedMatrix):
+        return readable_lines(matrix, memory)
     if not isinstance(matrix, TransformedMatrix):
         return matrix
     transform, extent = matrix.transform, matrix.shape[matrix.k_axis]

@@ -10,6 +10,7 @@ from itertools import product
 from oocgemm.errors import InputError
 from oocgemm.kernels.fast import FAST
 from oocgemm.kernels.plain import PLAIN
+from oocgemm.kernels.selection import MAX_TOPK
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params
 from oocgemm.planning import Plan
 
@@ -45,12 +46,19 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
 
+    So does a plan that selects more elements per row than any kernel can.
+
     The smaller steps at the edges of the matrices are checked too. If `name` is not a kernel of the ladder,
     for example "cublas", nothing is checked. `device` is the GPU that shall run the plan.
     """
+    problem, tile = plan.problem, plan.tile
+    if problem.topk > MAX_TOPK:
+        raise InputError(
+            f"topk = {problem.topk}, but a GPU selects at most {MAX_TOPK} elements of a row: pass a smaller "
+            "topk, or backend='host' (--backend host)"
+        )
     if name not in names():
         return
-    problem, tile = plan.problem, plan.tile
     extents = ((problem.m, tile.m), (problem.n, tile.n), (problem.depth, tile.k))
     sizes = [{min(extent, nominal), extent % nominal or nominal} for extent, nominal in extents]
     for m, n, k in product(*sizes):

@@ -32,6 +32,12 @@ def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
     return (rows, cols) if problem.centered else (0, 0)
 
 
+def scale_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on the device of the numbers by which rows and columns of C are scaled, aligned."""
+    itemsize = DTYPES[problem.c_dtype].itemsize // 2  # that of a score
+    return round_up(itemsize * problem.n, _ALIGNMENT) if problem.scaled else 0
+
+
 def vector_bytes(problem: GemmProblem) -> dict[str, int]:
     """Return the bytes on the device of the numbers of each operand's transform, aligned."""
     stored = {"A": problem.stored_a, "B": problem.stored_b}

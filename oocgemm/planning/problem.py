@@ -49,6 +49,10 @@ DTYPES = {
         DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),
+        # Elements of C that are selected (`GemmProblem.topk`): a score and the index of its column, float32
+        # and uint32, or float64 and uint64.
+        DType("void64", 8),
+        DType("void128", 16),
     )
 }
 # Dtypes of A and B.
@@ -56,6 +60,12 @@ OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
 # Values of `GemmProblem.gram`: the triangle of C that is computed. With "full", the other one is mirrored.
 GRAMS = ("lower", "upper", "full")
+
+# The dtype of selected elements, by the accumulator's dtype.
+SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
+
+# Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
+SPARSE = 64
 
 # Values of `GemmProblem.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
@@ -84,6 +94,14 @@ class GemmProblem:
 
     If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
     is computed, and a matrix of rank one is subtracted when C is finished.
+
+    If `topk` is not 0, C is not stored. Of each of its rows, the `topk` largest elements are, as scores with
+    the indices of their columns: m x topk elements of the dtype `c_dtype`. If they are `scaled`, row i and
+    column j of C are first multiplied by s[i] and s[j], for a vector s. With `excludes_self`, the elements on
+    C's diagonal are left out.
+
+    If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
+    are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.
     """
 
     m: int
@@ -103,6 +121,17 @@ class GemmProblem:
     stored_a: str = ""
     stored_b: str = ""
     centered: bool = False
+    topk: int = 0
+    scaled: bool = False
+    excludes_self: bool = False
+    sparse: bool = False
+    threshold: float = 0.0
+    absolute: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some elements of C are kept, as scores with indices."""
+        return self.sparse or self.topk > 0
 
     @property
     def operands(self) -> str:
@@ -170,13 +199,34 @@ class GemmProblem:
 
     @property
     def finishes(self) -> bool:
-        """Whether a Finish operation applies alpha and beta and casts the accumulator to C's dtype.
+        """Whether a Finish operation follows the products of a tile: it changes or selects elements of C.
+
+        It applies alpha and beta and casts the accumulator to C's dtype, or it selects elements.
 
         Otherwise the multiplication itself applies alpha and beta. For int8, this is allowed only with alpha
         = 1 and beta = 0, because partial sums must stay exact.
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
         return self.acc_dtype != self.c_dtype or scales or self.centered
+
+    @property
+    def finish_slots(self) -> int:
+        """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
+        return (1 if self.topk else 2) if self.finishes else 0
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Rows and columns of the array that is stored: C, or the selected elements of its rows."""
+        return self.m, self.topk or self.n
+
+    def stored(self, rows: int, elements: int) -> int:
+        """Count the elements that are stored of `rows` rows of C, which have `elements` elements.
+
+        If C is `sparse`, the number is an estimate.
+        """
+        if self.sparse:
+            return elements // SPARSE
+        return rows * self.topk if self.topk else elements
 
     @property
     def flops(self) -> int:

@@ -17,7 +17,7 @@ CAUSES = {
     "decode": "waiting for chunks to be decoded",
     "h2d": "waiting for copies to the device",
     "prepare": "waiting for panels to be prepared",
-    "accumulator": "waiting for a tile to be copied off the device",
+    "accumulator": "waiting for a tile to be finished or copied off the device",
     "encode": "waiting for C to be encoded",
     "write": "waiting for C to be written",
     "issue": "no operation that the kernel waited for was running",

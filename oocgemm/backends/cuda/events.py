@@ -62,6 +62,10 @@ class Clock:
         return min(probes, key=lambda probe: probe[1] - probe[0])
 
 
+# The name of the stream of copies through the ring, which has its own streams.
+RING = "ring"
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Some launches on a stream. The event `start` is recorded before them, the event `end` after them.
@@ -103,6 +107,7 @@ class CudaToken:
             after `end` has completed. None if the operands are not int8.
         noting: records how long the checksums took. Called after `end` has completed. None without checksums.
         uploaded: the device slot that an Upload fills. None for other operations, and without checksums.
+        bytes: how many bytes were copied; None if as many as the operation says.
     """
 
     stream: str
@@ -112,6 +117,7 @@ class CudaToken:
     check: Callable[[], None] | None = None
     noting: Callable[[], None] | None = None
     uploaded: Slot | None = None
+    bytes: int | None = None
 
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import Array
+from oocgemm.backends.base import Correction, Scales
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
 from oocgemm.backends.integers import too_large
@@ -57,8 +57,11 @@ class Finisher:
                 *map(ctypes.c_void_p, (rows, cols, result)),
             )
 
-    def use_correction(self, rows: Array, cols: Array, address: int, stream: Any) -> None:
-        """Copy what is subtracted from rows and columns of C to the device, from `address` on."""
+    def use(self, correction: Correction, scales: Scales, address: int, stream: Any) -> None:
+        """Copy what is subtracted from rows and columns of C, if anything, to the device, at `address`."""
+        if correction is None:
+            return
+        rows, cols = correction
         sizes = correction_bytes(self._problem)
         pinned = cupy.cuda.alloc_pinned_memory(sum(sizes))
         for vector, offset in ((rows, 0), (cols, sizes[0])):

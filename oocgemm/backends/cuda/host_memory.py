@@ -14,7 +14,8 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Array, slot_offsets
+from oocgemm.backends.arena import slot_offsets
+from oocgemm.backends.base import Array
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError

@@ -2,8 +2,8 @@
 
 All buffers on the device (slots) are in one allocation, the arena. Each kind of operation has a CUDA stream.
 If an operation must wait for another one, its stream waits for an event (`cuStreamWaitEvent`), and no host
-thread is blocked. The exception is a Prepare that splits panels for emulated products: its thread waits for a
-result of the device.
+thread is blocked. The exceptions are a Prepare that splits panels for emulated products and a Download of the
+elements of a sparse C: their threads wait for results of the device.
 """
 
 from collections import Counter
@@ -16,35 +16,36 @@ import cupy
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
+from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
     Correction,
+    Found,
     HostBlock,
     Pageable,
-    PanelTransform,
     Pinned,
+    Scales,
     Stream,
     Token,
-    device_offsets,
+    Transforms,
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import CudaToken, Work
+from oocgemm.backends.cuda.events import RING, CudaToken, Work
 from oocgemm.backends.cuda.expander import Expander
-from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
+from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import DTYPES, Kind, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
-from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
@@ -53,8 +54,6 @@ from oocgemm.planning.units import format_size
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The name of the stream of copies through the ring, which has its own streams.
-RING = "ring"
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
@@ -73,8 +72,7 @@ class CudaSession:
 
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
-        self._problem = plan.problem
-        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
+        self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
         self._arena = 0
         self._warm, self._closed = take(device), False
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
@@ -84,7 +82,7 @@ class CudaSession:
         # How many residues of each panel (one per modulus) a slot for residues contains.
         self._moduli: dict[Slot, int] = {}
         self._loading = Loading()
-        self._finisher: Finisher | None = None
+        self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -110,7 +108,7 @@ class CudaSession:
                         plan, self._address, SumsDevice(self._multiplier.kernels)
                     )
                 if self._problem.finishes:
-                    self._finisher = Finisher(plan, self._multiplier.kernels, self._address)
+                    self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -139,7 +137,7 @@ class CudaSession:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
-        slots = [Region(slot_of(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
+        slots = [Region(Slot(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
         (a, b), c = self._addresses(slots), self._address(slots[-1])
         with self._device, stream:
             call = self._call((m, n, min(r, LOADED_DEPTH)), (m, n), (a, b, c), first=True)
@@ -148,6 +146,9 @@ class CudaSession:
 
     def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
         self._loading.wait()
+        if isinstance(host, Found):
+            assert isinstance(self._finisher, Sifter)
+            return self._finisher.copy(operation, host, self._host.ring, after, self._clock)
         if isinstance(host, Pageable):
             return self.begin(operation, host, after)()
         launches = self._launches(operation, host, self._streams[operation.stream])
@@ -248,13 +249,13 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         address = self._arena + self._vectors
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
-            if correction is not None and self._finisher is not None:
-                self._finisher.use_correction(*correction, address, self._streams["compute"])
+            if self._finisher is not None:
+                self._finisher.use(correction, scales, address, self._streams["compute"])
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
@@ -318,10 +319,7 @@ class CudaSession:
         return slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the copy of a strip's checksums to the host slot, behind the strip.
-
-        Returns an empty list if the device computes no checksums.
-        """
+        """Prepare the copy of a strip's checksums, if there are any, to the host slot, behind the strip."""
         if self.checksums is None:
             return []
         to, size = self.checksums.host_address(host[0].ctypes.data), self.checksums.room.end

@@ -13,24 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
     Checksums,
     Correction,
     DoneToken,
+    Found,
     HostBlock,
     Pageable,
-    PanelTransform,
     Pinned,
+    Scales,
     Session,
     Stream,
     Token,
-    device_offsets,
+    Transforms,
     numpy_dtype,
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
+from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
@@ -54,6 +57,7 @@ class HostSession:
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
         self._correction: Correction = None
+        self._scales: Scales = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -76,6 +80,7 @@ class HostSession:
             device = self.view(operation, (*operation.writes, *operation.reads)[0])
             host.move((0, rows), (0, cols), device)
             return DoneToken(start, perf_counter_ns())
+        assert not isinstance(host, Found)  # the store of a sparse C searches it
         host = [host.array] if isinstance(host, Pinned) else host
         match operation.kind:
             case Kind.UPLOAD:
@@ -97,9 +102,9 @@ class HostSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
 
-    def use_transforms(self, transforms: Mapping[str, PanelTransform], correction: Correction) -> None:
+    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         assert not transforms  # operands are transformed when they are read
-        self._correction = correction
+        self._correction, self._scales = correction, scales
 
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]
@@ -208,6 +213,12 @@ class HostSession:
         return wide_a, wide_b
 
     def _finish(self, op: Operation) -> None:
+        if self._problem.topk:
+            sums, scales, at = self._rows(op, op.reads[0]), self._scales, (op.m[0], op.n[0])
+            kept = self._rows(op._replace(n=(0, self._problem.topk)), op.writes[0])
+            excludes_self = self._problem.excludes_self
+            select(kept, sums, scales, at, excludes_self=excludes_self, begins=op.first)
+            return
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
         alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
         finish(accumulator, alpha, beta, finished, self._work)

@@ -8,11 +8,12 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.expansion import correction_bytes, expanded_bytes, vector_bytes
+from oocgemm.planning.expansion import correction_bytes, expanded_bytes, scale_bytes, vector_bytes
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
+from oocgemm.planning.selection import found_layout
 from oocgemm.planning.setting import Setting, request_bytes
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
@@ -88,11 +89,19 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
         ("device", "P"): plane_offsets(problem.planes, m, n, k).end
         if problem.planes
         else sum(expanded_bytes(problem, m, n, k)),
-        ("device", "D"): round_up(strip * n * sizes["C"], DEVICE_ALIGNMENT),
+        ("device", "D"): finished_bytes(problem, strip, n),
         ("host", "A"): round_up(m * k * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(k * n * sizes["B"], HOST_ALIGNMENT),
         ("host", "C"): round_up(strip * n * sizes["C"], HOST_ALIGNMENT),
     }
+
+
+def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
+    """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
+    if problem.sparse:
+        return found_layout(problem, strip, n).end
+    elements = problem.m * problem.topk if problem.topk else strip * n
+    return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
@@ -139,7 +148,9 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "finish": slots.finish * size["device", "D"],
         "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
-        "transform": sum(vector_bytes(problem).values()) + sum(correction_bytes(problem)),
+        "transform": sum(vector_bytes(problem).values())
+        + sum(correction_bytes(problem))
+        + scale_bytes(problem),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
@@ -228,7 +239,8 @@ def required_bytes(
     """
     part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
-    c_bytes = part.elements * sizes["C"]
+    # How many elements of a sparse C are kept is not known.
+    c_bytes = 0 if problem.sparse else problem.stored(part.rows, part.elements) * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]
         + problem.depth * part.cols * sizes["B"]

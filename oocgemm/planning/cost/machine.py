@@ -100,7 +100,7 @@ class MachineModel:
     - `memory`: copies between arrays in host memory and slots or pinned buffers, by `copy_threads` threads.
     - `remote`: of all requests to one array in an object store together; `connection`: of one of them.
     - `prepare`: input of the kernels that split panels into residue planes, for emulated products, or that
-      transform them.
+      transform them. `select`: input of the kernel that selects the largest elements of rows of C.
 
     Times, in seconds:
 
@@ -129,6 +129,7 @@ class MachineModel:
     memory: float
     write: float
     prepare: float = 600e9
+    select: float = 2.4e12
     # From S3 within its region, a client read 24 GB at 0.37 GB/s with 10 requests in flight, and at 1.3 GB/s
     # with 100. The latency is assumed.
     remote: float = 1.3e9
@@ -335,6 +336,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         shares_cores=True,
         unified=True,
         prepare=100e6,
+        select=0.25e9 * cores,
         device_reserve=(8 << 20) * cores,  # the measured size of OpenBLAS's packing buffers
         host_reserve=8 << 20,
         casts_panels=True,

@@ -86,14 +86,24 @@ class Prices:
         seconds = self.bytes(operand, rows, cols) / self.rate("h2d", operand, rows, cols)
         return seconds + self.setting.machine.copy_latency
 
+    def finish(self, rows: int, cols: int) -> float:
+        """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
+        problem, machine = self.setting.problem, self.setting.machine
+        searched = rows * cols * self._sizes["acc"] if problem.selects else 0
+        return machine.step_latency + searched / machine.select
+
     def download(self, rows: int, cols: int) -> float:
-        """Return the seconds of a Download of a strip of C."""
-        seconds = self.bytes("C", rows, cols) / self.rate("d2h", "C", rows, cols)
+        """Return the seconds of a Download of a strip of C.
+
+        If elements are selected, only the last strip of a row of tiles is downloaded. The result is then the
+        mean over all of its strips.
+        """
+        seconds = self._stored_bytes(rows, cols) / self.rate("d2h", "C", rows, cols)
         return seconds + self.setting.machine.copy_latency
 
     def write(self, rows: int, cols: int) -> float:
         """Return the seconds of a Write of a strip of C."""
-        seconds = self.bytes("C", rows, cols) / self.rate("write", "C", rows, cols)
+        seconds = self._stored_bytes(rows, cols) / self.rate("write", "C", rows, cols)
         return seconds + self.setting.machine.write_latency
 
     def staged(self, operand: str, rows: int, cols: int) -> float:
@@ -101,7 +111,8 @@ class Prices:
         if not self.streams[operand] or self._whole[operand][0].is_direct((rows, cols)):
             return 0.0
         layout = self._whole[operand][0]
-        return self.bytes(operand, rows, cols) / self.setting.machine.copy_rate(layout, (rows, cols))
+        size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
+        return size / self.setting.machine.copy_rate(layout, (rows, cols))
 
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
         """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
@@ -128,6 +139,11 @@ class Prices:
         """Return the seconds of a Prepare, which splits or transforms the panels of a step."""
         machine = self.setting.machine
         return self.setting.problem.prepared_bytes(m, n, k) / machine.prepare + machine.step_latency
+
+    def _stored_bytes(self, rows: int, cols: int) -> float:
+        problem = self.setting.problem
+        stored = problem.stored(rows, rows * cols) * self._sizes["C"]
+        return stored * cols / max(1, problem.n) if problem.topk else stored
 
     def _read_rate(self, operand: str, block: Shape) -> float:
         setting, (layout, whole) = self.setting, self._whole[operand]

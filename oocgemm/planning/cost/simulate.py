@@ -34,7 +34,9 @@ def duration(operation: Operation, setting: Setting) -> float:
 
 def _seconds(operation: Operation, prices: Prices) -> float:
     rows, cols = map(length, operation.block)
-    k, seconds = length(operation.k), prices.setting.machine.step_latency  # a Finish takes this latency
+    k, seconds = length(operation.k), 0.0
+    if prices.setting.problem.topk and operation.kind in (Kind.DOWNLOAD, Kind.WRITE):
+        cols = prices.setting.problem.n  # the selected elements of whole rows
     match operation.kind:
         case Kind.READ:
             seconds = prices.read(operation.operand, rows, cols)
@@ -48,6 +50,8 @@ def _seconds(operation: Operation, prices: Prices) -> float:
             seconds = prices.multiply(rows, operation.reads[0].stop // k if k else rows, cols, k)
         case Kind.PREPARE:
             seconds = prices.prepare(rows, cols, k)
+        case Kind.FINISH:
+            seconds = prices.finish(rows, cols)
     return seconds
 
 

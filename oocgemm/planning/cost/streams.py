@@ -47,7 +47,7 @@ class Load:
 
 
 class Strip(NamedTuple):
-    """How a strip of C leaves the device: seconds of its Download and Write, and of staging.
+    """How a strip of C leaves the device: seconds of its Download, Write, staging and Finish.
 
     `old_read` and `old_upload` are the seconds to load the old strip. They are 0 if it is not read.
     """
@@ -55,6 +55,7 @@ class Strip(NamedTuple):
     download: float
     write: float
     staged: float
+    finish: float
     old_read: float
     old_upload: float
 
@@ -80,13 +81,9 @@ class Streams:
         setting = prices.setting
         machine, layouts, problem = setting.machine, setting.layouts, setting.problem
         self.prices, self.slots = prices, slots
-        self.issue, self.latency, self.shares_cores = (
-            machine.issue,
-            machine.step_latency,
-            machine.shares_cores,
-        )
+        self.issue, self.shares_cores = machine.issue, machine.shares_cores
         self.wake = 0.0 if setting.enqueues else machine.issue
-        self.finishes, self.reads_c = problem.finishes, problem.reads_c
+        self.finishes, self.reads_c, self.selects = problem.finishes, problem.reads_c, problem.topk > 0
         lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
         self.panels = Panels(slots.a, host_a, lanes[0]), Panels(slots.b, host_b, lanes[1])
@@ -295,11 +292,12 @@ class Streams:
         """
         ready, slot, finished = self.compute, number % len(self.host_c), number % len(self.finished)
         if self.finishes:
-            free = self.finished[finished]
+            # Selected elements of different rows are in different parts of the slot.
+            free = -inf if self.selects else self.finished[finished]
             arrived = self.load_c(number, strip, free) if self.reads_c else free
             self.issued += self.issue
-            ready = self.compute = max(self.issued, self.compute, arrived) + self.latency
-            self.busy["compute"] += self.latency
+            ready = self.compute = max(self.issued, self.compute, arrived) + strip.finish
+            self.busy["compute"] += strip.finish
         freed = ready
         if not self.slots.unified:
             self.issued += self.issue

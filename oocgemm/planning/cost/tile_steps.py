@@ -129,7 +129,8 @@ class TileKinds:
         prices = self._prices
         reads_c = prices.setting.problem.reads_c
         old = (prices.read("C", height, n), prices.upload("C", height, n)) if reads_c else (0.0, 0.0)
-        return Strip(prices.download(height, n), prices.write(height, n), prices.staged("C", height, n), *old)
+        leaving = prices.download(height, n), prices.write(height, n), prices.staged("C", height, n)
+        return Strip(*leaving, prices.finish(height, n), *old)
 
     def _by_strips(self, rows: int, n: int, depth: int) -> list[float]:
         """Return the seconds of a Multiply of each strip of a tile."""

@@ -95,7 +95,7 @@ def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]
     return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
 
 
-def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
+def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noqa: PLR0915
     """Check that every operation finds its inputs in its buffers (slots), and that C is written exactly once.
 
     The operations are checked in program order. An Upload must find its block in its host slot. A Multiply
@@ -106,10 +106,10 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     A real run executes operations in another order, but the waits of `HazardTracker` make it equivalent to
     program order. Raises `ScheduleError` if the check fails.
     """
-    contents: dict[Slot, object] = {}
+    contents, grid, extents = dict[Slot, object](), schedule.grid, (schedule.grid.m, schedule.grid.n)
+    selected: dict[Range, set[int]] = defaultdict(set)  # tile columns that were searched, by ranges of rows
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Range, list[Range]] = defaultdict(list)
-    grid, extents = schedule.grid, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
         steps = set(step_order(op.tile, grid.steps, grid.ramp))
         for region in (*op.reads, *op.writes):
@@ -141,6 +141,13 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                     tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
+            case Kind.FINISH if schedule.problem.topk:
+                _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
+                _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
+                selected[op.m].add(op.tile[1])
+            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.topk:
+                _require(len(selected[op.m]) == grid.shape[1], op)
+                _note_written(op, written, chunks, extents)
             case Kind.FINISH | Kind.DOWNLOAD:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
@@ -159,7 +166,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    _check_area(written, sum(map(grid.elements, schedule.tiles)))
+    _check_area(written, schedule.elements_stored if schedule.problem.topk else schedule.elements)
 
 
 def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:

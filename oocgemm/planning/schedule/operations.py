@@ -22,6 +22,9 @@ For a Gram matrix (`GemmProblem.gram`), B(p,j) is the panel of A that belongs to
 slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because its
 strips differ in width (`TileGrid`).
 
+If only the largest elements of each row of C are kept, a tile ends otherwise: see
+`oocgemm.planning.schedule.selecting`.
+
 In a run, operations of different streams overlap. They wait for one another only if they access the same part
 of a buffer (`oocgemm.planning.schedule.hazards`).
 """
@@ -33,6 +36,7 @@ from math import inf
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Kind, Operation
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
+from oocgemm.planning.schedule.selecting import Selecting
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.schedule.triangle import LinePlacing
@@ -69,6 +73,7 @@ class Schedule:
         take the next group.
         """
         strips_done = prepared = 0
+        selecting = self._selecting() if self.problem.topk else None
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
@@ -86,7 +91,11 @@ class Schedule:
                         prepared += 1
                 apart = by_strips or self.grid.is_staircase(tile)
                 parts = [(part,) for part in strips] if apart else [strips]
-                yield len(group), self._batch(tile, c_slot, group, planes, old_c, parts, order[0], not left)
+                drains = not left and selecting is None
+                yield len(group), self._batch(tile, c_slot, group, planes, old_c, parts, order[0], drains)
+            if selecting is not None:
+                whole = [(rows, self._in_tile(c_slot, tile, rows)) for _, rows in strips]
+                yield 0, selecting.operations(position, tile, whole)
 
     def _batch(
         self,
@@ -124,6 +133,9 @@ class Schedule:
             for number, rows in strips if drains else ():
                 yield from self._drain(tile, rows, number, c_slot)
 
+    def _selecting(self) -> Selecting:
+        return Selecting(self.problem, self.grid, self.slots, self.tiles, self.device)
+
     def _on_device(self, operand: str, index: int) -> Slot:
         return slot_of(Tier.DEVICE, operand, index, self.device)
 
@@ -159,7 +171,9 @@ class Schedule:
             b_read=0 if "B" in in_place else loads.b_read,
         )
         size = self.problem.itemsizes["C"]
-        c, written = (0, 0) if "C" in in_place else (size * self.elements, size * self.elements_written)
+        c, written = (
+            (0, 0) if "C" in in_place else (size * self.elements_stored, size * self.elements_written)
+        )
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
@@ -178,8 +192,15 @@ class Schedule:
         return sum(map(self.grid.elements, self.tiles))
 
     @property
+    def elements_stored(self) -> int:
+        """Elements that the device returns: those of C, or those that are selected of its rows."""
+        return self.problem.stored(self.grid.m, self.elements)
+
+    @property
     def elements_written(self) -> int:
         """Elements of C that the schedule writes. Mirrored elements count twice."""
+        if self.problem.selects:
+            return self.elements_stored
         return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
 
     def _placing(self) -> Placing:
@@ -344,7 +365,7 @@ class Schedule:
         n = self.grid.span(tile, rows)
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
-        return n, elements * self.problem.itemsizes["C"], host
+        return n, self.problem.stored(length(rows), elements) * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.

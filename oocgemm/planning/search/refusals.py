@@ -57,7 +57,7 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
         host_a=host,
         host_b=host,
         host_c=host,
-        finish=2 if problem.finishes else 0,
+        finish=problem.finish_slots,
         strip=strip,
         planes=2 if problem.prepares else 0,
         unified=unified,

@@ -201,16 +201,15 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     wanted = max(strip_bytes // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
-    if setting.layouts.c.in_place:
-        wanted = tile.m  # nothing is written, so that strips would only take more operations
+    if setting.layouts.c.in_place or problem.topk:
+        wanted = tile.m  # no strip is written, so that strips would only take more operations
     max_rows = tile.m
-    if setting.host_caches_panels:
+    if setting.host_caches_panels and not problem.topk:
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
     sizes = (wanted, strip_bytes // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted(
         {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
     )
-    finish = 2 if problem.finishes else 0
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     grid = TileGrid.of(problem, tile)
     many = [
@@ -224,7 +223,7 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
             host_a, host_b, host_c = (host * needed for needed in through_slots)
             for (a, b), least in (((many[0], many[1]), budgets.device // 2), ((2, 2), 0)):
                 slots = Slots(
-                    *(a, b, c, host_a, host_b, host_c, finish, rows),
+                    *(a, b, c, host_a, host_b, host_c, problem.finish_slots, rows),
                     planes=2 if problem.prepares else 0,
                     unified=machine.unified,
                 )
@@ -252,8 +251,8 @@ def _draining(
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
     # Emulated products keep the default, one step: several steps would need the residues of all their panels
-    # at the same time, and only two steps have slots for residues.
-    if not flops or problem.planes:
+    # at the same time, and only two steps have slots for residues. Of selected elements, few are downloaded.
+    if not flops or problem.planes or problem.selects:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     down = prices.rate("d2h", "C", base.strip, n)

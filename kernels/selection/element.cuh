@@ -1,0 +1,35 @@
+// element.cuh: elements of C that are kept, as scores with the numbers of their columns.
+//
+//   score(i, j) = sums[i][j] * (scales[i] * scales[j])      or sums[i][j]
+//
+// Macros:
+//   OOC_ACCUMULATED  type of the sums: float, double, or int
+//   OOC_WIDE         0: scores are float, columns unsigned. 1: scores are double, columns unsigned long long
+//   OOC_SCALED       1: rows and columns are scaled
+#pragma once
+
+using word_t = unsigned long long;
+#if OOC_WIDE
+using score_t = double;
+using column_t = word_t;
+#else
+using score_t = float;
+using column_t = unsigned;
+#endif
+
+struct element_t {
+    score_t score;
+    column_t column;
+};
+
+constexpr unsigned ALL = 0xffffffffu;  // the threads of a warp
+// A warp reads this many times 32 successive elements of a row at once.
+constexpr int UNROLL = 8;
+
+// Returns a score. `of_row` is scales[i], and `scales` starts with that of the first column of `from`.
+__device__ inline score_t score_at(
+    const OOC_ACCUMULATED* from, long long column, score_t of_row, const score_t* __restrict__ scales) {
+    // Sums are read once, and shall not evict the scales from the cache.
+    const score_t score = static_cast<score_t>(__ldcs(from + column));
+    return OOC_SCALED ? score * (of_row * scales[column]) : score;
+}

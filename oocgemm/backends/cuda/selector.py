@@ -1,0 +1,123 @@
+"""Selects elements of C on a CUDA device (`GemmProblem.selects`)."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from oocgemm.backends.base import SEGMENTS, SELECTED, Array, Correction, Found, Pageable, Scales, Token
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
+from oocgemm.backends.cuda.finisher import Finisher
+from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.ring import Ring
+from oocgemm.kernels.selection import threshold_launch, threshold_options, topk_launch, topk_options
+from oocgemm.planning import GemmProblem, Operation, Plan, Region
+from oocgemm.planning.selection import COUNTER_BYTES, found_layout
+from oocgemm.planning.tiling import length
+
+
+class Scaled:
+    """What the kernels have in common: rows and columns of C that are scaled."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
+        """Load the kernel. `address` returns the device address of a region."""
+        self._problem, self._address, self._scales = plan.problem, address, 0
+        self._kernel = self._load(kernels)
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        raise NotImplementedError
+
+    def use(self, correction: Correction, scales: Scales, address: int, stream: Any) -> None:
+        """Copy what rows and columns of C are multiplied by, if anything, to the device, at `address`."""
+        if scales is None:
+            return
+        dtype = SELECTED[self._problem.c_dtype]["score"]
+        pinned = cupy.cuda.alloc_pinned_memory(scales.size * dtype.itemsize)
+        np.frombuffer(pinned, dtype, scales.size)[...] = scales
+        cuda_calls.make(cuda_calls.copy(address, pinned.ptr, scales.size * dtype.itemsize, stream))
+        stream.synchronize()
+        self._scales = address
+
+    def check_of(self, op: Operation) -> None:
+        """Return the check of an operation when it has ended: there is none."""
+
+
+class Selector(Scaled):
+    """The kernel of the Finish operations of one product of which the largest elements are kept."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("topk", "topk", topk_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        problem, rows = self._problem, length(op.m)
+        numbers = rows, length(op.n), op.m[0], op.n[0], problem.topk, problem.excludes_self, op.first
+        self._kernel(
+            topk_launch(problem, rows),
+            ctypes.c_void_p(self._address(op.reads[0])),
+            *map(ctypes.c_longlong, numbers),
+            *map(ctypes.c_void_p, (self._scales, self._address(op.writes[0]))),
+        )
+
+
+class Sifter(Scaled):
+    """The kernel of the Finish operations of one product of which elements above a threshold are kept."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("threshold", "threshold", threshold_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        problem, rows, to = self._problem, length(op.m), self._address(op.writes[0])
+        room = found_layout(problem, rows, length(op.n))
+        numbers = rows, length(op.n), op.m[0], op.n[0], problem.excludes_self
+        cuda_calls.make(cuda_calls.zero(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
+        self._kernel(
+            threshold_launch(rows),
+            ctypes.c_void_p(self._address(op.reads[0])),
+            *map(ctypes.c_longlong, numbers),
+            ctypes.c_double(problem.threshold),
+            *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
+        )
+
+    def copy(
+        self, op: Operation, found: Found, ring: Ring, after: Sequence[Token], clock: Clock
+    ) -> CudaToken:
+        """Copy the elements of the strip of a Download, and pass them to `found`; return when it has them.
+
+        Waits for the operations in `after`: how much is copied is known when they have ended.
+        """
+        for token in after:
+            token.synchronize()
+        address = self._address(op.reads[0])
+        room = found_layout(self._problem, length(op.m), length(op.n))
+        counters = np.zeros(2, np.uint64)
+        work = _copied(ring, address, counters)
+        elements = np.empty(int(counters[0]), SELECTED[self._problem.c_dtype])
+        segments = np.empty(int(counters[1]), SEGMENTS)
+        for offset, array in ((room.segments, segments), (room.elements, elements)):
+            if array.size:
+                work = _copied(ring, address + offset, array)
+        found.put(segments, elements)
+        size = counters.nbytes + segments.nbytes + elements.nbytes
+        return CudaToken(RING, work, work.end, clock, bytes=size)
+
+
+def _copied(ring: Ring, address: int, array: Array) -> Work:
+    """Copy an array from the device; return when it has been copied."""
+
+    def move(rows: tuple[int, int], cols: tuple[int, int], part: Array) -> None:
+        array[slice(*cols)] = part[0]
+
+    return ring.download(address, Pageable((1, array.size), array.dtype, move), ())()
+
+
+AnyFinisher = Finisher | Selector | Sifter
+
+
+def finisher_of(problem: GemmProblem) -> type[Finisher] | type[Selector] | type[Sifter]:
+    """Return the class for the Finish operations of a product."""
+    return Sifter if problem.sparse else Selector if problem.topk else Finisher

@@ -1,0 +1,76 @@
+"""Selects the largest elements of the rows of C with NumPy."""
+
+import numpy as np
+
+from oocgemm.backends.base import Array
+
+# Elements of C that are searched at once. The temporary arrays of this many elements fit into a CPU cache.
+PIECE = 1 << 17
+
+
+def select(
+    kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], *, excludes_self: bool, begins: bool
+) -> None:
+    """Update the selected elements of some rows of C with those of a tile.
+
+    Args:
+        kept: the selected elements (`SELECTED`), one row for each row of C.
+        sums: the tile's elements of these rows, in the accumulator's dtype.
+        scales: what rows and columns of C are multiplied by, if they are scaled.
+        at: the row and the column of C of the first of `sums`.
+        excludes_self: whether elements on C's diagonal are left out.
+        begins: whether this is the first tile of these rows, so that `kept` has no elements yet.
+    """
+    (top, left), width = at, sums.shape[1]
+    height, score = max(1, PIECE // max(1, width)), kept.dtype["score"]
+    if scales is not None:
+        scales = scales.astype(score)
+    for start in range(0, len(sums), height):
+        scores, best = sums[start : start + height].astype(score), kept[start : start + height]
+        first = top + start
+        if scales is not None:
+            scores *= scales[first : first + len(scores), None] * scales[left : left + width]
+        scores += score.type(0)  # makes -0 equal to 0
+        if begins:
+            # Elements that stand for none rank after all others.
+            best["score"], best["index"] = np.nan, np.iinfo(kept.dtype["index"]).max
+        _merge(scores, left, first - left if excludes_self else None, best)
+
+
+def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
+    """Merge rows of scores into the selected elements of these rows.
+
+    Args:
+        scores: of the columns of C from `left` on.
+        left: the first of these columns.
+        diagonal: the column in `scores` of C's diagonal element of the first row, which may lie outside; None
+            to leave no element out.
+        best: the selected elements.
+    """
+    count, (height, width) = best.shape[1], scores.shape
+    # Of a row, all elements that are not smaller than its last selected element are candidates.
+    least = best["score"][:, -1:]
+    if (unfilled := np.isnan(least[:, 0])).any() and width > count:
+        # At least `count` + 1 elements are not smaller than this one, and one of them may be left out.
+        ranked = np.where(np.isnan(scores[unfilled]), -np.inf, scores[unfilled])
+        least = least.copy()
+        least[unfilled, 0] = np.partition(ranked, width - count - 1, axis=1)[:, width - count - 1]
+    candidates = ~(scores < least)
+    if diagonal is not None:
+        own = np.arange(max(0, -diagonal), max(0, min(height, width - diagonal)))
+        candidates[own, own + diagonal] = False
+    rows, cols = np.nonzero(candidates)
+    if not rows.size:
+        return
+    touched = np.unique(rows)
+    old = best[touched]
+    every = np.empty(old.size + rows.size, best.dtype)
+    every[: old.size], every["score"][old.size :] = old.ravel(), scores[rows, cols]
+    every["index"][old.size :] = cols + left
+    line = np.concatenate((np.repeat(touched, count), rows))
+    # NaN is sorted to the end.
+    order = np.lexsort((every["index"], -every["score"], line))
+    line = line[order]
+    # Of each row, the first `count` elements.
+    starts = np.searchsorted(line, touched)
+    best[touched] = every[order[starts[:, None] + np.arange(count)]]

@@ -1,0 +1,59 @@
+"""The norms of the rows of a matrix, by which cosine similarities are divided."""
+
+import logging
+from functools import partial
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.jobs.streaming import reduced
+from oocgemm.planning import Op
+from oocgemm.planning.tiling import Range
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.transformed import SLAB
+
+logger = logging.getLogger("oocgemm")
+
+
+def inverse_norms(matrix: Matrix, op: Op, memory: int) -> Array:
+    """Return 1 / norm of each row of op(matrix), by a pass over the matrix in `memory` bytes.
+
+    Squares are added up in float64, in an order that depends on the matrix alone.
+
+    Raises:
+        InputError: a row is zero, or has elements that are Inf or NaN.
+        ExecutionError: the matrix cannot be read.
+    """
+    logger.info("reading %s for the norms of its rows", matrix.name)
+    axis = 0 if op.swaps else 1
+    squares = np.zeros(matrix.shape[1 - axis])
+    with np.errstate(all="ignore"):
+        for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, partial(_of_block, axis)):
+            squares[slice(*(rows if axis else cols))] += part
+    for wrong, what in (
+        (squares == 0, "is zero"),
+        (~np.isfinite(squares), "has elements that are Inf or NaN"),
+    ):
+        if (lines := np.flatnonzero(wrong)).size:
+            raise InputError(
+                f"row {lines[0]} of {matrix.name} {what}, so that its cosine with other rows is not defined "
+                f"(one of {lines.size} such rows): leave them out, or pass metric='dot' (--metric dot)"
+            )
+    return np.asarray(1 / np.sqrt(squares))
+
+
+def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
+    """Return the sums of squares of a block along an axis."""
+    found = np.zeros(raw.shape[1 - axis])
+    height = max(1, SLAB // raw.shape[1])
+    with np.errstate(all="ignore"):
+        for top in range(0, len(raw), height):
+            part = slice(top, top + height)
+            # Not by a BLAS: its result may depend on the number of threads.
+            x = raw[part].astype(np.float64)
+            x *= x
+            if axis:
+                x.sum(1, out=found[part])
+            else:
+                found += x.sum(0)
+    return found

@@ -1,0 +1,61 @@
+"""Compiler options and launches of the kernels that select elements of C, without importing cupy.
+
+Their sources are kernels/selection/topk.cu and threshold.cu.
+"""
+
+from functools import lru_cache
+
+from oocgemm.kernels.spec import C_TYPES, Launch, blocks
+from oocgemm.planning import GemmProblem
+from oocgemm.planning.selection import SEGMENT
+
+# Largest number of elements of a row that the kernel selects. The buffer of a warp has room for 64 more, and
+# its size is a power of two.
+MAX_TOPK = 2048
+# Maximum bytes of shared memory, and maximum number of warps, of a thread block. All GPUs since sm_75 have as
+# much.
+_MAX_SHARED, _MAX_WARPS = 64 << 10, 8
+_MAX_GRID = (1 << 31) - 1
+
+
+def _room(count: int) -> int:
+    """Return the number of elements in the buffer of a warp."""
+    return int(1 << (count + 63).bit_length())
+
+
+@lru_cache
+def topk_options(problem: GemmProblem) -> tuple[str, ...]:
+    """Return the compiler options of the kernel topk."""
+    return _options(problem, {"ROOM": _room(problem.topk)})
+
+
+@lru_cache
+def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
+    """Return the compiler options of the kernel threshold."""
+    return _options(problem, {"ROOM": SEGMENT, "ABSOLUTE": int(problem.absolute)})
+
+
+def _options(problem: GemmProblem, more: dict[str, int]) -> tuple[str, ...]:
+    macros = {
+        "ACCUMULATED": C_TYPES[problem.acc_dtype],
+        "WIDE": int(_is_wide(problem)),
+        "SCALED": int(problem.scaled),
+    }
+    return tuple(f"-DOOC_{name}={value}" for name, value in (macros | more).items())
+
+
+def topk_launch(problem: GemmProblem, rows: int) -> Launch:
+    """Return the launch of the kernel topk for a strip of this many rows."""
+    each = _room(problem.topk) * (16 if _is_wide(problem) else 8)
+    warps = max(1, min(_MAX_WARPS, _MAX_SHARED // each))
+    return Launch((min(_MAX_GRID, blocks(rows, warps)), 1, 1), (32 * warps, 1, 1), warps * each)
+
+
+def threshold_launch(rows: int) -> Launch:
+    """Return the launch of the kernel threshold for a strip of this many rows."""
+    return Launch((min(_MAX_GRID, blocks(rows, _MAX_WARPS)), 1, 1), (32 * _MAX_WARPS, 1, 1))
+
+
+def _is_wide(problem: GemmProblem) -> bool:
+    """Tell whether scores are float64."""
+    return problem.c_dtype == "void128"
