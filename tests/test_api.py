@@ -60,6 +60,7 @@ def test_every_option_is_a_field_of_the_request() -> None:
         "planned",
         "slicing",
         "gram",
+        "standardize",
         "selection",
     } == Request.__dataclass_fields__.keys()
 
