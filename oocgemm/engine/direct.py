@@ -1,11 +1,13 @@
 """Blocks that go between an operand in host memory, or in a file, and the device without a host slot."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from oocgemm.backends.base import Pageable, Pinned
 from oocgemm.engine.blocks import stored_block
+from oocgemm.engine.mirror import store
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
@@ -27,6 +29,8 @@ def host_block(plan: Plan, matrix: Matrix, operation: Operation, transfer: Trans
     if matrix.layout.in_memory and not is_mapped(matrix):
         array = memory(matrix)[top:bottom, left:right]
         uploading = operation.kind is Kind.UPLOAD
+        if plan.problem.gram and not uploading:
+            return Pageable(shape, dtype, partial(store, plan, operation, memory(matrix)))
 
         def copy(rows: Range, cols: Range, part: Array) -> None:
             found = array[slice(*rows), slice(*cols)]

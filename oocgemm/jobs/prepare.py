@@ -249,15 +249,14 @@ def _plan(
         )
         for x in (a, b)
     )
-    layouts = Layouts(
-        of_a.oriented(problem.trans_a),
-        of_b.oriented(problem.trans_b),
-        _layout(
-            c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
-            engine,
-            in_place=in_place and not (problem.finishes or problem.gram),
-        ),
+    of_c = _layout(
+        c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
+        engine,
+        in_place=in_place and not (problem.finishes or problem.gram),
     )
+    # The device does not copy strips of a Gram matrix into C by itself: the host mirrors them.
+    of_c = replace(of_c, pinned=of_c.pinned and not problem.gram)
+    layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     def tuned(budgets: Budgets) -> Layouts:
         wanted = request.requests_by_operand

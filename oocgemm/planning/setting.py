@@ -116,10 +116,9 @@ class Setting:
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
-        If checksums are computed, C is checked in host slots. Strips of a Gram matrix are mirrored there.
+        If checksums are computed, C is checked in host slots.
         """
-        slots = self.machine.unified or self.problem.checked or self.problem.gram
-        return self.layouts.c.in_memory and not slots
+        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked)
 
     @property
     def enqueues(self) -> bool:

@@ -146,7 +146,9 @@ class _Formulas:
         # Strips of full size that together have as many elements as C.
         strip = min(slots.strip, self._side)
         strips = self._elements() / (strip * self._side)
-        writing, down = prices.write(strip, self._side), prices.download(strip, self._side)
+        streams_c = slots.streams("C")
+        writing = 0.0 if streams_c else prices.write(strip, self._side)
+        down = prices.download(strip, self._side)
         twice = 2 if problem.gram == "full" else 1
         out = "encode" if layouts.c.encodes else "write"
         busy[out] = strips * twice * writing
@@ -156,8 +158,11 @@ class _Formulas:
                 "C", strip, self._side
             )
             busy["h2d"] += 0.0 if slots.unified else strips * prices.upload("C", strip, self._side)
-        staged = uploads * prices.staged("A", self._side, depth)
-        operations = grid.count * grid.steps + read + uploads + (1 if slots.unified else 2) * strips
+        moved = strips * (twice + problem.reads_c)  # strips that pass between C and pinned buffers
+        staged = uploads * prices.staged("A", self._side, depth) + moved * prices.staged(
+            "C", strip, self._side
+        )
+        operations = grid.count * grid.steps + read + uploads + (1 if slots.unified or streams_c else 2) * strips
         busy["issue"] = machine.issue * operations
         start = reading + uploading
         step = self._staircase(self._last, depth)
