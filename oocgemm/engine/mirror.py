@@ -110,13 +110,13 @@ def trimmed(
 
 
 def store(plan: Plan, operation: Operation, c: Array, rows: Range, cols: Range, part: Array) -> None:
-    """Store a part of a strip in C, an array in host memory, together with its mirror image.
+    """Store a part of a strip in C, an array in host memory.
 
-    Only elements of the triangle that counts are stored, and their conjugate transposes. So parts of a strip
-    can be stored in any order.
+    Of its diagonal block, only elements of the triangle that counts are stored, and their conjugate
+    transposes. So parts of a strip can be stored in any order.
 
     Args:
-        plan: of a Gram matrix.
+        plan: of a Gram matrix of which one triangle is stored.
         operation: the Download of the strip.
         c: C.
         rows, cols: of the part in the strip.
@@ -130,11 +130,8 @@ def store(plan: Plan, operation: Operation, c: Array, rows: Range, cols: Range, 
         block = part[:, first - cols[0] : last - cols[0]]
         if start <= first < end:
             _store_on_diagonal(c, rows, (first, last), block, upper=plan.problem.gram == "upper")
-            continue
-        c[slice(*rows), first:last] = block
-        if plan.problem.gram == "full":
-            for r, s, square in _squares(rows, (first, last), block):
-                _store_adjoint(c, r, s, square)
+        else:
+            c[slice(*rows), first:last] = block
 
 
 def _store_on_diagonal(c: Array, rows: Range, cols: Range, block: Array, *, upper: bool) -> None:
@@ -147,10 +144,9 @@ def _store_on_diagonal(c: Array, rows: Range, cols: Range, block: Array, *, uppe
         elif low[1] > high[0]:
             down, across = np.arange(*r)[:, None], np.arange(*s)
             keep = down <= across if upper else down >= across
-            if square.dtype.kind == "c":
-                square = np.where(down == across, square.real, square)
-            np.copyto(c[slice(*r), slice(*s)], square, where=keep)
-            np.copyto(c[slice(*s), slice(*r)], np.conjugate(square.T), where=keep.T)
+            exact = np.where(down == across, square.real, square) if square.dtype.kind == "c" else square
+            np.copyto(c[slice(*r), slice(*s)], exact, where=keep)
+            np.copyto(c[slice(*s), slice(*r)], np.conjugate(exact.T), where=keep.T)
 
 
 def _store_adjoint(c: Array, rows: Range, cols: Range, square: Array) -> None:

@@ -254,7 +254,7 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram),
     )
-    # The device does not copy strips of a Gram matrix into C by itself: the host mirrors them.
+    # The device does not copy strips of a Gram matrix into C: the host mirrors them.
     of_c = replace(of_c, pinned=of_c.pinned and not problem.gram)
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 

@@ -116,9 +116,11 @@ class Setting:
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
-        If checksums are computed, C is checked in host slots.
+        If checksums are computed, C is checked in host slots. There, strips of a whole Gram matrix are
+        transposed.
         """
-        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked)
+        slots = self.machine.unified or self.problem.checked or self.problem.gram == "full"
+        return self.layouts.c.in_memory and not slots
 
     @property
     def enqueues(self) -> bool:
