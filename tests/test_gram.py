@@ -91,6 +91,29 @@ def test_a_gram_matrix_is_exact_in_any_order_of_the_streams_of_a_gpu(
     np.testing.assert_array_equal(kept(c), kept((2 * product(x) + beta * old).astype(c_dtype)))
 
 
+@pytest.mark.parametrize("uplo", ["lower", "upper"])
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_squares_on_the_diagonal_of_an_array_in_memory_are_exactly_hermitian(uplo: str, dtype: str) -> None:
+    """A GPU copies parts of strips into C in any order, without host slots."""
+    rng = np.random.default_rng(5)
+    x: Any = rng.standard_normal((700, 30)) + (1j * rng.standard_normal((700, 30)) if dtype[0] == "c" else 0)
+    x = x.astype(dtype)
+    c = np.full((700, 700), np.nan, dtype)
+    with fake_cuda(3) as device:
+        options: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "tile": "512x512x30"}
+        plan = oocgemm.gram(x, c, uplo=uplo, **options).plan
+        device.check()
+    assert plan.slots.streams("C")
+    strip = plan.slots.strip
+    assert 1 < strip < 512
+    np.testing.assert_allclose(TRIANGLES[uplo](np.nan_to_num(c)), TRIANGLES[uplo](product(x)), atol=1e-4)
+    for first, end in ((0, 512), (512, 700)):
+        for top in range(first, end, strip):
+            square = c[top : min(top + strip, end), top : min(top + strip, end)]
+            np.testing.assert_array_equal(square, square.conj().T)
+            assert not np.diagonal(square).imag.any()
+
+
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 def test_only_the_triangle_that_is_written_is_read(uplo: str) -> None:
     x = operand((100, 20), "float64")

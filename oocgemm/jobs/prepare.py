@@ -250,15 +250,14 @@ def _plan(
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
     of_a, of_b = (_operand_layout(problem, x, engine, in_place=in_place) for x in (a, b))
-    layouts = Layouts(
-        of_a.oriented(problem.trans_a),
-        of_b.oriented(problem.trans_b),
-        _layout(
-            c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
-            engine,
-            in_place=in_place and not (problem.finishes or problem.gram or request.selection),
-        ),
+    of_c = _layout(
+        c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
+        engine,
+        in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
+    # The device does not copy strips of a Gram matrix into C: the host mirrors them.
+    of_c = replace(of_c, pinned=False) if problem.gram else of_c
+    layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     def tuned(budgets: Budgets) -> Layouts:
         wanted = request.requests_by_operand

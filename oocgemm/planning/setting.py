@@ -116,9 +116,10 @@ class Setting:
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
-        If checksums are computed, C is checked in host slots. Strips of a Gram matrix are mirrored there.
+        If checksums are computed, C is checked in host slots. There, strips of a whole Gram matrix are
+        transposed.
         """
-        slots = self.machine.unified or self.problem.checked or self.problem.gram
+        slots = self.machine.unified or self.problem.checked or self.problem.gram == "full"
         return self.layouts.c.in_memory and not slots
 
     @cached_property

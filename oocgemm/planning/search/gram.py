@@ -173,7 +173,7 @@ def _slots(setting: Setting, tile: TileShape, c: int, strip: int, host: int) -> 
         c=c,
         host_a=0 if unified or setting.streams(setting.layouts.a) else host * panels,
         host_b=0,
-        host_c=0 if unified else host,
+        host_c=0 if unified or setting.streams_c else host,
         finish=problem.finish_slots,
         strip=strip,
         planes=2 if problem.prepares else 0,
