@@ -11,6 +11,7 @@ import pytest
 import oocgemm
 from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine import short
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.check import Checks
 from oocgemm.planning import Kind, Operation
@@ -25,7 +26,18 @@ ENGINES = [
     pytest.param("cuda", marks=needs_gpu),
 ]
 SUMMED = ENGINES[2:]
-SETTINGS = {"host-staged": staged, "host-summed": summed}
+
+
+def in_threads() -> Any:
+    """Run short products in threads too, which hand each operation to `submit`, where tests change data."""
+    return patch.object(short, "MAX_STREAMED_STEPS", -1)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "host-staged": staged,
+    "host-summed": summed,
+    "cuda": in_threads,
+}
 
 
 def product(engine: str, a: Any, b: Any, c: Array | None = None, **options: Any) -> oocgemm.Result:
