@@ -266,8 +266,11 @@ def _plan(
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:
             return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
-        given = problem, budgets, machines, rates.assumed, tuned(budgets), tile
-        return guarded_plan(*given) if devices == 1 else shared_plan(*given, devices)
+        given = problem, budgets, machines, rates.assumed
+        if devices == 1:
+            return guarded_plan(*given, tuned(budgets), tile)
+        # Through rings, each device would read its own panels. Host slots are shared, so each is read once.
+        return shared_plan(*given, tuned(budgets).cached_as(a=False, b=False), tile, devices)
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory
