@@ -16,7 +16,8 @@ from hypothesis import given
 
 from oocgemm.cli.display import print_report
 from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
-from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, fit, remedy
+from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, remedy
+from oocgemm.reports.fit import fit
 from oocgemm.reports.page import page
 from oocgemm.timeline import Span, Timeline, diagnose, report
 from tests import suite

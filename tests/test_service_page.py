@@ -13,10 +13,8 @@ from tests.browser import CONTRAST, FAULTS, Page, browser, find_browser
 from tests.real_server import RealServer, running_server
 
 PROGRAM = find_browser()
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None,
-    reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
-)
+MISSING = "no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER"
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 TILES = {"tile": "16x16x16"}  # 16 tiles
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 # JavaScript that loses the answer to the next submission.

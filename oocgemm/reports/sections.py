@@ -8,9 +8,10 @@ from typing import Any
 
 from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
-from oocgemm.reports.advice import Fitted, Remedy, fit, remedy, sentence
+from oocgemm.reports.advice import Remedy, remedy, sentence
 from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, table, throughput
 from oocgemm.reports.devices import devices_section
+from oocgemm.reports.fit import Fitted, fit
 from oocgemm.reports.workers import counts
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
 from oocgemm.timeline.metrics import Report, in_place, same_product
