@@ -110,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
             }
             if method == "HEAD":
                 kept["Content-Length"] = answer.getheader("Content-Length", "0")
-            self._send(answer.status, kept, content, cut=fault == TRUNCATE)
+        # It is no longer counted when it is sent: the client may begin its next request at once.
+        self._send(answer.status, kept, content, cut=fault == TRUNCATE)
 
     def _send(self, status: int, headers: dict[str, str], content: bytes, *, cut: bool = False) -> None:
         self.send_response(status)

@@ -337,12 +337,17 @@ def test_a_service_that_does_not_run_is_an_error(arguments: list[str]) -> None:
 
 def test_an_interrupted_wait_says_that_the_job_continues(stub: Stub) -> None:
     job = stub.add(state="running")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oocgemm", "wait", "last", "--json"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    # A shell may have started the tests with SIGINT ignored, and child processes inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oocgemm", "wait", "last", "--json"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     while not stub.count("GET", ".*wait.*"):
         assert process.poll() is None
         time.sleep(0.01)

@@ -166,8 +166,8 @@ def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
     )
     matrix, right = ZarrMatrix("A", array), files.OpenFile.__init__
 
-    def cut(self: files.OpenFile, path: Path) -> None:
-        right(self, path)
+    def cut(self: files.OpenFile, path: Path, *rest: Any) -> None:
+        right(self, path, *rest)
         os.truncate(path, 0)
 
     monkeypatch.setattr(files.OpenFile, "__init__", cut)

@@ -186,7 +186,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, store: Path, monkeypatch: 
     assert header is not None
     begun = recorded_candidate(header.header["candidate"])
     device = backends.identity(backends.open_backend("host"))
-    slow = {("float64", ""): (1e7, 1.0)}  # multiplications so slow that other plans are better
+    slow = {("float64", ""): (3e9, 1.0)}  # multiplications so slow that other plans are better
     host = default_model("host", 2)
     learning.update("host", device, lambda learned: learned.with_run(slow, host, host, None))
     asked: list[object] = []

@@ -123,3 +123,15 @@ def test_the_server_opens_no_array_itself() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_plan_says_whether_a_job_goes_on_with_an_old_c(tmp_path: Path) -> None:
+    store_operands(tmp_path)
+    given = {name: str(tmp_path / f"{name.upper()}.npy") for name in "abc"}
+    new = planned(checked(given), LIMITS, "host")
+    assert not new.summary["c_exists"]
+    shape = new.summary["m"], new.summary["n"]
+    np.save(tmp_path / "C.npy", np.zeros(shape, new.summary["c_dtype"]))
+    for options, continues in (({}, True), ({"overwrite": True}, False), ({"beta": 1}, False)):
+        found = planned(checked(given | {"options": options}), LIMITS, "host")
+        assert found.summary["c_exists"] is continues, options

@@ -74,7 +74,9 @@ def corr(
 )
 @taking(*STATISTICS)
 def cov(x: str, out: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Compute covariances of the rows of X, and store them in OUT, a zarr array or a .npy file.
+    """Compute covariances of the rows of X, and store them.
+
+    OUT is the path of a zarr array or of a .npy file.
 
     Example: oocgemm cov X.zarr C.zarr
     """

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from oocgemm.cli.display import console, table_of
 from oocgemm.cli.jobs import ID_LENGTH, SHORT
+from oocgemm.cli.output import print_note
 from oocgemm.planning.units import format_size, format_time
 
 Info = Mapping[str, Any]
@@ -100,6 +101,11 @@ def print_planned(planned: Info) -> None:
     out.print(f"[bold]{'predicted':<10}[/] {format_time(planned['predicted_s'])}")
     if start := start_of(planned, time.time()):
         out.print(f"[bold]{'starts':<10}[/] {start}")
+    if plan.get("c_exists"):
+        print_note(
+            "C exists: the job goes on with it, and computes nothing if it is complete. If A or B has "
+            "changed since, it fails. To compute all of C anew, pass --overwrite"
+        )
 
 
 def _needs(job: Info) -> str:

@@ -29,8 +29,8 @@ COMMANDS = {
     "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "cancel": ("queue:cancel", "Cancel jobs of a service."),
-    "corr": ("correlation:corr", "Compute correlations of the rows of X: all, or the largest ones."),
-    "cov": ("correlation:cov", "Compute covariances of the rows of X."),
+    "corr": ("correlation:corr", "Compute Pearson's correlation coefficients of the rows of X."),
+    "cov": ("correlation:cov", "Compute covariances of the rows of X, and store them."),
     "gram": (
         "gram:gram",
         "Multiply X and its conjugate transpose, and store a triangle of the product in C.",

@@ -116,7 +116,9 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         raise BudgetError(
             text + "pass smaller budgets, or raise the limit of the service", needed=_smallest(spec, options)
         )
-    return Planned(dict(spec) | {"options": options | run}, _summary(plan), need, plan.prediction.total)
+    continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.reads_c)
+    summary = _summary(plan) | {"c_exists": continues}
+    return Planned(dict(spec) | {"options": options | run}, summary, need, plan.prediction.total)
 
 
 def _smallest(spec: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:

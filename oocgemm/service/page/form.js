@@ -7,6 +7,8 @@ import { tiles } from "./tiles.js";
 import { dtypes, duration, rate, shape, size, soon } from "./words.js";
 
 const PAUSE_MS = 400, REFRESH_MS = 60_000;
+const EXISTS = "C exists: the job goes on with it, and computes nothing if it is complete. If A or B has changed "
+  + "since, it fails. To compute all of C anew, tick Replace C.";
 
 export const formView = (main, { from }) => {
   document.title = "New job - oocgemm";
@@ -180,7 +182,8 @@ const dryRun = () => {
     planned: (found, quiet) => {
       said.setAttribute("aria-live", quiet ? "off" : "polite");
       const start = found.predicted_start ? `starts ${soon(found.predicted_start)}` : "its start is not known";
-      set("planned", h("p", { class: "finding" }, `Takes about ${duration(found.predicted_s)}, ${start}`));
+      set("planned", h("p", { class: "finding" }, `Takes about ${duration(found.predicted_s)}, ${start}`),
+        found.plan.c_exists && h("p", {}, EXISTS));
       setPlan([
         ["Product", shape(found.plan), dtypes(found.plan)],
         ["Rate", rate(found.plan.flops / Math.max(1e-9, found.predicted_s))],
