@@ -72,6 +72,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "served": tables.served,
         "queued": tables.queued,
         "hdf5": tables.hdf5,
+        "libraries": tables.libraries,
+        "similar": tables.similar,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,

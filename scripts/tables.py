@@ -243,6 +243,29 @@ def queued() -> list[str]:
     ]
 
 
+def libraries() -> list[str]:
+    """Return the table of `bench_peers.py`: other libraries' correlations and neighbours beside ours."""
+    what = {"corr": "all correlations of rows", "topk": "50 nearest rows", "grm": "genetic relationship"}
+    rows = []
+    for key, found in load("bench_peers.json").items():
+        kind, _, extents = key.removeprefix("cpu ").partition(" of ")
+        for name, samples in found["samples"].items():
+            most = f"{found['median_bytes'][name] / 2**20:.0f} MiB"
+            rows.append(
+                [f"{what[kind]}, {extents}", name, seconds([x["seconds"] for x in samples]), unbroken(most)]
+            )
+    return table(["product", "with", "time", "most memory"], rows)
+
+
+def similar() -> list[str]:
+    """Return the table of `bench_similarity.py` on a GPU, beside the plain product in its memory."""
+    rows = []
+    for found in load("bench_similarity.json").values():
+        ours, plain = (seconds(found["samples_seconds"][name]) for name in ("ours", "plain"))
+        rows.append([found["what"], ours, plain, f"{median(found['rate_of_other']):.2f}"])
+    return table(["product", "T", "plain product in core", "rate, relative to it"], rows)
+
+
 def hdf5() -> list[str]:
     """Return the sentences and the table of `bench_hdf5.py`: how fast datasets are read, beside h5py."""
     found = load("bench_hdf5.json")["hdf5"]
