@@ -59,14 +59,50 @@ def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
     if diagonal is not None:
         own = np.arange(max(0, -diagonal), max(0, min(height, width - diagonal)))
         candidates[own, own + diagonal] = False
-    rows, cols = np.nonzero(candidates)
-    if not rows.size:
+    found = np.flatnonzero(candidates)
+    if not found.size:
         return
-    touched = np.unique(rows)
+    rows, cols = np.divmod(found, width)
+    merge = _merge_by_keys if best["score"].dtype == np.float32 else _merge_by_fields
+    merge(best, rows, scores.ravel()[found], cols + left)
+
+
+def _merge_by_keys(best: Array, rows: Array, scores: Array, indices: Array) -> None:
+    """Merge elements into `best`, whose scores are float32. `rows` are ascending.
+
+    A key of 64 bits contains the score and the index of an element, so that keys are in the order of ranks.
+    """
+    count, starts = best.shape[1], np.flatnonzero(np.diff(rows, prepend=-1))
+    touched, lengths = rows[starts], np.diff(starts, append=rows.size)
+    keys = np.zeros((touched.size, count + lengths.max()), np.uint64)
+    old = best[touched]
+    keys[:, :count] = _keys(old["score"], old["index"])
+    line = np.repeat(np.arange(touched.size), lengths)
+    keys[line, count + np.arange(rows.size) - starts[line]] = _keys(scores, indices)
+    keys.sort(axis=1)
+    keys = keys[:, : -count - 1 : -1]
+    old["index"] = ~keys & 0xFFFFFFFF
+    high = (keys >> 32).astype(np.uint32)
+    score = np.where(high >> 31, high ^ 0x80000000, ~high).view(np.float32)
+    old["score"] = np.where(high == 0, np.float32(np.nan), score)
+    best[touched] = old
+
+
+def _keys(scores: Array, indices: Array) -> Array:
+    """Return keys of elements: larger scores and, among equal ones, smaller indices have larger keys."""
+    bits = np.ascontiguousarray(scores).view(np.uint32)
+    high = np.where(bits >> 31, ~bits, bits | 0x80000000)
+    high[np.isnan(scores)] = 0  # below -inf
+    return (high.astype(np.uint64) << 32) | (~indices.astype(np.uint32)).astype(np.uint64)
+
+
+def _merge_by_fields(best: Array, rows: Array, scores: Array, indices: Array) -> None:
+    """Merge elements into `best`, whose scores have any dtype. `rows` are ascending."""
+    count, touched = best.shape[1], np.unique(rows)
     old = best[touched]
     every = np.empty(old.size + rows.size, best.dtype)
-    every[: old.size], every["score"][old.size :] = old.ravel(), scores[rows, cols]
-    every["index"][old.size :] = cols + left
+    every[: old.size], every["score"][old.size :] = old.ravel(), scores
+    every["index"][old.size :] = indices
     line = np.concatenate((np.repeat(touched, count), rows))
     # NaN is sorted to the end.
     order = np.lexsort((every["index"], -every["score"], line))
