@@ -5,6 +5,7 @@ import { attempts } from "./attempts.js";
 import { Live } from "./live.js";
 import { log } from "./log.js";
 import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
+import { newer } from "./progress.js";
 import { tiles } from "./tiles.js";
 import {
   ACTIONS, FINAL, STATES, ago, dtypes, duration, left, percent, rate, reason, shape, size, soon, time, title,
@@ -93,7 +94,7 @@ export const jobView = (main, { id, user, onState }) => {
   const update = (found) => {
     const before = job?.state;
     if (job && found.version < job.version) return;
-    job = found;
+    job = { ...found, progress: newer(job?.progress, found.progress) };
     draw();
     if (before && before !== job.state) say(`The job is ${STATES[job.state].toLowerCase()}. ${sentence(job)}`);
     loadTiles();
@@ -115,7 +116,10 @@ export const jobView = (main, { id, user, onState }) => {
     tilesShown = key;
     try {
       const found = await call("GET", `${path}/tiles`);
-      if (!closed) setTiles(found, job.plan);
+      if (closed) return;
+      setTiles(found, job.plan);
+      job.progress = newer(job.progress, { done: found.done.length, total: found.rows * found.columns });
+      drawState();
     } catch { tilesShown = ""; }
   });
 
@@ -145,7 +149,7 @@ export const jobView = (main, { id, user, onState }) => {
       if (event.job !== id) return;
       if (event.kind === "progress" || event.kind === "activity") {
         if (!job) return;
-        job[event.kind] = event.data;
+        job[event.kind] = event.kind === "progress" ? newer(job.progress, event.data) : event.data;
         drawState();
         loadTiles();
         return;

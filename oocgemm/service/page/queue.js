@@ -4,6 +4,7 @@ import { devices } from "./devices.js";
 import { Keyed, atMostEvery, h, setText, show } from "./dom.js";
 import { Live } from "./live.js";
 import { bar, chip, nothing, problemBox } from "./parts.js";
+import { newer } from "./progress.js";
 import {
   ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, stamp, time, title,
 } from "./words.js";
@@ -50,6 +51,8 @@ export const queueView = (main, { onState }) => {
     show(empty, !queue.active.length && !queue.waiting.length && !finished.length);
   };
 
+  const active = (id) => queue?.active.find((job) => job.id === id);
+
   const loadFinished = async (more = false) => {
     const states = [...FINAL].map((state) => `state=${state}`).join("&");
     const limit = Math.min(1000, more ? FINISHED : Math.max(FINISHED, finished.length));
@@ -63,10 +66,13 @@ export const queueView = (main, { onState }) => {
     const all = stale;
     stale = false;
     try {
-      [queue, machine] = await Promise.all([
+      let found;
+      [found, machine] = await Promise.all([
         call("GET", `/v1/queue?limit=${WAITING}`), call("GET", "/v1/devices"), all ? loadFinished() : null,
       ]);
       if (closed) return;
+      for (const job of found.active) job.progress = newer(active(job.id)?.progress, job.progress);
+      queue = found;
       wrong.replaceChildren();
       draw();
     } catch (problem) {
@@ -80,9 +86,11 @@ export const queueView = (main, { onState }) => {
     onState,
     onOpen: () => { stale = true; refresh(); },
     onEvent: (event) => {
-      const job = queue?.active.find((one) => one.id === event.job);
       if (event.kind === "progress" || event.kind === "activity") {
-        if (job) { job[event.kind] = event.data; draw(); }
+        const job = active(event.job);
+        if (!job) return;
+        job[event.kind] = event.kind === "progress" ? newer(job.progress, event.data) : event.data;
+        draw();
         return;
       }
       if (FINAL.has(event.kind) || event.kind === "deleted" || event.kind === "queued") stale = true;

@@ -46,7 +46,7 @@ export const tiles = ({ planned = false } = {}) => {
       : `${done.length.toLocaleString("en")} of ${count(rows * columns, "tile")} of C finished`;
     picture.setAttribute("aria-label", text);
     const each = across * down > 1 ? ` Each square stands for up to ${down} × ${across} tiles.` : "";
-    setText(note, planned ? `${text}.${each}` : `${text}. C has ${grid}.${each}`);
+    setText(note, `C ${planned ? "in" : "has"} ${grid}.${each}`); // the view says how many are finished
   };
   return [h("div", {}, picture, note), set];
 };
