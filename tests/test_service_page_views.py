@@ -1,14 +1,16 @@
 """What the page of the service shows of a job, in a headless Chromium, with a real server."""
 
 import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from oocgemm.service import launch
-from tests.browser import Page, browser
+from tests.browser import DEADLINE, Page, browser
 from tests.real_server import RealServer
-from tests.service_pages import MISSING, PROGRAM, TILES, complaints, page_server, sign_in, text
+from tests.service_pages import MISSING, PROGRAM, STATE, TILES, complaints, page_server, sign_in, text
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 # JavaScript that makes all later answers about jobs older than they are: no tile is done.
@@ -65,4 +67,41 @@ def test_an_answer_that_comes_late_does_not_turn_progress_back(page: Page, serve
         process.send(signal.SIGCONT)
         process.close()
     server.until(job["id"], "succeeded")
+    assert complaints(page, server) == []
+
+
+def in_frame(page: Page, expression: str, wanted: Any = True) -> None:
+    """Wait until an expression has a value in the frame of a page."""
+    deadline, found = time.monotonic() + DEADLINE, None
+    while time.monotonic() < deadline:
+        frames = page.call("Page.getFrameTree")["frameTree"].get("childFrames", ())
+        for frame in frames:
+            world = page.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
+            values = {"contextId": world["executionContextId"], "returnByValue": True}
+            found = page.call("Runtime.evaluate", expression=expression, **values)["result"].get("value")
+            if found == wanted:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"{expression} is {found!r} and not {wanted!r} in the frame")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_report_has_the_theme_and_the_scroll_bar_of_the_page(
+    page: Page, server: RealServer, width: int
+) -> None:
+    number = server.submit(f"{width}report.npy", options=TILES)["id"]
+    server.until(number, "succeeded")
+    page.open(f"{server.url}/#/jobs/{number}", width=width)
+    page.until(STATE.format("succeeded"))
+    page.js("document.querySelector('iframe').scrollIntoView()")
+    for theme in ("light", "dark"):
+        in_frame(page, "document.documentElement.dataset.theme", theme)
+        in_frame(page, "document.getElementById('theme').checkVisibility()", False)
+        in_frame(page, "Math.abs(innerHeight - document.body.offsetHeight) < 2")
+        assert page.js("document.documentElement.scrollWidth <= innerWidth")
+        page.js("document.getElementById('theme').click()")
+    page.js("localStorage.clear()")
+    page.js("postMessage({ height: 1 }, '*')")  # not from the frame
+    page.painted()
+    assert page.js("document.querySelector('iframe').clientHeight > 1000")
     assert complaints(page, server) == []

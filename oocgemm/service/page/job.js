@@ -6,6 +6,7 @@ import { Live } from "./live.js";
 import { log } from "./log.js";
 import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
 import { newer } from "./progress.js";
+import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {
   ACTIONS, FINAL, STATES, ago, dtypes, duration, left, percent, rate, reason, shape, size, soon, time, title,
@@ -23,7 +24,7 @@ export const jobView = (main, { id, user, onState }) => {
   const [shown, setShare] = bar("Tiles of C that are finished");
   const [figures, setFigures] = facts("figures"), [grid, setTiles] = tiles(), [busy, setBusy] = lanes();
   const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id);
-  const report = h("section", { class: "card report" });
+  const reported = h("div");
   const now = h("section", { class: "card" }, h("h2", {}, "Lanes in the last seconds"), busy);
   const verdict = h("section", { class: "card verdict", "aria-label": "State" }, finding, more, shown);
   const parts = [
@@ -31,7 +32,7 @@ export const jobView = (main, { id, user, onState }) => {
     h("div", { class: "half column" },
       h("section", { class: "card" }, h("h2", {}, "Tiles of C"), grid),
       h("section", { class: "card late" }, h("h2", {}, "Plan"), setup)),
-    h("div", { class: "half column" }, now, history, printed.element), report,
+    h("div", { class: "half column" }, now, history, printed.element), reported,
   ];
   main.replaceChildren(
     h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"),
@@ -46,7 +47,7 @@ export const jobView = (main, { id, user, onState }) => {
   const again = () => h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
   const make = (action) => [action === "again" ? again() : button(action), () => {}];
   const buttons = new Keyed(actions, (action) => action, make);
-  let job = null, closed = false, tilesShown = "", last = 0, ended = false;
+  let job = null, closed = false, tilesShown = "", last = 0, ended = false, shownReport = null;
 
   const drawState = () => {
     const { done, total } = job.progress ?? { done: 0, total: job.plan.tiles[0] * job.plan.tiles[1] };
@@ -67,7 +68,7 @@ export const jobView = (main, { id, user, onState }) => {
     setState(job.state);
     drawActions();
     setSetup(planOf(job));
-    if (parts[0].hidden) for (const part of parts) show(part, part !== report);
+    if (parts[0].hidden) for (const part of parts) show(part, part !== reported);
     drawState();
     printed.follow(!FINAL.has(job.state) && job.attempt > 0);
     show(printed.element, job.attempt > 0);
@@ -101,12 +102,10 @@ export const jobView = (main, { id, user, onState }) => {
   };
 
   const drawReport = () => {
-    const wanted = job.state === "succeeded";
-    show(report, wanted);
-    if (!wanted || report.firstChild) return;
-    const link = h("a", { href: `${path}/report`, target: "_blank", rel: "noopener" }, "Open in a tab of its own");
-    report.append(h("div", { class: "between" }, h("h2", {}, "Report"), link),
-      h("iframe", { src: `${path}/report`, title: "Report of the run", sandbox: "allow-scripts", loading: "lazy" }));
+    show(reported, job.state === "succeeded");
+    if (job.state !== "succeeded" || shownReport) return;
+    shownReport = report(`${path}/report`);
+    reported.append(shownReport.element);
   };
 
   const loadTiles = atMostEvery(TILES_MS, async () => {
@@ -170,6 +169,7 @@ export const jobView = (main, { id, user, onState }) => {
       refresh.stop();
       loadTiles.stop();
       printed.close();
+      shownReport?.close();
       live.close();
     },
   };
