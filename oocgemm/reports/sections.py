@@ -119,7 +119,7 @@ def _where(run: Run) -> str:
         parts.append(f"device {format_size(budget['device'])}, host {format_size(budget['host'])}")
     if started := header.get("started"):
         parts.append(f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC")
-    return escape(" · ".join(part for part in parts if part))
+    return escape("\u00a0· ".join(part for part in parts if part))
 
 
 def _factor(scalar: complex) -> str:

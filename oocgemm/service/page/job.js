@@ -64,7 +64,7 @@ export const jobView = (main, { id, user, onState }) => {
   const draw = () => {
     document.title = `${title(job)} - oocgemm`;
     setText(name, title(job));
-    setText(meta, `${job.owner} · submitted ${ago(job.created)} · ${job.id}`);
+    setText(meta, `${job.owner}\u00a0· submitted ${ago(job.created)}\u00a0· ${job.id}`);
     setState(job.state);
     drawActions();
     setSetup(planOf(job));

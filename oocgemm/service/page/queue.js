@@ -107,7 +107,7 @@ const summary = (counts) => {
   const active = [...ACTIVE].reduce((sum, state) => sum + counts[state], 0);
   const ended = [...FINAL].reduce((sum, state) => sum + counts[state], 0);
   const parts = [[active, "running"], [waitingCount(counts), "waiting"], [ended, "finished"]];
-  return parts.map(([number, word]) => `${number.toLocaleString("en")} ${word}`).join(" · ");
+  return parts.map(([number, word]) => `${number.toLocaleString("en")} ${word}`).join("\u00a0· ");
 };
 
 // Returns a section with a table of jobs. Roles are given, since small screens do not display it as a table.
