@@ -105,3 +105,24 @@ def test_the_report_has_the_theme_and_the_scroll_bar_of_the_page(
     page.painted()
     assert page.js("document.querySelector('iframe').clientHeight > 1000")
     assert complaints(page, server) == []
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "columns", "ratio"),
+    [((2000, 500), 1, 4, 1.0), ((16, 16), 2, 5, 2.5), ((100, 400), 2, 2, 4.0)],
+)
+def test_tiles_of_c_are_drawn_in_their_proportion(
+    page: Page, server: RealServer, tile: tuple[int, int], rows: int, columns: int, ratio: float
+) -> None:
+    page.open(f"{server.url}/#/new")
+    page.until("document.querySelector('form.new')")
+    found = page.js(
+        "import('/static/tiles.js').then(({ tiles }) => { const [element, set] = tiles();"
+        "document.querySelector('main').replaceChildren(element);"
+        f"set({{ rows: {rows}, columns: {columns}, done: [[0, 0]] }}, {{ tile: {[*tile, 1]} }});"
+        "const box = element.querySelector('svg').getBoundingClientRect();"
+        "const keys = [...element.querySelectorAll('.keys span')].filter((e) => !e.hidden);"
+        "return [box.width / box.height, keys.map((e) => e.textContent)]; })"
+    )
+    assert found[0] == pytest.approx(ratio, rel=0.02)
+    assert found[1] == ["not finished", "finished just now", "finished"]

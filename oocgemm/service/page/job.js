@@ -9,7 +9,8 @@ import { newer } from "./progress.js";
 import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {
-  ACTIONS, FINAL, STATES, ago, dtypes, duration, left, percent, rate, reason, shape, size, soon, time, title,
+  ACTIONS, FINAL, STATES, ago, dtypes, duration, extents, left, percent, rate, reason, shape, size, soon, spaced,
+  time, title,
 } from "./words.js";
 
 const LEAST_MS = 500, TILES_MS = 1000, REFRESH_MS = 5000;
@@ -55,7 +56,7 @@ export const jobView = (main, { id, user, onState }) => {
     setText(finding, sentence(job));
     setText(more, detail(job));
     show(more, Boolean(more.textContent));
-    setShare(done / total, `${done} of ${total} tiles`);
+    setShare(done / total, `${spaced(done)} of ${spaced(total)} tiles`);
     setFigures(figuresOf(job, done, total));
     setBusy(job.activity);
     show(now, job.activity !== null);
@@ -204,7 +205,7 @@ const detail = (job) => {
 
 const figuresOf = (job, done, total) => {
   const ran = job.started ? (job.ended ?? Date.now() / 1000) - job.started : null;
-  const pairs = [["Tiles", `${done.toLocaleString("en")} / ${total.toLocaleString("en")}`, percent(done / total)]];
+  const pairs = [["Tiles", `${spaced(done)} / ${spaced(total)}`, percent(done / total)]];
   pairs.push(["Time", ran === null ? "-" : duration(ran), `predicted ${duration(job.predicted_s)}`]);
   const seconds = job.result?.seconds;
   if (seconds) pairs.push(["Rate", rate(job.result.flops / seconds), "flops over the time of the product"]);
@@ -217,8 +218,8 @@ const figuresOf = (job, done, total) => {
 const planOf = (job) => [
   ["product", `${shape(job.plan)}, ${dtypes(job.plan)}`],
   ["A", job.a], ["B", job.b], ["C", job.c],
-  ["tile", `${job.plan.tile[0]} × ${job.plan.tile[1]}, panels ${job.plan.tile[2]} deep`],
-  ["grid", `${job.plan.tiles[0]} × ${job.plan.tiles[1]} tiles`],
+  ["tile", `${extents(job.plan.tile[0], job.plan.tile[1])}, panels ${spaced(job.plan.tile[2])} deep`],
+  ["grid", `${extents(...job.plan.tiles)} tiles`],
   ...Object.entries(job.options).filter(([option]) => option !== "tile").map(optionOf),
   ["disk space", size(job.disk_bytes)],
   ["priority", String(job.priority)],

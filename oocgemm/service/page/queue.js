@@ -6,7 +6,7 @@ import { Live } from "./live.js";
 import { bar, chip, nothing, problemBox } from "./parts.js";
 import { newer } from "./progress.js";
 import {
-  ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, stamp, time, title,
+  ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, spaced, stamp, time, title,
 } from "./words.js";
 
 const WAITING = 100, FINISHED = 10;
@@ -107,7 +107,7 @@ const summary = (counts) => {
   const active = [...ACTIVE].reduce((sum, state) => sum + counts[state], 0);
   const ended = [...FINAL].reduce((sum, state) => sum + counts[state], 0);
   const parts = [[active, "running"], [waitingCount(counts), "waiting"], [ended, "finished"]];
-  return parts.map(([number, word]) => `${number.toLocaleString("en")} ${word}`).join("\u00a0· ");
+  return parts.map(([number, word]) => `${spaced(number)} ${word}`).join("\u00a0· ");
 };
 
 // Returns a section with a table of jobs. Roles are given, since small screens do not display it as a table.
@@ -124,7 +124,7 @@ const table = (heading, columns, row) => {
     element,
     set(jobs, all = jobs.length) {
       show(element, jobs.length > 0);
-      setText(number, heading === "Finished" ? "" : all.toLocaleString("en"));
+      setText(number, heading === "Finished" ? "" : spaced(all));
       setText(note, `${count(all - jobs.length, "more job waits", "more jobs wait")} behind these.`);
       show(note, all > jobs.length);
       rows.set(jobs);
@@ -151,7 +151,7 @@ const activeRow = (columns) => {
     const { done, total } = job.progress ?? { done: 0, total: 1 };
     setName(job);
     setState(job.state);
-    setShare(done / total, `${done} of ${total} tiles`);
+    setShare(done / total, `${spaced(done)} of ${spaced(total)} tiles`);
     setText(text, [percent(done / total), left(job)].filter(Boolean).join(", "));
     setText(owner, job.owner);
     setText(priority, String(job.priority));
