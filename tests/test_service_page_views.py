@@ -126,3 +126,18 @@ def test_tiles_of_c_are_drawn_in_their_proportion(
     )
     assert found[0] == pytest.approx(ratio, rel=0.02)
     assert found[1] == ["not finished", "finished just now", "finished"]
+
+
+@pytest.mark.slow
+def test_actions_are_disabled_while_the_service_cannot_be_reached(page: Page, server: RealServer) -> None:
+    number = server.submit("lost.npy", held=True)["id"]
+    page.open(f"{server.url}/#/jobs/{number}")
+    page.until(STATE.format("held"))
+    enabled = "[...document.querySelectorAll('.actions button')].map((e) => !e.disabled)"
+    assert page.js(enabled) == [True, True]
+    server.end()
+    page.until("document.getElementById('connection').dataset.state === 'lost'")
+    assert page.js(enabled) == [False, False]
+    server.start()
+    page.until("document.getElementById('connection').dataset.state === 'live'")
+    assert page.js(enabled) == [True, True]

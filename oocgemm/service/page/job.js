@@ -143,7 +143,10 @@ export const jobView = (main, { id, user, onState }) => {
 
   // The stream of a job ends with it. Later changes, such as a retry, come from the stream of all jobs.
   const live = new Live(`${path}/events`, {
-    onState,
+    onState: (connection) => {
+      for (const one of actions.querySelectorAll("button")) one.disabled = connection === "lost";
+      onState(connection);
+    },
     onOpen: refresh,
     onEvent: (event) => {
       if (event.job !== id) return;
