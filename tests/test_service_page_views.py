@@ -98,6 +98,7 @@ def test_the_report_has_the_theme_and_the_scroll_bar_of_the_page(
         in_frame(page, "document.documentElement.dataset.theme", theme)
         in_frame(page, "document.getElementById('theme').checkVisibility()", False)
         in_frame(page, "Math.abs(innerHeight - document.body.offsetHeight) < 2")
+        in_frame(page, "[...document.querySelectorAll('.card')].every((e) => e.scrollWidth <= e.clientWidth)")
         assert page.js("document.documentElement.scrollWidth <= innerWidth")
         page.js("document.getElementById('theme').click()")
     page.js("localStorage.clear()")
