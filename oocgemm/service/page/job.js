@@ -189,7 +189,8 @@ const sentence = (job) => {
     case "running": return [`Running ${where}`, left(job)].filter(Boolean).join(": ");
     case "pausing": return "Pausing: finished tiles are kept";
     case "cancelling": return "Cancelling: its process is asked to end";
-    case "succeeded": return job.result?.seconds ? `Succeeded in ${duration(job.result.seconds)}` : "Succeeded";
+    case "succeeded":
+      return job.result?.seconds ? `Succeeded: product in ${duration(job.result.seconds)}` : "Succeeded";
     case "failed": return "Failed";
     default: return "Cancelled";
   }
@@ -209,8 +210,8 @@ const detail = (job) => {
 const figuresOf = (job, done, total) => {
   const ran = job.started ? (job.ended ?? Date.now() / 1000) - job.started : null;
   const pairs = [["Tiles", `${spaced(done)} / ${spaced(total)}`, percent(done / total)]];
-  pairs.push(["Time", ran === null ? "-" : duration(ran), `predicted ${duration(job.predicted_s)}`]);
-  const seconds = job.result?.seconds;
+  const seconds = job.result?.seconds, predicted = `predicted ${duration(job.predicted_s)}`;
+  pairs.push(["Time", ran === null ? "-" : duration(ran), seconds ? `with start-up; product ${predicted}` : predicted]);
   if (seconds) pairs.push(["Rate", rate(job.result.flops / seconds), "flops over the time of the product"]);
   if (job.device_bytes) pairs.push(["Device memory", size(job.device_bytes), "reserved while it runs"]);
   pairs.push(["Host memory", size(job.host_bytes), "reserved while it runs"]);
