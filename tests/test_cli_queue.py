@@ -159,62 +159,6 @@ def test_ids_are_completed(stub: Stub) -> None:
     assert JobId().shell_complete(context, None, "") == []
 
 
-# Lists
-
-
-def test_queue_lists_live_jobs_by_their_start(stub: Stub) -> None:
-    soon = time.time() + 3600
-    late = stub.add(predicted_start=soon + 7200, name="late", reason="device-memory")["id"]
-    stub.add(state="failed")
-    early = stub.add(predicted_start=soon, priority=5)["id"]
-    held = stub.add(state="held", reason=None)["id"]
-    runs = stub.add(state="running", reason=None, progress={"done": 3, "total": 8}, owner="ada")["id"]
-    done = command("queue", "--json").json()
-    assert [job["id"] for job in done["jobs"]] == [runs, early, late, held]
-    shown = command("queue").out
-    lines = [line.split() for line in shown.splitlines()]
-    assert lines[0] == ["id", "name", "owner", "state", "reason", "priority", "progress", "start"]
-    assert lines[1] == [runs[-6:], "ada", "running", "0", "37%"]
-    assert lines[3][:6] == [late[-6:], "late", "user", "queued", "device-memory", "0"]
-    assert lines[2][-3:-1] == ["5", "in"] or "in" in lines[2]
-    assert len(lines) == 5
-
-
-def test_queue_filters(stub: Stub) -> None:
-    failed = stub.add(state="failed")["id"]
-    held = stub.add(state="held")["id"]
-
-    def listed(*options: str) -> list[str]:
-        return [job["id"] for job in command("queue", "--json", *options).json()["jobs"]]
-
-    assert listed("--state", "failed") == [failed]
-    assert listed("--state", "failed", "--state", "held") == [held, failed]
-    assert listed("--all") == [held, failed]
-    assert listed() == [held]
-    assert command("queue", "--owner", "ada").code == 0
-    assert "owner=ada" in stub.requests[-1][1]
-    assert command("queue", "--state", "asleep").code == 2
-
-
-def test_an_empty_queue_is_no_error(stub: Stub) -> None:
-    assert command("queue").out == "no job waits or runs; --all lists those that have ended\n"
-    assert command("queue", "--all").out == "no jobs\n"
-    assert command("queue", "--json").json() == {"jobs": []}
-    assert not stub.jobs
-
-
-def test_status_shows_one_job(stub: Stub) -> None:
-    stub.add(
-        state="failed", reason=None, error="no [room]", exit_code=1, options={"beta": 1}, created=0.0,
-        plan={"m": 3, "n": 4, "k": 5, "a_dtype": "float64"}, progress={"done": 3, "total": 8},
-    )  # fmt: skip
-    shown = command("status", "last").out
-    for part in ("failed", "no [room]", "data:A @ data:B -> data:C", "3 x 4 x 5 float64", "3 of 8 tiles"):
-        assert part in shown
-    assert "1970" in shown or "1969" in shown
-    assert "device 1 GiB, host 2 GiB" in shown
-
-
 # Waiting and actions
 
 

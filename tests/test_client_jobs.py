@@ -132,12 +132,12 @@ def test_progress_resumes_after_the_last_event(client: Client, stub: Stub) -> No
         ("progress", {"done": 3, "total": 4}),
         ("running", {}),
     ]
-    info["state"] = "starting"
+    info.update(state="starting", progress=None)
     cuts = [1, 2, 3]
 
     def cut(sent: int) -> bool:
         if sent == 4 - 1 and cuts == [3]:
-            info["state"] = "succeeded"
+            info.update(state="succeeded", progress={"done": 4, "total": 4})
         if cuts and sent == cuts[0]:
             cuts.pop(0)
             return True
@@ -149,9 +149,24 @@ def test_progress_resumes_after_the_last_event(client: Client, stub: Stub) -> No
     steps = [one.done for one in found]
     assert found[0] == Progress("queued", 0, 0)
     assert found[-1] == Progress("succeeded", 4, 4)
+    assert steps == sorted(steps)
     assert set(steps) == {0, 1, 3, 4}
     sent = [headers["Last-Event-ID"] for _, path, headers in stub.requests if path.endswith("events")]
     assert sent == ["0", "1", "1", "1"]
+
+
+def test_progress_does_not_fall_if_the_job_is_read_before_older_events(client: Client, stub: Stub) -> None:
+    info = stub.add(state="running", progress={"done": 2, "total": 4})
+    job = client.job(info["id"])
+    job.info = info | {"state": "starting", "progress": {"done": 0, "total": 4}}
+    older, newer = {"done": 1, "total": 4}, {"done": 3, "total": 4}
+    stub.events = [("running", {}), ("progress", older), ("progress", newer), ("succeeded", {})]
+    found = []
+    for progress in job.progress():
+        found.append(progress.done)
+        if progress.done == 3:
+            info.update(state="succeeded", progress={"done": 4, "total": 4})
+    assert found == [0, 2, 3, 4]
 
 
 def test_progress_of_a_job_that_was_retried_does_not_end_at_its_old_failure(

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif(
     PROGRAM is None,
     reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
 )
+# JavaScript that finds cards whose content can only be seen by scrolling sideways.
+SCROLLED = """[...document.querySelectorAll(".card")].filter((e) => e.scrollWidth > e.clientWidth)
+  .map((e) => e.innerText.slice(0, 30))"""
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +110,12 @@ def place(shown: Page, x: float = 0.5, lane: str = "compute") -> tuple[float, fl
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-@pytest.mark.parametrize("width", [1440, 1024, 700])
+@pytest.mark.parametrize("width", [1440, 1024, 700, 390])
 def test_nothing_overlaps_or_overflows(shown: Page, one: Path, name: str, width: int) -> None:
     for theme in ("light", "dark"):
         shown.open(one.with_name(f"{name}.html"), width=width, theme=theme)
         assert shown.js(FAULTS) == []
+        assert shown.js(SCROLLED) == []
         assert complaints(shown) == []
 
 

@@ -2,20 +2,27 @@
 
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from oocgemm.service import launch
-from tests.browser import CONTRAST, FAULTS, Page, browser, find_browser
-from tests.real_server import RealServer, running_server
+from tests.browser import CONTRAST, FAULTS, Page, browser
+from tests.real_server import RealServer
+from tests.service_pages import (
+    MISSING,
+    PROGRAM,
+    STATE,
+    TILES,
+    complaints,
+    page_server,
+    sign_in,
+    squares,
+    text,
+)
 
-PROGRAM = find_browser()
-MISSING = "no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER"
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
-TILES = {"tile": "16x16x16"}  # 16 tiles
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 # JavaScript that loses the answer to the next submission.
 LOSE_ANSWER = """(() => { const right = window.fetch; window.fetch = async (...sent) => {
@@ -24,17 +31,11 @@ LOSE_ANSWER = """(() => { const right = window.fetch; window.fetch = async (...s
   window.fetch = right;
   throw new TypeError("lost");
 }; })()"""
-# Whether a job's page shows a state.
-STATE = "document.querySelector('.named .chip')?.dataset.state === '{}'"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]  # the same after a restart, so that the page finds the server
-    # A warm worker computes these products before a test can stop it. A new process imports NumPy first.
-    options = "--listen", f"127.0.0.1:{port}", "--keep-warm", "0"
-    with running_server(tmp_path_factory.mktemp("server"), *options) as found:
+    with page_server(tmp_path_factory.mktemp("server")) as found:
         yield found
 
 
@@ -52,13 +53,6 @@ def page(opened: Page, server: RealServer) -> Page:
     return opened
 
 
-def sign_in(page: Page, server: RealServer, token: str) -> None:
-    page.call("Network.clearBrowserCookies")
-    page.call("Network.setCookie", name="oocgemm", value=token, url=server.url)
-    page.open("about:blank")
-    page.events.clear()
-
-
 def next_login(server: RealServer) -> str:
     """Return the URL that the server prints after its last one has been used."""
     assert server.process is not None
@@ -66,26 +60,6 @@ def next_login(server: RealServer) -> str:
     words, _, url = server.process.stdout.readline().strip().partition(": ")
     assert words == "to sign in once more"
     return url
-
-
-def complaints(page: Page, server: RealServer, *, refused: bool = False) -> list[object]:
-    """Return errors and dialogs of the page, and its requests to other origins, since it was opened.
-
-    The browser logs each answer with an error. They are left out if `refused` is set.
-    """
-    page.js("1")  # receives earlier events
-    found: list[object] = []
-    for event in page.events:
-        kind, values = event.get("method"), event.get("params", {})
-        if kind in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Page.javascriptDialogOpening"):
-            found.append(event)
-        elif kind == "Log.entryAdded" and not (refused and values["entry"]["source"] == "network"):
-            found.append(values["entry"])
-        elif kind == "Network.requestWillBeSent":
-            url = values["request"]["url"]
-            if not url.startswith((f"{server.url}/", "about:", "data:")):
-                found.append(url)
-    return found
 
 
 def answer_headers(page: Page, end: str) -> dict[str, str]:
@@ -117,22 +91,11 @@ def tab_to(page: Page, name: str) -> None:
 
 
 def fill(page: Page, **texts: str) -> None:
-    for name, text in texts.items():
+    for name, value in texts.items():
         page.until(f"document.getElementById('field-{name}')")
         page.js("document.querySelector('details').open = true")
         page.js(f"document.getElementById('field-{name}').select()")
-        page.type(text)
-
-
-def text(page: Page, selector: str) -> str:
-    found: str = page.js(f"document.querySelector({selector!r})?.textContent ?? ''")
-    return found
-
-
-def squares(page: Page) -> list[int]:
-    """Return which tiles of the grid are finished, counted row by row."""
-    done = "[...document.querySelectorAll('.tiles .done')].map((e) => Number(e.style.opacity))"
-    return [place for place, share in enumerate(page.js(done)) if share == 1]
+        page.type(value)
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1440, "light"), (390, "dark")])

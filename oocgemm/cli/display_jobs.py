@@ -1,5 +1,6 @@
 """Print jobs of a service with rich."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,8 +12,11 @@ from oocgemm.cli.display import console, table_of
 from oocgemm.cli.jobs import ID_LENGTH, SHORT
 from oocgemm.cli.output import print_note
 from oocgemm.planning.units import format_size, format_time
+from oocgemm.service.states import State
 
 Info = Mapping[str, Any]
+# What a job in one of these states waits for.
+_UNTIL = {State.HELD: "released", State.PAUSED: "resumed"}
 
 
 def print_jobs(jobs: Sequence[Info]) -> None:
@@ -22,15 +26,15 @@ def print_jobs(jobs: Sequence[Info]) -> None:
         out.print("no jobs")
         return
     length = short_length([job["id"] for job in jobs])
-    named = any(job["name"] for job in jobs)
-    columns = ("id", *(["name"] if named else []), "owner", "state", "reason")
+    columns = ("id", "name", "owner", "state", "reason")
     table = table_of(*columns, "priority", "progress", "start")
     for column in table.columns[: len(columns)]:
         column.justify = "left"
     now = time.time()
     for job in jobs:
-        cells = [job["id"][-length:], *([job["name"]] if named else []), job["owner"], job["state"]]
-        cells += [job["reason"] or "", str(job["priority"]), progress_of(job), start_of(job, now)]
+        progress = ", ".join(filter(None, (progress_of(job), left_of(job, now))))
+        cells = [job["id"][-length:], title_of(job), job["owner"], job["state"]]
+        cells += [reason_of(job), str(job["priority"]), progress, start_of(job, now)]
         table.add_row(*map(escape, cells))
     out.print(table)
 
@@ -47,6 +51,21 @@ def short_length(ids: Sequence[str]) -> int:
     )
 
 
+def title_of(job: Info) -> str:
+    """Return the name of a job; its product if it has none, as the page of the service does.
+
+    >>> title_of({"name": "", "a": "data:dir/A.zarr", "b": "data:B.npy", "c": "out:C.zarr"})
+    'C.zarr = A.zarr × B.npy'
+    """
+    a, b, c = (re.split("[:/]", job[operand])[-1] for operand in "abc")
+    return str(job["name"]) or f"{c} = {a} × {b}"
+
+
+def reason_of(job: Info) -> str:
+    """Return why a job waits; "" if it does not, or if that is unknown."""
+    return f"until {_UNTIL[job['state']]}" if job["state"] in _UNTIL else job["reason"] or ""
+
+
 def progress_of(job: Info) -> str:
     """Return how many percent of the tiles of a job are done; "" if that is unknown."""
     found = job["progress"]
@@ -55,25 +74,40 @@ def progress_of(job: Info) -> str:
 
 def start_of(job: Info, now: float) -> str:
     """Return when a job that waits will start, relative to now; "" if that is unknown."""
+    if job.get("state") in _UNTIL:
+        return f"when {_UNTIL[job['state']]}"
     start = job["predicted_start"]
     if start is None:
         return ""
     return f"in {format_time(start - now)}" if start > now + 1 else "now"
 
 
+def left_of(job: Info, now: float) -> str:
+    """Return how long a running job will still take, from the tiles that are done; "" if it does not run.
+
+    With fewer than two tiles, it is what was predicted, less the time since the start.
+    """
+    if job["state"] != State.RUNNING or not job["started"] or not job["progress"]:
+        return ""
+    (done, total), passed = (job["progress"][each] for each in ("done", "total")), now - job["started"]
+    seconds = passed / done * (total - done) if done > 1 else max(0.0, job["predicted_s"] - passed)
+    return "ends soon" if seconds < 1 else f"{format_time(seconds)} left"
+
+
 def print_job(job: Info) -> None:
     """Print one job: its product, state, plan, memory and times."""
     out, now = console(), time.time()
-    state = job["state"] + (f" ({job['reason']})" if job["reason"] else "")
+    state = job["state"] + (f" ({reason})" if (reason := reason_of(job)) else "")
     plan, progress = job["plan"], job["progress"]
     options = ", ".join(f"{name} {value}" for name, value in job["options"].items())
     rows = [
-        *(("job", job["id"]), ("name", job["name"]), ("owner", job["owner"]), ("state", state)),
+        *(("job", job["id"]), ("name", title_of(job)), ("owner", job["owner"]), ("state", state)),
         ("error", job["error"]),
         ("product", f"{job['a']} @ {job['b']} -> {job['c']}"),
         ("extents", f"{plan['m']} x {plan['n']} x {plan['k']} {plan['a_dtype']}" if "m" in plan else ""),
         ("options", options),
         ("progress", f"{progress['done']} of {progress['total']} tiles" if progress else ""),
+        ("left", left_of(job, now).removesuffix(" left")),
         ("priority", str(job["priority"])),
         ("memory", _needs(job)),
         ("predicted", format_time(job["predicted_s"])),

@@ -103,7 +103,7 @@ def c_grid(timeline: Timeline) -> str:
     if not done or "problem" not in plan or not timeline.wall:
         return '<p class="note">No tile of C was finished.</p>'
     if len(done) > MAX_TILES:
-        return f'<p class="note">{len(done)} tiles are too many to draw.</p>'
+        return f'<p class="note">{extents(len(done))} tiles are too many to draw.</p>'
     problem, tile = plan["problem"], plan["tile"]
     m, n = problem["m"], problem["n"]
     down = -(-m // tile["m"])
@@ -117,7 +117,7 @@ def c_grid(timeline: Timeline) -> str:
             f'height="{100 * height / m:.3f}" fill="{_colour(end / timeline.wall)}" '
             f'data-tile="{i},{j}" data-end="{end}"/>'
         )
-    count = f"{tiles}" if len(done) == tiles else f"{len(done)} of {tiles}"
+    count = extents(tiles) if len(done) == tiles else f"{extents(len(done))} of {extents(tiles)}"
     end_of_log = " before the log ends" if timeline.unfinished else ""
     stops = ",".join(_colour(step / 5) for step in range(6))
     ratio = min(2.5, max(0.4, n / m))
@@ -134,7 +134,7 @@ def c_grid(timeline: Timeline) -> str:
 
 
 def extents(*sizes: int) -> str:
-    """Format the extents of a matrix, with thin spaces between thousands.
+    """Format the extents of a matrix, or a count, with thin spaces between thousands.
 
     >>> extents(32768, 512)
     '32\u202f768 × 512'

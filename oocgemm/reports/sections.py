@@ -119,7 +119,7 @@ def _where(run: Run) -> str:
         parts.append(f"device {format_size(budget['device'])}, host {format_size(budget['host'])}")
     if started := header.get("started"):
         parts.append(f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC")
-    return escape(" · ".join(part for part in parts if part))
+    return escape("\u00a0· ".join(part for part in parts if part))
 
 
 def _factor(scalar: complex) -> str:
@@ -334,8 +334,9 @@ def _setup(run: Run) -> str:
 
     if tile := plan.get("tile"):
         down, across = plan["tiles"]
-        row("tile", f"{tile['m']} × {tile['n']}, panels {tile['k']} deep")
-        row("grid", f"{down} × {across} tiles, {plan['steps']} steps, {plan.get('traversal', '')}")
+        row("tile", f"{extents(tile['m'], tile['n'])}, panels {extents(tile['k'])} deep")
+        steps = extents(plan["steps"])
+        row("grid", f"{extents(down, across)} tiles, {steps} steps, {plan.get('traversal', '')}")
     if slots := plan.get("slots"):
         on_host = (
             ""
@@ -348,7 +349,7 @@ def _setup(run: Run) -> str:
         row(f"{tier} memory", f"{format_size(used['total'])} of {format_size(plan['budget'][tier])}")
     for name, operand in header.get("operands", {}).items():
         codecs = ", ".join(operand.get("codecs") or ())
-        chunks = " × ".join(map(str, operand.get("chunks") or ()))
+        chunks = extents(*(operand.get("chunks") or ()))
         shown = [operand.get("store"), f"chunks {chunks}" if chunks else "", codecs, operand.get("path")]
         shown.append(operand.get("transform"))
         row(name, ", ".join(str(part) for part in shown if part))

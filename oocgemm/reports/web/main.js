@@ -37,7 +37,23 @@ button.addEventListener("click", () => {
   setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   recolour();
 });
-dark.addEventListener("change", () => { setTheme(dark.matches ? "dark" : "light"); recolour(); });
+dark.addEventListener("change", () => {
+  if (button.hidden) return;
+  setTheme(dark.matches ? "dark" : "light");
+  recolour();
+});
+
+// A page that shows this one in a frame gets its height, and may send a theme. Then it has the button.
+const framed = parent !== window;
+addEventListener("message", ({ source, data }) => {
+  if (!framed || source !== parent || !["light", "dark"].includes(data?.theme)) return;
+  if (button.hidden && data.theme === document.documentElement.dataset.theme) return;
+  button.hidden = true;
+  setTheme(data.theme);
+  recolour();
+});
+const sendHeight = () => parent.postMessage({ height: Math.ceil(document.body.getBoundingClientRect().height) }, "*");
+if (framed) new ResizeObserver(sendHeight).observe(document.body);
 
 // Print in the light theme.
 let onScreen = null;

@@ -4,7 +4,7 @@ import codecs
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Job:
         return self
 
     def progress(self) -> Iterator[Progress]:
-        """Yield the progress of the job whenever it changes, until the job has ended.
+        """Yield the progress of the job whenever it changes, until the job has ended. `done` never falls.
 
         The server may be restarted meanwhile, as in `wait`.
 
@@ -132,6 +132,8 @@ class Job:
                 # The events of earlier attempts are replayed too, so the state is read from the job.
                 self._poll(0, LONG_PATIENCE)
                 now = self._progress()
+            # The job may have been read after the stream sent an older count.
+            now = replace(now, done=max(now.done, shown.done))
             if now != shown:
                 yield now
                 shown = now

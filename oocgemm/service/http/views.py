@@ -95,7 +95,7 @@ class LoginBody(_Request):
 
 
 class ProgressView(BaseModel):
-    """How many tiles of C have been written, and how many there are."""
+    """How many tiles of C have been written, and how many there are. `done` never falls."""
 
     done: int
     total: int

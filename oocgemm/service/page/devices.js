@@ -1,7 +1,7 @@
 // Cards of the devices, and of host memory and disk.
 import { Keyed, h, setText, show } from "./dom.js";
 import { bar, lanes } from "./parts.js";
-import { left, size, title } from "./words.js";
+import { left, size, spaced, title } from "./words.js";
 
 // Returns the element of all cards, and the function that updates it with the devices and the active jobs.
 export const devices = () => {
@@ -44,8 +44,8 @@ const deviceJob = () => {
     const { done: finished, total } = job.progress ?? { done: 0, total: 1 };
     link.href = `#/jobs/${job.id}`;
     setText(link, title(job));
-    setDone(finished / total, `${finished} of ${total} tiles`);
-    setText(done, `${finished} of ${total} tiles`);
+    setDone(finished / total, `${spaced(finished)} of ${spaced(total)} tiles`);
+    setText(done, `${spaced(finished)} of ${spaced(total)} tiles`);
     setText(rest, job.state === "running" ? left(job) : job.state);
     setBusy(job.activity);
   }];

@@ -4,7 +4,7 @@ import { h, say, setText, show } from "./dom.js";
 import { FIELDS, GROUPS, MORE, bodyOf, fieldsOf, messageOf, textsOf } from "./fields.js";
 import { facts } from "./parts.js";
 import { tiles } from "./tiles.js";
-import { dtypes, duration, rate, shape, size, soon } from "./words.js";
+import { dtypes, duration, extents, rate, shape, size, soon } from "./words.js";
 
 const PAUSE_MS = 400, REFRESH_MS = 60_000;
 const EXISTS = "C exists: the job goes on with it, and computes nothing if it is complete. If A or B has changed "
@@ -189,7 +189,7 @@ const dryRun = () => {
         ["Rate", rate(found.plan.flops / Math.max(1e-9, found.predicted_s))],
         ...(found.device_bytes ? [["Device memory", size(found.device_bytes)]] : []),
         ["Host memory", size(found.host_bytes)], ["Disk space", size(found.disk_bytes)],
-        ["Tile", found.plan.tile.join(" × ")],
+        ["Tile", extents(...found.plan.tile)],
       ]);
       setGrid({ rows: found.plan.tiles[0], columns: found.plan.tiles[1], done: [] }, found.plan);
     },

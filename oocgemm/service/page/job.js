@@ -5,9 +5,12 @@ import { attempts } from "./attempts.js";
 import { Live } from "./live.js";
 import { log } from "./log.js";
 import { bar, chip, facts, lanes, nothing, problemBox } from "./parts.js";
+import { newer } from "./progress.js";
+import { report } from "./report.js";
 import { tiles } from "./tiles.js";
 import {
-  ACTIONS, FINAL, STATES, ago, dtypes, duration, left, percent, rate, reason, shape, size, soon, time, title,
+  ACTIONS, FINAL, STATES, ago, dtypes, duration, extents, left, percent, rate, reason, shape, size, soon, spaced,
+  time, title,
 } from "./words.js";
 
 const LEAST_MS = 500, TILES_MS = 1000, REFRESH_MS = 5000;
@@ -22,7 +25,7 @@ export const jobView = (main, { id, user, onState }) => {
   const [shown, setShare] = bar("Tiles of C that are finished");
   const [figures, setFigures] = facts("figures"), [grid, setTiles] = tiles(), [busy, setBusy] = lanes();
   const [setup, setSetup] = table(), [history, addEvent] = attempts(), printed = log(id);
-  const report = h("section", { class: "card report" });
+  const reported = h("div");
   const now = h("section", { class: "card" }, h("h2", {}, "Lanes in the last seconds"), busy);
   const verdict = h("section", { class: "card verdict", "aria-label": "State" }, finding, more, shown);
   const parts = [
@@ -30,7 +33,7 @@ export const jobView = (main, { id, user, onState }) => {
     h("div", { class: "half column" },
       h("section", { class: "card" }, h("h2", {}, "Tiles of C"), grid),
       h("section", { class: "card late" }, h("h2", {}, "Plan"), setup)),
-    h("div", { class: "half column" }, now, history, printed.element), report,
+    h("div", { class: "half column" }, now, history, printed.element), reported,
   ];
   main.replaceChildren(
     h("div", {}, h("a", { class: "brow", href: "#/" }, "← Queue"),
@@ -45,7 +48,7 @@ export const jobView = (main, { id, user, onState }) => {
   const again = () => h("a", { class: "button", href: `#/new?from=${id}` }, "Submit again");
   const make = (action) => [action === "again" ? again() : button(action), () => {}];
   const buttons = new Keyed(actions, (action) => action, make);
-  let job = null, closed = false, tilesShown = "", last = 0, ended = false;
+  let job = null, closed = false, tilesShown = "", last = 0, ended = false, shownReport = null;
 
   const drawState = () => {
     const { done, total } = job.progress ?? { done: 0, total: job.plan.tiles[0] * job.plan.tiles[1] };
@@ -53,7 +56,7 @@ export const jobView = (main, { id, user, onState }) => {
     setText(finding, sentence(job));
     setText(more, detail(job));
     show(more, Boolean(more.textContent));
-    setShare(done / total, `${done} of ${total} tiles`);
+    setShare(done / total, `${spaced(done)} of ${spaced(total)} tiles`);
     setFigures(figuresOf(job, done, total));
     setBusy(job.activity);
     show(now, job.activity !== null);
@@ -62,11 +65,11 @@ export const jobView = (main, { id, user, onState }) => {
   const draw = () => {
     document.title = `${title(job)} - oocgemm`;
     setText(name, title(job));
-    setText(meta, `${job.owner} · submitted ${ago(job.created)} · ${job.id}`);
+    setText(meta, `${job.owner}\u00a0· submitted ${ago(job.created)}\u00a0· ${job.id}`);
     setState(job.state);
     drawActions();
     setSetup(planOf(job));
-    if (parts[0].hidden) for (const part of parts) show(part, part !== report);
+    if (parts[0].hidden) for (const part of parts) show(part, part !== reported);
     drawState();
     printed.follow(!FINAL.has(job.state) && job.attempt > 0);
     show(printed.element, job.attempt > 0);
@@ -93,19 +96,17 @@ export const jobView = (main, { id, user, onState }) => {
   const update = (found) => {
     const before = job?.state;
     if (job && found.version < job.version) return;
-    job = found;
+    job = { ...found, progress: newer(job?.progress, found.progress) };
     draw();
     if (before && before !== job.state) say(`The job is ${STATES[job.state].toLowerCase()}. ${sentence(job)}`);
     loadTiles();
   };
 
   const drawReport = () => {
-    const wanted = job.state === "succeeded";
-    show(report, wanted);
-    if (!wanted || report.firstChild) return;
-    const link = h("a", { href: `${path}/report`, target: "_blank", rel: "noopener" }, "Open in a tab of its own");
-    report.append(h("div", { class: "between" }, h("h2", {}, "Report"), link),
-      h("iframe", { src: `${path}/report`, title: "Report of the run", sandbox: "allow-scripts", loading: "lazy" }));
+    show(reported, job.state === "succeeded");
+    if (job.state !== "succeeded" || shownReport) return;
+    shownReport = report(`${path}/report`);
+    reported.append(shownReport.element);
   };
 
   const loadTiles = atMostEvery(TILES_MS, async () => {
@@ -115,7 +116,10 @@ export const jobView = (main, { id, user, onState }) => {
     tilesShown = key;
     try {
       const found = await call("GET", `${path}/tiles`);
-      if (!closed) setTiles(found, job.plan);
+      if (closed) return;
+      setTiles(found, job.plan);
+      job.progress = newer(job.progress, { done: found.done.length, total: found.rows * found.columns });
+      drawState();
     } catch { tilesShown = ""; }
   });
 
@@ -139,13 +143,16 @@ export const jobView = (main, { id, user, onState }) => {
 
   // The stream of a job ends with it. Later changes, such as a retry, come from the stream of all jobs.
   const live = new Live(`${path}/events`, {
-    onState,
+    onState: (connection) => {
+      for (const one of actions.querySelectorAll("button")) one.disabled = connection === "lost";
+      onState(connection);
+    },
     onOpen: refresh,
     onEvent: (event) => {
       if (event.job !== id) return;
       if (event.kind === "progress" || event.kind === "activity") {
         if (!job) return;
-        job[event.kind] = event.data;
+        job[event.kind] = event.kind === "progress" ? newer(job.progress, event.data) : event.data;
         drawState();
         loadTiles();
         return;
@@ -166,6 +173,7 @@ export const jobView = (main, { id, user, onState }) => {
       refresh.stop();
       loadTiles.stop();
       printed.close();
+      shownReport?.close();
       live.close();
     },
   };
@@ -181,7 +189,8 @@ const sentence = (job) => {
     case "running": return [`Running ${where}`, left(job)].filter(Boolean).join(": ");
     case "pausing": return "Pausing: finished tiles are kept";
     case "cancelling": return "Cancelling: its process is asked to end";
-    case "succeeded": return job.result?.seconds ? `Succeeded in ${duration(job.result.seconds)}` : "Succeeded";
+    case "succeeded":
+      return job.result?.seconds ? `Succeeded: product in ${duration(job.result.seconds)}` : "Succeeded";
     case "failed": return "Failed";
     default: return "Cancelled";
   }
@@ -200,9 +209,9 @@ const detail = (job) => {
 
 const figuresOf = (job, done, total) => {
   const ran = job.started ? (job.ended ?? Date.now() / 1000) - job.started : null;
-  const pairs = [["Tiles", `${done.toLocaleString("en")} / ${total.toLocaleString("en")}`, percent(done / total)]];
-  pairs.push(["Time", ran === null ? "-" : duration(ran), `predicted ${duration(job.predicted_s)}`]);
-  const seconds = job.result?.seconds;
+  const pairs = [["Tiles", `${spaced(done)} / ${spaced(total)}`, percent(done / total)]];
+  const seconds = job.result?.seconds, predicted = `predicted ${duration(job.predicted_s)}`;
+  pairs.push(["Time", ran === null ? "-" : duration(ran), seconds ? `with start-up; product ${predicted}` : predicted]);
   if (seconds) pairs.push(["Rate", rate(job.result.flops / seconds), "flops over the time of the product"]);
   if (job.device_bytes) pairs.push(["Device memory", size(job.device_bytes), "reserved while it runs"]);
   pairs.push(["Host memory", size(job.host_bytes), "reserved while it runs"]);
@@ -213,8 +222,8 @@ const figuresOf = (job, done, total) => {
 const planOf = (job) => [
   ["product", `${shape(job.plan)}, ${dtypes(job.plan)}`],
   ["A", job.a], ["B", job.b], ["C", job.c],
-  ["tile", `${job.plan.tile[0]} × ${job.plan.tile[1]}, panels ${job.plan.tile[2]} deep`],
-  ["grid", `${job.plan.tiles[0]} × ${job.plan.tiles[1]} tiles`],
+  ["tile", `${extents(job.plan.tile[0], job.plan.tile[1])}, panels ${spaced(job.plan.tile[2])} deep`],
+  ["grid", `${extents(...job.plan.tiles)} tiles`],
   ...Object.entries(job.options).filter(([option]) => option !== "tile").map(optionOf),
   ["disk space", size(job.disk_bytes)],
   ["priority", String(job.priority)],

@@ -4,8 +4,9 @@ import { devices } from "./devices.js";
 import { Keyed, atMostEvery, h, setText, show } from "./dom.js";
 import { Live } from "./live.js";
 import { bar, chip, nothing, problemBox } from "./parts.js";
+import { newer } from "./progress.js";
 import {
-  ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, stamp, time, title,
+  ACTIVE, FINAL, ago, count, duration, left, percent, reason, shape, soon, spaced, stamp, time, title,
 } from "./words.js";
 
 const WAITING = 100, FINISHED = 10;
@@ -50,6 +51,8 @@ export const queueView = (main, { onState }) => {
     show(empty, !queue.active.length && !queue.waiting.length && !finished.length);
   };
 
+  const active = (id) => queue?.active.find((job) => job.id === id);
+
   const loadFinished = async (more = false) => {
     const states = [...FINAL].map((state) => `state=${state}`).join("&");
     const limit = Math.min(1000, more ? FINISHED : Math.max(FINISHED, finished.length));
@@ -63,10 +66,13 @@ export const queueView = (main, { onState }) => {
     const all = stale;
     stale = false;
     try {
-      [queue, machine] = await Promise.all([
+      let found;
+      [found, machine] = await Promise.all([
         call("GET", `/v1/queue?limit=${WAITING}`), call("GET", "/v1/devices"), all ? loadFinished() : null,
       ]);
       if (closed) return;
+      for (const job of found.active) job.progress = newer(active(job.id)?.progress, job.progress);
+      queue = found;
       wrong.replaceChildren();
       draw();
     } catch (problem) {
@@ -80,9 +86,11 @@ export const queueView = (main, { onState }) => {
     onState,
     onOpen: () => { stale = true; refresh(); },
     onEvent: (event) => {
-      const job = queue?.active.find((one) => one.id === event.job);
       if (event.kind === "progress" || event.kind === "activity") {
-        if (job) { job[event.kind] = event.data; draw(); }
+        const job = active(event.job);
+        if (!job) return;
+        job[event.kind] = event.kind === "progress" ? newer(job.progress, event.data) : event.data;
+        draw();
         return;
       }
       if (FINAL.has(event.kind) || event.kind === "deleted" || event.kind === "queued") stale = true;
@@ -99,7 +107,7 @@ const summary = (counts) => {
   const active = [...ACTIVE].reduce((sum, state) => sum + counts[state], 0);
   const ended = [...FINAL].reduce((sum, state) => sum + counts[state], 0);
   const parts = [[active, "running"], [waitingCount(counts), "waiting"], [ended, "finished"]];
-  return parts.map(([number, word]) => `${number.toLocaleString("en")} ${word}`).join(" · ");
+  return parts.map(([number, word]) => `${spaced(number)} ${word}`).join("\u00a0· ");
 };
 
 // Returns a section with a table of jobs. Roles are given, since small screens do not display it as a table.
@@ -116,7 +124,7 @@ const table = (heading, columns, row) => {
     element,
     set(jobs, all = jobs.length) {
       show(element, jobs.length > 0);
-      setText(number, heading === "Finished" ? "" : all.toLocaleString("en"));
+      setText(number, heading === "Finished" ? "" : spaced(all));
       setText(note, `${count(all - jobs.length, "more job waits", "more jobs wait")} behind these.`);
       show(note, all > jobs.length);
       rows.set(jobs);
@@ -143,7 +151,7 @@ const activeRow = (columns) => {
     const { done, total } = job.progress ?? { done: 0, total: 1 };
     setName(job);
     setState(job.state);
-    setShare(done / total, `${done} of ${total} tiles`);
+    setShare(done / total, `${spaced(done)} of ${spaced(total)} tiles`);
     setText(text, [percent(done / total), left(job)].filter(Boolean).join(", "));
     setText(owner, job.owner);
     setText(priority, String(job.priority));

@@ -1,52 +1,65 @@
-// The tiles of C: a grid whose squares fill as tiles are finished. Of a larger grid, a square stands for several tiles,
-// and is filled by the share of them that is finished.
-import { h, setText, svg } from "./dom.js";
-import { count } from "./words.js";
+// The tiles of C: a grid whose boxes fill as tiles are finished. Of a larger grid, a box stands for several tiles, and
+// is filled by the share of them that is finished.
+import { h, setText, show, svg } from "./dom.js";
+import { count, extents, spaced } from "./words.js";
 
-const MAX_COLUMNS = 64, MAX_ROWS = 48, GAP = 0.08;
+const MAX_COLUMNS = 64, MAX_ROWS = 48;
+// In pixels: the longer side of a box, the shorter one, the grid, and the gap between boxes in shorter sides. A box has
+// the proportion of what it stands for, unless it would be too narrow.
+const MAX_SIDE = 120, MIN_SIDE = 6, MAX_WIDTH = 520, MAX_HEIGHT = 340, GAP = 0.08;
 
 // Returns the grid, and the function that updates it. That of a plan has no tiles that are finished.
 export const tiles = ({ planned = false } = {}) => {
   const picture = svg("svg", { role: "img", class: "tiles" }), note = h("p", { class: "note" });
-  let squares = [], across = 0, down = 0, known = new Set(), drawn = "";
+  const key = (kind, text) => h("span", {}, h("i", { class: `box ${kind}` }), text);
+  const partly = key("some", "some tiles finished");
+  const legend = h("p", { class: "note keys" },
+    key("none", "not finished"), partly, key("now", "finished just now"), key("all", "finished"));
+  let boxes = [], across = 0, down = 0, known = new Set(), drawn = "";
 
-  const build = (rows, columns) => {
+  const build = (rows, columns, plan) => {
     [across, down] = [Math.ceil(columns / MAX_COLUMNS), Math.ceil(rows / MAX_ROWS)];
     const [wide, high] = [Math.ceil(columns / across), Math.ceil(rows / down)];
-    squares = Array.from({ length: wide * high }, (_, place) => {
+    const [n, m] = [across * plan.tile[1], down * plan.tile[0]];
+    const scale = Math.min(MAX_SIDE / Math.max(m, n), MAX_WIDTH / (wide * n), MAX_HEIGHT / (high * m));
+    const [width, height] = [n, m].map((side) => Math.max(MIN_SIDE, scale * side)), gap = GAP * Math.min(width, height);
+    boxes = Array.from({ length: wide * high }, (_, place) => {
       const column = place % wide, row = Math.floor(place / wide);
       const all = Math.min(across, columns - column * across) * Math.min(down, rows - row * down);
-      const box = { x: column + GAP / 2, y: row + GAP / 2, width: 1 - GAP, height: 1 - GAP };
+      const [x, y] = [column * width + gap / 2, row * height + gap / 2];
+      const box = { x, y, width: width - gap, height: height - gap };
       const full = svg("rect", { ...box, class: "done" });
       return { all, done: 0, full, box: svg("g", {}, svg("rect", { ...box, class: "open" }), full) };
     });
-    picture.setAttribute("viewBox", `0 0 ${wide} ${high}`);
-    // A square has at most 40 pixels a side, and at least what MAX squares leave of the width.
-    picture.style.maxWidth = `${Math.min(40 * wide, (420 * wide) / high)}px`;
-    picture.replaceChildren(...squares.map((square) => square.box));
+    picture.setAttribute("viewBox", `0 0 ${wide * width} ${high * height}`);
+    picture.style.maxWidth = `${wide * width}px`;
+    picture.replaceChildren(...boxes.map((one) => one.box));
     known = new Set();
   };
 
   const set = ({ rows, columns, done }, plan) => {
-    if (drawn !== `${rows} ${columns}` || done.length < known.size) build(rows, columns);
+    const now = `${rows} ${columns} ${plan.tile}`;
+    if (drawn !== now || done.length < known.size) build(rows, columns, plan);
     const first = !known.size, wide = Math.ceil(columns / across);
-    drawn = `${rows} ${columns}`;
+    drawn = now;
     for (const [row, column] of done) {
       const tile = row * columns + column;
       if (known.has(tile)) continue;
       known.add(tile);
-      const square = squares[Math.floor(row / down) * wide + Math.floor(column / across)];
-      square.done += 1;
-      square.full.style.opacity = square.done === square.all ? 1 : 0.15 + (0.6 * square.done) / square.all;
-      square.full.classList.toggle("fresh", !first);
+      const box = boxes[Math.floor(row / down) * wide + Math.floor(column / across)];
+      box.done += 1;
+      box.full.style.opacity = box.done === box.all ? 1 : 0.15 + (0.6 * box.done) / box.all;
+      box.full.classList.toggle("fresh", !first);
     }
     const grid = `${count(rows, "row")} and ${count(columns, "column")} of tiles, `
-      + `each of ${plan.tile[0]} × ${plan.tile[1]} elements`;
+      + `each of ${extents(plan.tile[0], plan.tile[1])} elements`;
     const text = planned ? `C in ${grid}`
-      : `${done.length.toLocaleString("en")} of ${count(rows * columns, "tile")} of C finished`;
+      : `${spaced(done.length)} of ${count(rows * columns, "tile")} of C finished`;
     picture.setAttribute("aria-label", text);
-    const each = across * down > 1 ? ` Each square stands for up to ${down} × ${across} tiles.` : "";
-    setText(note, planned ? `${text}.${each}` : `${text}. C has ${grid}.${each}`);
+    const each = across * down > 1 ? ` Each box stands for up to ${extents(down, across)} tiles.` : "";
+    setText(note, `C ${planned ? "in" : "has"} ${grid}.${each}`); // the view says how many are finished
+    show(legend, !planned && done.length < rows * columns);
+    show(partly, across * down > 1);
   };
-  return [h("div", {}, picture, note), set];
+  return [h("div", {}, picture, legend, note), set];
 };

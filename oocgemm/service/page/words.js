@@ -31,9 +31,11 @@ export const ACTIONS = {
 
 export const title = (job) => job.name || `${last(job.c)} = ${last(job.a)} × ${last(job.b)}`;
 const last = (path) => path.split(/[:/]/).at(-1);
-export const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
-const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
-export const shape = (plan) => [plan.m, plan.n, plan.k].map(spaced).join(" × ");
+export const count = (number, one, many = `${one}s`) => `${spaced(number)} ${number === 1 ? one : many}`;
+// All numbers have thin spaces between thousands, as those of the report.
+export const spaced = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
+export const extents = (...sizes) => sizes.map(spaced).join(" × ");
+export const shape = (plan) => extents(plan.m, plan.n, plan.k);
 export const dtypes = (plan) => (plan.a_dtype === plan.c_dtype ? plan.a_dtype : `${plan.a_dtype} to ${plan.c_dtype}`);
 
 const scaled = (value, units, base) => {
