@@ -17,6 +17,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,17 +181,12 @@ def main(
     for case in [only] if only else CASES:
         names = [name for name, (package, _) in CONTENDERS[case].items() if importlib.util.find_spec(package)]
         found: dict[str, list[Any]] = {name: [] for name in names}
-        reference = Path(f"/tmp/bench_peers-{case}-{time.time_ns()}.npy")
-        try:
-            for _ in range(rounds):
-                for name in names:
-                    command = [sys.executable, __file__, "--shrink", str(shrink), "--child"]
-                    done = subprocess.run(
-                        [*command, case, name, str(reference)], capture_output=True, text=True, check=True
-                    )
-                    found[name].append(json.loads(done.stdout.splitlines()[-1]))
-        finally:
-            reference.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "--shrink", str(shrink), "--child", case]
+            for name in rounds * names:
+                arguments = [*command, name, f"{folder}/reference.npy"]
+                done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
         rows, cols, dtype = CASES[case]
         result = {
             "what": f"{case} of {rows // shrink} x {cols // shrink} {dtype}",

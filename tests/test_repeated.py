@@ -144,3 +144,17 @@ def test_no_array_is_kept_alive() -> None:
     product(a)
     del a
     assert there() is None
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("given", [{"topk": 5}, {"threshold": 0.5}])
+@pytest.mark.parametrize("metric", ["cosine", "dot"])
+def test_each_matrix_is_scaled_by_its_own_norms(given: dict[str, Any], metric: Any) -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(3):
+        e = rng.integers(1, 9, (60, 16)).astype("float32")
+        found, right = (
+            oocgemm.similarity(e, metric=metric, backend=backend, **given) for backend in ("cuda", "host")
+        )
+        np.testing.assert_array_equal(found.indices, right.indices)
+        np.testing.assert_allclose(found.scores, right.scores, rtol=1e-6)

@@ -301,10 +301,8 @@ def _operand_layout(
     problem: GemmProblem, matrix: Matrix, engine: Backend | None, *, in_place: bool
 ) -> Layout:
     """Return the layout of A or B for a run."""
-    layout, resident = (
-        _layout(as_read(problem, matrix), engine, in_place=in_place),
-        matrix.layout.resident_bytes,
-    )
+    layout = _layout(as_read(problem, matrix), engine, in_place=in_place)
+    resident = matrix.layout.resident_bytes
     # The numbers of a transform are in host memory, also if a device transforms the elements.
     return layout if layout.resident_bytes == resident else replace(layout, resident_bytes=resident)
 

@@ -62,7 +62,8 @@ def remember(job: Job, engine: Backend) -> None:
     if not (isinstance(a, ArrayMatrix) and isinstance(b, ArrayMatrix) and isinstance(c, ArrayMatrix | None)):
         return
     as_given = a.array is request.a and b.array is request.b and not request.gram
-    if as_given and job.plan.steps and job.correction is None:
+    # A correction and scales are computed from the elements of the operands.
+    if as_given and job.plan.steps and job.correction is None and job.scales is None:
         key = _key(request, engine)
         if key is not None:
             if len(_recent) >= MAX_KEPT:
@@ -91,6 +92,6 @@ def _key(request: Request, engine: Backend) -> object:
 
 def _form(x: Any) -> object:
     """Return what the layout of an array depends on."""
-    return (
-        None if x is None else (x.shape, x.strides, x.dtype, x.flags.num, x.ctypes.data % (x.itemsize or 1))
-    )
+    if x is None:
+        return None
+    return x.shape, x.strides, x.dtype, x.flags.num, x.ctypes.data % (x.itemsize or 1)
