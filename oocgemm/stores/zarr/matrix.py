@@ -95,6 +95,7 @@ class ZarrMatrix:
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
+            decode_bytes += self.direct.stored_bytes
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
         raw = self.direct.encoding if self.direct and self.direct.encoding.raw else None
