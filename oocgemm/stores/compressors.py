@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.stores.base import Array
-from oocgemm.stores.zstd import decompress_zstd
+from oocgemm.stores.native import decompress
 
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
 INTO_MEMORY = ("zstd", "blosc", "lz4")
@@ -34,7 +34,7 @@ def decompresses_in_place(compressor: Any, stored: Array, out: Array) -> bool:
     Returns whether `out` was filled. If not, `decompressed` says what is wrong with the data. Raises
     `ValueError` for truncated blosc data, and whatever the codec raises.
     """
-    if compressor.codec_id == "zstd" and decompress_zstd(stored, out):
+    if decompress(compressor.codec_id, stored, out):
         return True
     if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
         compressor.decode(stored, out=out)

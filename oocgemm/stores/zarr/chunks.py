@@ -17,16 +17,23 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
+from oocgemm.stores.files import MIN_DIRECT, SECTOR, OpenFile, folder_mtime, many_cores, padded, publish
 from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
-from oocgemm.stores.zarr.together import MAX_DECODED, MAX_OPEN, STORED_BYTES, Place, decode, gather, view
+from oocgemm.stores.zarr.together import (
+    MAX_DECODED,
+    MAX_OPEN,
+    STORED_BYTES,
+    Place,
+    decode,
+    gather,
+    min_line,
+    view,
+)
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 MISSING = (1 << 64) - 1
-# Shorter lines, in bytes, that are not adjacent in their destination are copied one chunk at a time.
-MIN_LINE = 256
 # The number of files that `DirectChunks.in_page_cache` checks.
 SAMPLED_FILES = 8
 
@@ -120,14 +127,24 @@ class DirectChunks:
         return self.encoding.raw and self.encoding.in_place
 
     @property
+    def line_bytes(self) -> int:
+        """The size of a row of a chunk before compression, in bytes."""
+        return self.chunk[1] * self.encoding.dtype.itemsize
+
+    @property
     def decodes_together(self) -> bool:
         """Whether the stored bytes of several chunks are read together, and then decoded one by one."""
-        return self.encoding.compressor is not None and self.chunk_bytes <= MAX_DECODED
+        small = self.chunk_bytes <= MAX_DECODED
+        if self.encoding.raw:
+            return small and not (self.readable_in_place and self.line_bytes >= min_line())
+        return small and self.encoding.compressor is not None
 
     @property
     def stored_bytes(self) -> int:
         """The scratch memory of a thread for stored bytes of chunks that are read together."""
-        return min(STORED_BYTES, MAX_OPEN * self.chunk_bytes) if self.decodes_together else 0
+        # An encoded chunk can be a little larger than its elements.
+        together = padded((MAX_OPEN if many_cores() else 2) * self.chunk_bytes + SECTOR)
+        return min(STORED_BYTES, together) if self.decodes_together else 0
 
     @property
     def _file_extents(self) -> tuple[int, int]:
@@ -187,12 +204,11 @@ class DirectChunks:
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
-        line = self.chunk[1] * self.encoding.dtype.itemsize
         if not (self.readable_in_place and copies_bytes(self.encoding.dtype, out) and out.size):
             return False
         if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
             return False  # on few cores, a mapping is faster
-        return line >= MIN_LINE or out.strides[0] == line
+        return self.line_bytes >= min_line() or out.strides[0] == self.line_bytes
 
     def places(self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]) -> Iterator[Place]:
         """Find the chunks of a block in the open file of the chunk or shard `number`, which contains it.

@@ -5,8 +5,9 @@ encoded chunks into scratch memory, and then decodes one after the other. Both l
 missing or damaged ones, to the caller.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import OpenFile, scratch
+from oocgemm.stores.files import OpenFile, many_cores, scratch
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
+from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
 
 if TYPE_CHECKING:
@@ -28,12 +30,23 @@ MAX_LINES = 4096
 # Chunks of at most MAX_DECODED bytes before compression are read together, and decoded. The scratch memory of
 # a thread for their stored bytes has at most STORED_BYTES.
 MAX_DECODED, STORED_BYTES = 512 << 10, 1 << 20
+# On many cores, stored bytes of about this size are read by one call, because the GIL is contended. On few
+# cores, each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
+BATCH_BYTES_ON_MANY_CORES = 512 << 10
+# Shorter lines, in bytes, that are not adjacent in their destination are copied from scratch memory. Reading
+# them in place costs the system up to 0.1 us per line; copying them costs a few cores more than many.
+MIN_LINE, MIN_LINE_ON_MANY_CORES = 1024, 256
 # Rows and columns of the matrix.
 Block = tuple[Range, Range]
 # A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
 Needed = tuple[tuple[int, int], Block]
 # The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
 Place = tuple[int | None, int, Block]
+
+
+def min_line() -> int:
+    """Return the length in bytes from which lines are read straight into a destination with gaps."""
+    return MIN_LINE_ON_MANY_CORES if many_cores() else MIN_LINE
 
 
 def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
@@ -80,48 +93,99 @@ def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: 
 
 
 def decode(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
-    """Read and decode blocks of small encoded chunks of many files.
+    """Read and decode blocks of small chunks of many files.
 
-    The arguments and the result are those of `gather`.
+    The arguments and the result are those of `gather`. Of a chunk that is stored by rows and not encoded,
+    only the needed rows are read.
     """
-    memory = scratch(chunks.stored_bytes, "stored")
-    address, filled, failed = memory.ctypes.data, 0, set[int]()
-    reads, owners = list[tuple[int, int, int, int]](), list[tuple[int, Block]]()
-
-    def read() -> None:
-        nonlocal filled
-        start = 0
-        for (*_, size), (at, part), found in zip(reads, owners, read_ranges(reads), strict=True):
-            content = memory[start : start + size]
-            start += size
-            if found != size:
-                failed.add(at)
-                continue
-            try:
-                target = view(out, block, part)
-                chunks.encoding.decode_part(content, chunks.chunk, chunks.inside(part), target)
-            except ValueError:
-                failed.add(at)
-        reads.clear()
-        owners.clear()
-        filled = 0
-
+    failed = set[int]()
+    batch = _Batch(chunks, block, out, failed)
+    by_rows, line = chunks.encoding.raw and chunks.encoding.order == "C", chunks.line_bytes
     try:
-        for at, file, (offset, size, part) in _stored(chunks, needed, failed, read):
+        for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
             if offset is None:
                 view(out, block, part)[...] = chunks.fill
-                continue
-            if filled + size > memory.nbytes or len(reads) == MAX_READS:
-                read()
-            if size > memory.nbytes:
-                failed.add(at)
-                continue
-            reads.append((file.descriptor, offset, address + filled, size))
-            owners.append((at, part))
-            filled += size
+            elif by_rows:
+                first, last = part[0]
+                start, size = offset + first % chunks.chunk[0] * line, (last - first) * line
+                batch.add(at, part, file.descriptor, start, size)
+            else:
+                batch.add(at, part, file.descriptor, offset, length)
     except OSError:  # the system does not support such reads
         return list(needed)
     return [needed[at] for at in sorted(failed)]
+
+
+class _Batch:
+    """Stored bytes of chunks that are read together into scratch memory, and decoded from there."""
+
+    def __init__(self, chunks: "DirectChunks", block: Block, out: Array, failed: set[int]) -> None:
+        """Create an empty batch. `out` is for the rows and columns `block`. `decode` adds to `failed`."""
+        self._chunks, self._block, self._out, self._failed = chunks, block, out, failed
+        self._memory = scratch(chunks.stored_bytes, "stored")
+        self._address, self._filled = self._memory.ctypes.data, 0
+        self._limit = BATCH_BYTES_ON_MANY_CORES if many_cores() else 1
+        self._reads = list[tuple[int, int, int, int]]()
+        self._owners = list[tuple[int, Block]]()
+        encoding = chunks.encoding
+        self._elements = scratch(chunks.chunk_bytes).view(encoding.dtype).reshape(chunks.chunk)
+        self._to = self._elements.ctypes.data
+        self._decompress = None
+        if encoding.compressor is not None and encoding.in_place and not encoding.checksum:
+            self._decompress = decompresser(encoding.compressor.codec_id)
+
+    def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
+        """Add the stored bytes of a chunk, or of rows of it, with the block `part` of the matrix.
+
+        `at` is the index of the file, which is added to `failed` if something is unusual.
+        """
+        if size > self._memory.nbytes:
+            self._failed.add(at)
+            return
+        full = self._filled >= self._limit or self._filled + size > self._memory.nbytes
+        if full or len(self._reads) == MAX_READS:
+            self.decode()
+        self._reads.append((descriptor, offset, self._address + self._filled, size))
+        self._owners.append((at, part))
+        self._filled += size
+
+    def decode(self) -> None:
+        """Read and decode the chunks of the batch, and empty it."""
+        sizes = self._read()
+        for (*_, place, size), (at, part), found in zip(self._reads, self._owners, sizes, strict=True):
+            if found != size or not self._decoded(place, size, part):
+                self._failed.add(at)
+        self._reads.clear()
+        self._owners.clear()
+        self._filled = 0
+
+    def _read(self) -> list[int]:
+        """Read the stored bytes. Return the size of each read, which is negative for a failed one."""
+        if len(self._reads) > 1:
+            return read_ranges(self._reads)
+        memory: Any = self._memory
+        try:
+            return [os.preadv(d, [memory[:size]], offset) for d, offset, _, size in self._reads]
+        except OSError:
+            return [-1]
+
+    def _decoded(self, place: int, size: int, part: Block) -> bool:
+        """Decode `size` bytes at the address `place` into a block of the matrix. Return whether it worked."""
+        encoding, shape = self._chunks.encoding, self._chunks.chunk
+        wanted, target = self._chunks.inside(part), view(self._out, self._block, part)
+        if self._decompress is not None and self._decompress(place, size, self._to, self._elements.nbytes):
+            target[...] = self._elements[wanted]
+            return True
+        stored = self._memory[place - self._address :][:size]
+        if encoding.raw and encoding.order == "C":
+            elements = stored.view(encoding.dtype).reshape(-1, shape[1])[:, wanted[1]]
+            np.copyto(target, elements, casting="equiv")
+            return True
+        try:
+            encoding.decode_part(stored, shape, wanted, target)
+        except ValueError:
+            return False
+        return True
 
 
 def _stored(
