@@ -122,10 +122,10 @@ def measure(
 
 @click.command()
 @click.option(
-    "--size", default=8192, show_default=True, help="Columns of the matrix; it has half as many rows."
+    "--size", default=4096, show_default=True, help="Columns of the matrix; it has half as many rows."
 )
 @click.option(
-    "--seconds", "budget", default=3.0, show_default=True, help="How long each array is measured, at least."
+    "--seconds", "budget", default=1.5, show_default=True, help="How long each array is measured, at least."
 )
 @work
 @output

@@ -22,6 +22,7 @@ from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.zarr.together import (
+    MAX_COPIED,
     MAX_DECODED,
     MAX_OPEN,
     STORED_BYTES,
@@ -134,10 +135,10 @@ class DirectChunks:
     @property
     def decodes_together(self) -> bool:
         """Whether the stored bytes of several chunks are read together, and then decoded one by one."""
-        small = self.chunk_bytes <= MAX_DECODED
         if self.encoding.raw:
-            return small and not (self.readable_in_place and self.line_bytes >= min_line())
-        return small and self.encoding.compressor is not None
+            in_place = self.readable_in_place and self.line_bytes >= min_line()
+            return self.chunk_bytes <= MAX_COPIED and not in_place
+        return self.chunk_bytes <= MAX_DECODED and self.encoding.compressor is not None
 
     @property
     def stored_bytes(self) -> int:

@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import OpenFile, many_cores, scratch
+from oocgemm.stores.files import MIN_SEGMENT, OpenFile, many_cores, scratch
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
 from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 MAX_OPEN = 32
 # Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
 MAX_LINES = 4096
-# Chunks of at most MAX_DECODED bytes before compression are read together, and decoded. The scratch memory of
-# a thread for their stored bytes has at most STORED_BYTES.
-MAX_DECODED, STORED_BYTES = 512 << 10, 1 << 20
+# Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
+# are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
+MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
 # On many cores, stored bytes of about this size are read by one call, because the GIL is contended. On few
 # cores, each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
 BATCH_BYTES_ON_MANY_CORES = 512 << 10
-# Shorter lines, in bytes, that are not adjacent in their destination are copied from scratch memory. Reading
-# them in place costs the system up to 0.1 us per line; copying them costs a few cores more than many.
-MIN_LINE, MIN_LINE_ON_MANY_CORES = 1024, 256
+# On many cores, lines of at least this many bytes are read straight into a destination with gaps. On few
+# cores, this is `MIN_SEGMENT`: a copy is faster than many buffers in one system call.
+MIN_LINE_ON_MANY_CORES = 256
 # Rows and columns of the matrix.
 Block = tuple[Range, Range]
 # A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
@@ -46,7 +46,7 @@ Place = tuple[int | None, int, Block]
 
 def min_line() -> int:
     """Return the length in bytes from which lines are read straight into a destination with gaps."""
-    return MIN_LINE_ON_MANY_CORES if many_cores() else MIN_LINE
+    return MIN_LINE_ON_MANY_CORES if many_cores() else MIN_SEGMENT
 
 
 def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
@@ -173,9 +173,13 @@ class _Batch:
         """Decode `size` bytes at the address `place` into a block of the matrix. Return whether it worked."""
         encoding, shape = self._chunks.encoding, self._chunks.chunk
         wanted, target = self._chunks.inside(part), view(self._out, self._block, part)
-        if self._decompress is not None and self._decompress(place, size, self._to, self._elements.nbytes):
-            target[...] = self._elements[wanted]
-            return True
+        if self._decompress is not None:
+            in_place = target.shape == shape and target.flags.c_contiguous
+            to = target.ctypes.data if in_place else self._to
+            if self._decompress(place, size, to, self._elements.nbytes):
+                if not in_place:
+                    target[...] = self._elements[wanted]
+                return True
         stored = self._memory[place - self._address :][:size]
         if encoding.raw and encoding.order == "C":
             elements = stored.view(encoding.dtype).reshape(-1, shape[1])[:, wanted[1]]
