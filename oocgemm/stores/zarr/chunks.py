@@ -7,6 +7,7 @@ and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,9 +155,12 @@ class DirectChunks:
         Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
         too little memory to decode a chunk.
         """
-        needed = list(_cut((rows, cols), self._file_extents))
         if self._gathers(out):
-            needed = self._gather(needed, (rows, cols), out)
+            if self._read_adjacent(rows, cols, out):
+                return
+            needed = self._gather(list(_cut((rows, cols), self._file_extents)), (rows, cols), out)
+        else:
+            needed = list(_cut((rows, cols), self._file_extents))
         for number, block in needed:
             target = _part(out, (rows, cols), block)
             try:
@@ -189,6 +193,28 @@ class DirectChunks:
         if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
             return False  # on few cores, a mapping is faster
         return line >= MIN_LINE or out.strides[0] == line
+
+    def _read_adjacent(self, rows: Range, cols: Range, out: Array) -> bool:
+        """Read whole rows of one uncompressed chunk by one call. Return whether that was possible.
+
+        Many threads read such blocks at once, so little is done here with the GIL.
+        """
+        height, width = self.chunk
+        first, last = rows[0] // height, (rows[1] - 1) // height
+        if self.shards or first != last or not out.flags.c_contiguous:
+            return False
+        if cols[0] % width or cols[1] - cols[0] != width:
+            return False
+        try:
+            path = f"{self.root}/{self.key((first, cols[0] // width))}"
+            descriptor, size = self._opener.open(path)
+            try:
+                start = rows[0] % height * width * out.itemsize
+                return size == self.chunk_bytes and os.preadv(descriptor, [out], start) == out.nbytes
+            finally:
+                Opener.close(descriptor)
+        except OSError:
+            return False  # the caller finds out what is wrong
 
     def _gather(self, needed: Sequence[_Needed], block: tuple[Range, Range], out: Array) -> list[_Needed]:
         """Read blocks of uncompressed chunks from many files together.
