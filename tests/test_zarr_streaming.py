@@ -92,6 +92,27 @@ def test_large_chunks_are_read_together_on_many_cores(
         np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
 
 
+def test_whole_rows_of_a_chunk_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a fraction of the GIL that `read_parts` takes. Other blocks are read together."""
+    values, alike = integers(rng, SHAPE, "float64"), {"chunks": (40, 62)}
+    matrix, right, calls = opened(stored(tmp_path, values, **alike)), os.preadv, list[int]()
+
+    def preadv(descriptor: int, buffers: Any, *rest: int) -> int:
+        calls.append(len(buffers))
+        return right(descriptor, buffers, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    for rows, cols, whole in (
+        *(((45, 80), (62, 124), True), ((0, 40), (248, 310), True), ((200, 230), (0, 62), True)),
+        *(((45, 81), (62, 124), False), ((45, 80), (61, 124), False), ((45, 80), (62, 123), False)),
+    ):
+        out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
+        calls.clear()
+        matrix.read(rows, cols, out)
+        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
+        assert (calls == [1]) == whole
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_chunks_are_read_together_where_the_system_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool

@@ -209,8 +209,9 @@ class DirectChunks:
             path = f"{self.root}/{self.key((first, cols[0] // width))}"
             descriptor, size = self._opener.open(path)
             try:
+                buffer: Any = out
                 start = rows[0] % height * width * out.itemsize
-                return size == self.chunk_bytes and os.preadv(descriptor, [out], start) == out.nbytes
+                return size == self.chunk_bytes and os.preadv(descriptor, [buffer], start) == out.nbytes
             finally:
                 Opener.close(descriptor)
         except OSError:
