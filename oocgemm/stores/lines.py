@@ -22,6 +22,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_SEGMENT, O_DIRECT, SECTOR, OpenFile, scratch
+from oocgemm.stores.opener import Opener
 
 # Lines of at most this many bytes are read whole, and the needed elements are copied from them. For lines of
 # 8 KiB, this takes about as long as one read per line of only the needed elements.
@@ -180,11 +181,11 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
     """
     # switch readahead off: it would load the unneeded bytes between the rows
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    Opener.without_readahead(file.descriptor)
     size, left = rows.shape[1], np.arange(len(rows))
-    some = left[:: -(-len(rows) // SAMPLES)]
-    if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
-        left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
+    left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
+    if not left.size:
+        return
     _request(file, start + stride * left, size)
     # The rows were requested in ascending order. Read them in descending order: only the first read waits
     # long, and by then the disk has delivered most other rows.

@@ -27,6 +27,7 @@ from oocgemm.stores.zarr.together import (
     MAX_OPEN,
     STORED_BYTES,
     Place,
+    adjacent,
     decode,
     gather,
     min_line,
@@ -174,8 +175,11 @@ class DirectChunks:
         Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
         too little memory to decode a chunk.
         """
+        gathers = self._gathers(out)
+        if gathers and adjacent(self, (rows, cols), out):
+            return
         needed = list(_cut((rows, cols), self._file_extents))
-        if self._gathers(out):
+        if gathers:
             needed = gather(self, needed, (rows, cols), out)
         elif self.decodes_together:
             needed = decode(self, needed, (rows, cols), out)

@@ -1,8 +1,8 @@
 """Read blocks of many chunk files together, so that Python releases the GIL once for all of them.
 
-`gather` reads uncompressed chunks straight into their destination. `decode` reads the stored bytes of small
-encoded chunks into scratch memory, and then decodes one after the other. Both leave unusual files, such as
-missing or damaged ones, to the caller.
+`adjacent` and `gather` read uncompressed chunks straight into their destination. `decode` reads the stored
+bytes of small encoded chunks into scratch memory, and then decodes one after the other. All leave unusual
+files, such as missing or damaged ones, to the caller.
 """
 
 import os
@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_SEGMENT, OpenFile, many_cores, scratch
+from oocgemm.stores.files import MIN_DIRECT, MIN_SEGMENT, OpenFile, many_cores, scratch
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
 from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
@@ -90,6 +90,36 @@ def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: 
     except OSError:  # the system does not support such reads
         return list(needed)
     return [needed[at] for at in sorted(failed)]
+
+
+def adjacent(chunks: "DirectChunks", block: Block, out: Array) -> bool:
+    """Read whole rows of uncompressed chunks that are adjacent in `out`. Return whether that was possible.
+
+    Each chunk is read by one call. Many threads read such blocks at once, so little is done with the GIL. If
+    something about a file is unusual, the caller must read the block in another way.
+    """
+    (top, bottom), (left, right), (height, width) = *block, chunks.chunk
+    if chunks.shards or left % width or right - left != width or not out.flags.c_contiguous:
+        return False
+    if chunks.chunk_bytes < MIN_DIRECT and top // height != (bottom - 1) // height:
+        return False  # many small files are read faster together
+    elements: Any = out.reshape(-1)
+    while top < bottom:
+        end = min(bottom, (top // height + 1) * height)
+        start, size = top % height * width, (end - top) * width
+        try:
+            path = f"{chunks.root}/{chunks.key((top // height, left // width))}"
+            descriptor, length = chunks.opener.open(path)
+            try:
+                read = os.preadv(descriptor, [elements[:size]], start * out.itemsize)
+            finally:
+                Opener.close(descriptor)
+        except OSError:
+            return False
+        if length != chunks.chunk_bytes or read != size * out.itemsize:
+            return False
+        top, elements = end, elements[size:]
+    return True
 
 
 def decode(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
