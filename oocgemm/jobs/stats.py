@@ -17,6 +17,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.moments import SCRATCH, Moments, moments
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.streaming import reduced
+from oocgemm.planning import Op
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
@@ -90,11 +91,11 @@ def stats(
     """
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for statistics of the columns, or 1 for those of the rows")
-    matrix = stores.open_matrix("X", stores.located("X", x))
+    matrix, op = stores.by_rows(stores.open_matrix("X", stores.located("X", x)), Op.N)
     transform = Transform(missing=missing, log1p=log1p)
     transform.result("X", matrix.dtype)  # refuses complex operands
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
-    return stats_of(matrix, axis, transform, memory)
+    return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
 def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> Stats:
