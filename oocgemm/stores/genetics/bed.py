@@ -84,8 +84,7 @@ class BedMatrix:
             contiguous=1 if by_variant else 0,
             line=individuals,
             itemsize=1,
-            scratch_bytes=scratch_bytes(past_cache=self._past_cache) + _SLAB_BYTES,
-            page_cached=by_variant and not self._past_cache,
+            decode_bytes=scratch_bytes(past_cache=self._past_cache) + _SLAB_BYTES,
         )
 
     def transposed(self) -> Self:
@@ -134,8 +133,13 @@ class BedMatrix:
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
-        path = str(self._path)
-        return {"store": "bed", "path": path, "shape": list(self.shape), "dtype": self.dtype.name}
+        return {
+            "store": "bed",
+            "path": str(self._path),
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "codecs": ["plink"],  # decoding has a rate of its own, which is not that of the disk
+        }
 
     def identities(self) -> set[object]:
         with suppress(OSError):  # the file was deleted or renamed: its identity is unknown
