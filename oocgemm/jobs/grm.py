@@ -114,23 +114,36 @@ def grm(
     known.result("X", matrix.dtype)  # refuses complex operands
     found = stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
+    change, divisor, variants = _standardizing(found, method)
+    excluded = len(found.count) - variants
+    logger.info("%d of %d variants have one allele or no known genotype", excluded, len(found.count))
+    del found  # 48 bytes per variant
+    transform = Transform(missing=missing, cast=cast, **change)
+    result = run_request(replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform))
+    if gcta is not None:
+        write_companions(gcta, individuals, variants)
+    facts = {field.name: getattr(result, field.name) for field in fields(Result)}
+    return Relationships(**facts, variants=variants, excluded=excluded)
+
+
+def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, int]:
+    """Return how genotypes are transformed, what the product is divided by, and the number of variants.
+
+    Raises:
+        InputError: all variants are left out.
+    """
     # 2 p (1 - p), where the mean is 2 p. It is NaN if no genotype is known.
     variance = found.mean * (1 - found.mean / 2)
     used = variance > 0
-    count, excluded = int(used.sum()), int((~used).sum())
+    count = int(used.sum())
     if not count:
-        raise InputError(f"none of the {excluded} variants of X has two alleles among its known genotypes")
-    logger.info("%d of %d variants have one allele or no known genotype", excluded, count + excluded)
+        raise InputError(f"none of the {used.size} variants of X has two alleles among its known genotypes")
     center = np.where(found.count > 0, found.mean, 0)
+    change: dict[str, Any] = {"impute": center, "center": center}
+    if method == "vanraden":
+        return change, float(variance[used].sum()), count
     # Centered elements of the variants that are left out are 0, by whatever they are divided.
-    scale = np.sqrt(np.where(used, variance, 1)) if method == "gcta" else None
-    divisor = count if method == "gcta" else float(variance[used].sum())
-    transform = Transform(missing=missing, impute=center, center=center, scale=scale, cast=cast)
-    result = run_request(replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform))
-    if gcta is not None:
-        write_companions(gcta, individuals, count)
-    facts = {field.name: getattr(result, field.name) for field in fields(Result)}
-    return Relationships(**facts, variants=count, excluded=excluded)
+    return change | {"scale": np.sqrt(np.where(used, variance, 1))}, float(count), count
 
 
 def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:
