@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError, NotFoundError
+from oocgemm.jobs import genotypes as counting
+from oocgemm.jobs import streaming
 from oocgemm.service.confine.paths import PathError, Root, resolve
 from oocgemm.stores.genetics import bed
 from tests.backends_here import ENGINES, Engine, running_on
@@ -64,6 +66,35 @@ def test_products_of_genotypes_are_exact(engine: Engine, axis: int, tmp_path: Pa
         np.testing.assert_array_equal(scores.out, kept @ weights)
         raw = oocgemm.gemm(path, path, trans_a="T", **given)
         np.testing.assert_array_equal(raw.out, x.T.astype(np.int64) @ x)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    people=st.integers(1, 600), variants=st.integers(1, 30), seed=st.integers(0, 99), slab=st.integers(1, 90)
+)
+def test_counted_genotypes_give_the_statistics_of_elements(
+    people: int, variants: int, seed: int, slab: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = genotypes(rng, people, variants, missing=rng.choice([0, 0.3, 1]))
+    x[:, rng.random(variants) < 0.2] = rng.integers(-1, 3)
+    path = write_bed(tmp_path_factory.mktemp("bed") / "x.bed", x)
+    content = bytearray(path.read_bytes())
+    if people % 4:  # bits that stand for no individual
+        line = (people + 3) // 4
+        for last in range(2 + line, len(content), line):
+            content[last] |= 0xFF << 2 * (people % 4) & 0xFF
+        path.write_bytes(content)
+    matrix = bed.open_bed("X", path)
+    with patch.object(counting, "_SLAB", slab), patch.object(streaming, "BATCH_BYTES", 16):
+        counts = counting.genotype_counts(matrix, 1 << 20)
+        found = oocgemm.stats(path, missing=-1)
+    np.testing.assert_array_equal(counts, np.stack([(x == value).sum(0) for value in (0, 1, 2, -1)], 1))
+    expected = oocgemm.stats(x, missing=-1)
+    for name in ("count", "missing", "min", "max"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    for name in ("mean", "variance"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-13, atol=1e-15)
 
 
 def test_statistics_are_per_variant(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from oocgemm.stores.durable import fingerprints, found_locally
 from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes
+from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.opener import Opener
 
 SUFFIX = ".bed"
@@ -42,7 +43,7 @@ ELEMENTS = (2, MISSING, 1, 0)
 
 _MAGIC, _BY_VARIANT, _BY_INDIVIDUAL = b"\x6c\x1b", b"\x01", b"\x00"
 _HEADER = 3  # bytes
-_PER_BYTE = 4  # individuals
+PER_BYTE = 4  # individuals
 # About this many bytes of the file are decoded at a time. Temporary arrays for them take nine bytes per byte:
 # the bytes, their elements, and the indices into which `numpy.take` converts pairs of bytes.
 _SLAB = 128 << 10
@@ -76,7 +77,7 @@ class BedMatrix:
         self._individuals, self._variants = individuals, variants
         shape = (variants, individuals) if by_variant else (individuals, variants)
         self.shape, self.dtype = checked(name, shape, np.dtype(np.int8))
-        self._line = ceil_div(individuals, _PER_BYTE)
+        self._line = ceil_div(individuals, PER_BYTE)
         self._size = _HEADER + variants * self._line
         self._past_cache = not worth_caching(self._size)
         self._opener = Opener()
@@ -93,11 +94,20 @@ class BedMatrix:
             *(self.name, self._path, self._individuals, self._variants), by_variant=not self._by_variant
         )
 
+    @property
+    def variant_axis(self) -> int:
+        """The axis that numbers the variants."""
+        return 0 if self._by_variant else 1
+
+    def packed(self) -> Matrix:
+        """Return the bytes of the file as a matrix, with a row per variant."""
+        return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         variants, individuals, block = (rows, cols, out) if self._by_variant else (cols, rows, out.T)
         if not block.size:
             return
-        first, last = individuals[0] // _PER_BYTE, ceil_div(individuals[1], _PER_BYTE)
+        first, last = individuals[0] // PER_BYTE, ceil_div(individuals[1], PER_BYTE)
         with OpenFile(self._path, self._opener) as file:
             if file.size < self._size:
                 raise EOFError(f"the file was truncated from {self._size} bytes to {file.size}")
@@ -109,13 +119,13 @@ class BedMatrix:
                     *(file, _HEADER, self._line, lines.dtype, (v0, v1), (b0, b1), lines),
                     past_cache=self._past_cache,
                 )
-                decoded = _decoded(raw)[: _PER_BYTE * lines.size].reshape(v1 - v0, -1)
-                start, stop = max(individuals[0], _PER_BYTE * b0), min(individuals[1], _PER_BYTE * b1)
+                decoded = _decoded(raw)[: PER_BYTE * lines.size].reshape(v1 - v0, -1)
+                start, stop = max(individuals[0], PER_BYTE * b0), min(individuals[1], PER_BYTE * b1)
                 np.copyto(
                     block[
                         v0 - variants[0] : v1 - variants[0], start - individuals[0] : stop - individuals[0]
                     ],
-                    decoded[:, start - _PER_BYTE * b0 : stop - _PER_BYTE * b0],
+                    decoded[:, start - PER_BYTE * b0 : stop - PER_BYTE * b0],
                 )
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
@@ -179,7 +189,7 @@ def open_bed(name: str, path: Path) -> BedMatrix:
             f"{name}: byte 3 of {path} is {head[2:].hex() or 'missing'} and must be 01: it is damaged"
         )
     matrix = BedMatrix(name, path, individuals, variants)
-    wanted = _HEADER + variants * ceil_div(individuals, _PER_BYTE)
+    wanted = _HEADER + variants * ceil_div(individuals, PER_BYTE)
     if size != wanted:
         raise InputError(
             f"{name}: {path} has {size} bytes, and {variants} variants ({stem.name}.bim) of {individuals} "
