@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.stores.genetics.grm import GrmFiles, GrmMatrix
+from oocgemm.stores.genetics.grm import GrmFiles, GrmMatrix, companions
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.command import command
 from tests.plink import Array, genotypes, reference, write_bed
@@ -76,6 +76,17 @@ def test_a_grm_bin_file_has_the_lower_triangle_by_rows(method: str, tmp_path: Pa
     again = oocgemm.matmul(out, np.eye(60, dtype=np.float32), backend="host", tile="16x16x16")
     np.testing.assert_array_equal(again[np.tril_indices(60)], stored)
     np.testing.assert_array_equal(again, again.T)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pandas_plink_reads_the_files(tmp_path: Path) -> None:
+    reader = pytest.importorskip("pandas_plink")
+    path, out = write_bed(tmp_path / "x.bed", X), tmp_path / "g.grm.bin"
+    oocgemm.grm(path, out, backend="host")
+    found, counts = reader.read_grm(*(str(place) for place in (out, *companions(out))))
+    np.testing.assert_allclose(found, reference(X, "gcta")[0], rtol=0, atol=2e-6)
+    assert found.coords["iid"].values.tolist() == [f"I{i}" for i in range(60)]
+    assert (np.asarray(counts) == 200 - EXCLUDED).all()
 
 
 def test_an_array_without_ids_gets_row_numbers(tmp_path: Path) -> None:
