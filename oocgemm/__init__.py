@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
+    from oocgemm.jobs.grm import Relationships, grm
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
@@ -60,6 +61,7 @@ __all__ = [
     "Partition",
     "Plan",
     "PlanOptions",
+    "Relationships",
     "Report",
     "Result",
     "RunOptions",
@@ -72,6 +74,7 @@ __all__ = [
     "cov",
     "gemm",
     "gram",
+    "grm",
     "matmul",
     "plan",
     "plan_gram",
@@ -92,6 +95,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
+    "jobs.grm": ("Relationships", "grm"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),

@@ -81,7 +81,9 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     elif transform.scale is not None and found is not None:
         scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
         _check_scale(matrix, scale)
-    if transform.imputes_mean and found is not None:
+    if isinstance(transform.impute, np.ndarray):
+        fill = transform.impute
+    elif transform.imputes_mean and found is not None:
         # Without missing elements, the mean of an index is not needed, and it may be NaN.
         fill = np.where(found.missing > 0, found.mean, 0)
     if transform.corrects:
