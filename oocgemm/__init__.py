@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
+    from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
     from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
 __all__ = [
+    "PCA",
     "BackendError",
     "BudgetError",
     "Client",
@@ -56,6 +58,7 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Output",
+    "PCAPlan",
     "Pairs",
     "Partition",
     "Plan",
@@ -73,8 +76,10 @@ __all__ = [
     "gemm",
     "gram",
     "matmul",
+    "pca",
     "plan",
     "plan_gram",
+    "plan_pca",
     "read_log",
     "release",
     "report",
@@ -93,6 +98,7 @@ _HOMES = {
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
     "jobs.similarity": ("Neighbors", "Pairs", "similarity"),
