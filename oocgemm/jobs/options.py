@@ -120,7 +120,7 @@ class PcaOptions(TypedDict, total=False):
     memory: Size | None
     device_memory: Size | None
     host_memory: Size | None
-    requests: int | None
+    requests: Requests | None
     device: int
     progress: "Progress | bool | None"
 

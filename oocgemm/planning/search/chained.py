@@ -14,13 +14,18 @@ from oocgemm.planning.tiling import TileShape
 # Target size of a panel of A, in bytes. A GPU copies larger ones no faster. The host reads smaller ones while
 # it multiplies others.
 PANEL_BYTES, HOST_PANEL_BYTES = 64 << 20, 16 << 20
+# X is divided into at least this many panels, so that few are read before the first product, unless they
+# would be smaller than MIN_PANEL_BYTES.
+PANELS, MIN_PANEL_BYTES = 16, 1 << 20
 
 
 def chained_shapes(setting: Setting) -> Iterator[TileShape]:
     """Yield the tile shapes to try, the best one first: with panels of whole chunks, then thinner ones."""
     problem, layout = setting.problem, setting.layouts.a
     row = problem.m * problem.itemsizes["A"]
-    target = max(1, (HOST_PANEL_BYTES if setting.machine.unified else PANEL_BYTES) // row)
+    size = HOST_PANEL_BYTES if setting.machine.unified else PANEL_BYTES
+    size = max(MIN_PANEL_BYTES, min(size, row * problem.depth // PANELS))
+    target = max(1, size // row)
     chunk = layout.read_chunk[1]
     depth = min(problem.depth, max(1, target // chunk) * chunk)
     while depth > 1:
