@@ -51,10 +51,9 @@ SHOWN = 5
 )
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the random start.")
 @click.option(
-    "--center/--no-center",
-    default=True,
-    show_default=True,
-    help="Subtract the mean of each column. --no-center gives a truncated SVD.",
+    "--no-center",
+    is_flag=True,
+    help="Do not subtract the mean of each column: find a truncated SVD of X.",
 )
 @click.option(
     "--scores",
@@ -67,7 +66,15 @@ SHOWN = 5
 @click.option("--dry-run", is_flag=True, help="Show how often X would be read, and how. Write nothing.")
 @TRANSFORM
 @taking(*PCA)
-def pca(x: str, out: str | None, as_json: bool, dry_run: bool, components: int, **options: Any) -> None:
+def pca(
+    x: str,
+    out: str | None,
+    as_json: bool,
+    dry_run: bool,
+    components: int,
+    no_center: bool,
+    **options: Any,
+) -> None:
     """Find the principal components of X, which is read once per iteration.
 
     X has samples as rows and features as columns, and may be larger than memory. It is the path or URL of a
@@ -77,6 +84,7 @@ def pca(x: str, out: str | None, as_json: bool, dry_run: bool, components: int, 
     Example: oocgemm pca X.zarr components.zarr --components 50
     """
     stores.load_without_cupy(*filter(None, (x, out)))
+    options["center"] = not no_center
     if dry_run:
         kept = {name: value for name, value in options.items() if name not in _RUN_ONLY}
         planned = jobs.plan_pca(x, components, **kept)
