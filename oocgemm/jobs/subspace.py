@@ -19,10 +19,10 @@ Block = tuple[Array, Array]
 # Singular values below ROUNDINGS units of rounding, or below FLOOR, relative to the largest one, are 0.
 ROUNDINGS, FLOOR = 8, 1e-7
 # Directions of the last block that are shorter than this, in square roots of the unit of rounding, when those
-# of the present one have been removed, are left out.
-MIN_LENGTH = 3
-# Nearly dependent directions are left out.
-MIN_EIGENVALUE = 1e-3
+# of the present one have been removed, are left out, and so are those shorter than MIN_DIFFERENCE.
+MIN_LENGTH, MIN_DIFFERENCE = 3, 1e-6
+# Nearly dependent directions are left out: of X V, and of X^T U.
+MIN_EIGENVALUE, MIN_SHARE = 1e-3, 1e-10
 # Matrices of the size of Q that exist at the same time, at most.
 MAX_MATRICES = 14
 
@@ -97,29 +97,48 @@ def _best(block: Block, last: Block | None, rounding: float) -> Block:
     lengths = np.sqrt(np.maximum(np.diagonal(gram), 0))
     used = lengths > max(FLOOR, ROUNDINGS * rounding) * lengths.max()
     # Columns of X V have very different lengths. Scaled to length 1, the short ones are as accurate.
-    scaled = gram[np.ix_(used, used)] / np.outer(lengths[used], lengths[used])
-    found, directions = np.linalg.eigh(scaled)
+    found, directions = np.linalg.eigh(gram[np.ix_(used, used)] / np.outer(lengths[used], lengths[used]))
     wide = found > MIN_EIGENVALUE
-    factor = directions[:, wide] / np.sqrt(found[wide]) / lengths[used, None]
-    vectors, values, _ = np.linalg.svd(z[:, used] @ factor, full_matrices=False)
-    return vectors, values
+    return _svd(z[:, used] @ (directions[:, wide] / np.sqrt(found[wide]) / lengths[used, None]))
+
+
+def _svd(x: Array) -> Block:
+    """Return the left singular vectors and the singular values of a matrix of nearly orthogonal columns.
+
+    With the lengths D of the columns, x = P K D, where K K^T are the inner products of the columns scaled to
+    length 1, and P is orthonormal. So only K D, which is small, needs an SVD.
+    """
+    lengths = np.linalg.norm(x, axis=0)
+    used = lengths > 0
+    x, lengths = x[:, used] / lengths[used], lengths[used]
+    found, directions = np.linalg.eigh(x.T @ x)
+    wide = found > MIN_SHARE
+    roots, directions = np.sqrt(found[wide]), directions[:, wide]
+    left, values, _ = np.linalg.svd(roots[:, None] * directions.T * lengths, full_matrices=False)
+    return x @ (directions / roots @ left), values
 
 
 def _joined(block: Block, last: Block | None, rounding: float) -> Block:
     """Return an orthonormal basis of the span of blocks, and its product, without what rounding hides."""
-    q, triangle = np.linalg.qr(block[0])
-    z = np.linalg.solve(triangle.T, block[1].T).T
+    q, z = _normalized(*block, least=0.5)
     if last is None:
         return q, z
     more, product = last
     for _ in range(2):  # once is not enough for columns that are nearly in the span
         shares = q.T @ more
         more, product = more - q @ shares, product - z @ shares
-    left, lengths, right = np.linalg.svd(more, full_matrices=False)
-    # Their products are differences, whose rounding errors are divided by the length.
-    kept = lengths > MIN_LENGTH * np.sqrt(rounding)
-    product = (product @ right[kept].T) / lengths[kept]
-    return np.hstack([q, left[:, kept]]), np.hstack([z, product])
+    # The products of what is left are differences, whose rounding errors are divided by the length.
+    more, product = _normalized(more, product, least=max(MIN_LENGTH * np.sqrt(rounding), MIN_DIFFERENCE))
+    more, product = _normalized(more, product, least=0.5)
+    return np.hstack([q, more]), np.hstack([z, product])
+
+
+def _normalized(q: Array, z: Array, least: float) -> Block:
+    """Return orthonormal combinations of the columns of Q that are at least `least` long, and those of Z."""
+    found, directions = np.linalg.eigh(q.T @ q)
+    kept = found >= least * least
+    directions = directions[:, kept] / np.sqrt(found[kept])
+    return q @ directions, z @ directions
 
 
 def _gram(q: Array, z: Array) -> Array:
