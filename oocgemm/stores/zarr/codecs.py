@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oocgemm.stores.base import Array
-from oocgemm.stores.compressors import INTO_MEMORY, decoded_size, decompressed
+from oocgemm.stores.compressors import INTO_MEMORY, decompressed, decompresses_in_place
 from oocgemm.stores.files import padded, scratch, sector_aligned
 
 # The compressors of zarr format 2 that this module calls directly, without zarr. All are lossless.
@@ -87,11 +87,12 @@ class Encoding:
         size = shape[0] * shape[1] * self.dtype.itemsize
         if self.compressor is None:
             elements = stored
-        elif self.compressor.codec_id in INTO_MEMORY and decoded_size(self.compressor, stored) == size:
+        elif self.compressor.codec_id in INTO_MEMORY:
             direct = into is not None and self.in_place
             elements = into.reshape(-1).view(np.uint8) if into is not None and direct else scratch(size)
-            self.compressor.decode(stored, out=elements)
-            if into is not None and direct:
+            if not decompresses_in_place(self.compressor, stored, elements):
+                elements = decompressed(self.compressor, stored, size)
+            elif into is not None and direct:
                 return into
         else:
             elements = decompressed(self.compressor, stored, size)

@@ -95,17 +95,18 @@ class ZarrMatrix:
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
+            decode_bytes += self.direct.stored_bytes * bool(decode_bytes)
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
-        raw = self.direct.encoding if self.direct and self.direct.encoding.raw else None
+        raw = self.direct if self.direct and self.direct.encoding.raw else None
         self.layout = Layout(
             read_chunk=chunk,
             write_chunk=shard,
             partial_reads=raw is not None,
-            contiguous=0 if raw and raw.order == "F" else 1,
+            contiguous=0 if raw and raw.encoding.order == "F" else 1,
             page_cached=self.direct is not None and self.direct.cached,
             itemsize=size,
-            scratch_bytes=SCRATCH_BYTES if raw else 0,
+            scratch_bytes=SCRATCH_BYTES + raw.stored_bytes if raw else 0,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
             encodes=not self.raw,
