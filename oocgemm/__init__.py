@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.grm import Relationships, grm
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
+    from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
     from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
 __all__ = [
+    "PCA",
     "BackendError",
     "BudgetError",
     "Client",
@@ -57,6 +59,7 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Output",
+    "PCAPlan",
     "Pairs",
     "Partition",
     "Plan",
@@ -76,8 +79,10 @@ __all__ = [
     "gram",
     "grm",
     "matmul",
+    "pca",
     "plan",
     "plan_gram",
+    "plan_pca",
     "read_log",
     "release",
     "report",
@@ -97,6 +102,7 @@ _HOMES = {
     "jobs.correlation": ("corr", "cov"),
     "jobs.grm": ("Relationships", "grm"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
     "jobs.similarity": ("Neighbors", "Pairs", "similarity"),

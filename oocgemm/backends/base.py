@@ -265,6 +265,14 @@ class Session(Protocol):
             scales: what rows and columns of C are multiplied by, if the problem is `scaled`.
         """
 
+    def use_factor(self, factor: Array) -> None:
+        """Set Q of a `chained` problem. Called before the first `submit`.
+
+        Args:
+            factor: m x n, of the dtype in which panels of A are multiplied. Its first `chained` columns
+                are Q.
+        """
+
     def kernels_used(self) -> list[str]:
         """Return the names of the kernels that this session has used for multiplications so far."""
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),
+    "pca": ("pca:pca", "Find the principal components of X, which is read once per iteration."),
     "plan": ("products:plan", "Show how a product would be computed."),
     "queue": ("queue:queue", "List the jobs of a service."),
     "release": ("queue:release", "Let held jobs start."),

@@ -150,6 +150,7 @@ TIMELINE = click.option(
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
 # Options of products of which only some elements are kept.
 SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, DEVICE, TIMELINE, QUIET)
+PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, DEVICE, QUIET)
 AXIS = click.option(
     "--axis",
     type=click.IntRange(0, 1),

@@ -180,7 +180,7 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
         InputError, BudgetError: as `gemm` does.
     """
     check_names("plan", options, PLAN_OPTIONS)
-    return _planned(parse(a, b, c, options))
+    return plan_request(parse(a, b, c, options))
 
 
 def gram(
@@ -247,10 +247,10 @@ def plan_gram(
         InputError, BudgetError: as `gram` does.
     """
     check_names("plan_gram", options, GRAM_PLAN_OPTIONS)
-    return _planned(parse_gram(x, out, axis, uplo, options))
+    return plan_request(parse_gram(x, out, axis, uplo, options))
 
 
-def _planned(request: Request) -> Plan:
+def plan_request(request: Request) -> Plan:
     """Plan a request without a device."""
     name = backends.resolve(request.backend)
     if request.backend == "auto" and name == "host":

@@ -76,6 +76,14 @@ class Job:
     scales: Array | None = None
 
     @property
+    def factor(self) -> Array:
+        """Q of a chained product, in the dtype in which panels of A are multiplied."""
+        chain = self.request.chain
+        assert chain is not None
+        assert chain.factor is not None
+        return chain.factor.astype(numpy_dtype(self.plan.problem.a_dtype), copy=False)
+
+    @property
     def read(self) -> dict[str, Matrix]:
         """The matrices that are read, by operand: as stored if the device transforms their elements."""
         return {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}

@@ -63,7 +63,7 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     """
     if isinstance(matrix, StandardizedMatrix):
         return readable_lines(matrix, memory)
-    if not isinstance(matrix, TransformedMatrix):
+    if not isinstance(matrix, TransformedMatrix) or matrix.vectors is not None:
         return matrix
     transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
     none = np.broadcast_to(0.0, extent)

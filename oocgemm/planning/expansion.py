@@ -41,5 +41,11 @@ def scale_bytes(problem: GemmProblem) -> int:
 def vector_bytes(problem: GemmProblem) -> dict[str, int]:
     """Return the bytes on the device of the numbers of each operand's transform, aligned."""
     stored = {"A": problem.stored_a, "B": problem.stored_b}
-    each = round_up(VECTOR_BYTES * problem.depth, _ALIGNMENT)
+    each = round_up(VECTOR_BYTES * problem.vector_length, _ALIGNMENT)
     return {operand: each for operand in problem.operands if stored[operand]}
+
+
+def factor_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on the device of Q, of a `chained` problem, aligned. Its rows are those of C."""
+    itemsize = DTYPES[problem.a_dtype].itemsize
+    return round_up(problem.m * problem.n * itemsize, _ALIGNMENT) if problem.chained else 0

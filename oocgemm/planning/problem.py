@@ -102,6 +102,10 @@ class GemmProblem:
 
     If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
     are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.
+
+    If `chained` is not 0, two products are computed for each panel, by one read of op(A). The product of the
+    adjoint of a panel of op(A) and a matrix Q, m x `chained`, is added to the first columns of the panel of B
+    before it is multiplied: ``C = op(A) @ (B + op(A)^H Q)``. C is then one tile.
     """
 
     m: int
@@ -127,6 +131,7 @@ class GemmProblem:
     sparse: bool = False
     threshold: float = 0.0
     absolute: bool = False
+    chained: int = 0
 
     @property
     def selects(self) -> bool:
@@ -238,7 +243,16 @@ class GemmProblem:
 
         A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
         """
-        return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
+        flops = (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
+        return flops * (self.n + self.chained) // self.n if self.chained else flops
+
+    @property
+    def vector_length(self) -> int:
+        """How many numbers of each kind a transform of op(A) has: one per index along k, or along m.
+
+        The products of a `chained` problem sum over both. Its transform has one per index along m.
+        """
+        return self.m if self.chained else self.depth
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:

@@ -62,10 +62,7 @@ _NATIVE = {"emulated": "native"}
 
 
 class CudaSession:
-    """Owns the device memory and the streams of one plan, and runs its operations.
-
-    Implements `oocgemm.backends.base.Session`.
-    """
+    """Owns the device memory and the streams of one plan, and runs its operations. Implements `Session`."""
 
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
@@ -256,6 +253,9 @@ class CudaSession:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
             if self._finisher is not None:
                 self._finisher.use(correction, scales, address, self._streams["compute"])
+
+    def use_factor(self, factor: Array) -> None:
+        raise AssertionError("ChainedSession runs chained products")
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]

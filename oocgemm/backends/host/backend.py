@@ -36,7 +36,7 @@ from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
+from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
@@ -58,6 +58,7 @@ class HostSession:
         self._in_place: Mapping[str, Array] = {}
         self._correction: Correction = None
         self._scales: Scales = None
+        self._factor: Array | None = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -106,6 +107,9 @@ class HostSession:
         assert not transforms  # operands are transformed when they are read
         self._correction, self._scales = correction, scales
 
+    def use_factor(self, factor: Array) -> None:
+        self._factor = factor
+
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]
 
@@ -114,7 +118,7 @@ class HostSession:
 
     def close(self, failed: bool = False) -> None:
         del self._arena, self._work
-        self._in_place = {}
+        self._in_place, self._factor = {}, None
 
     def pin(self, host: Sequence[Array]) -> None:
         pass
@@ -169,6 +173,10 @@ class HostSession:
                 return
         elif problem.a_dtype != problem.acc_dtype:
             a, b = self._in_accumulator_dtype(a, b)
+        if self._factor is not None:
+            # Op.C is not needed: chained products are real.
+            adjoint = Op.N if problem.trans_a.swaps else Op.T
+            gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:

@@ -8,7 +8,13 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.expansion import correction_bytes, expanded_bytes, scale_bytes, vector_bytes
+from oocgemm.planning.expansion import (
+    correction_bytes,
+    expanded_bytes,
+    factor_bytes,
+    scale_bytes,
+    vector_bytes,
+)
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
@@ -150,7 +156,8 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "work": workspace_bytes(problem, tile, machine),
         "transform": sum(vector_bytes(problem).values())
         + sum(correction_bytes(problem))
-        + scale_bytes(problem),
+        + scale_bytes(problem)
+        + factor_bytes(problem),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
