@@ -32,11 +32,11 @@ def host_block(
         return Pinned(memory(matrix)[top:bottom, left:right])
 
     shape, dtype = (bottom - top, right - left), matrix.dtype
+    uploading = operation.kind is Kind.UPLOAD
+    if plan.problem.gram and not uploading:
+        return Pageable(shape, dtype, partial(store, plan, operation, memory(matrix)))
     if matrix.layout.in_memory and not isinstance(matrix, SparseMatrix) and not is_mapped(matrix):
         array = memory(matrix)[top:bottom, left:right]
-        uploading = operation.kind is Kind.UPLOAD
-        if plan.problem.gram and not uploading:
-            return Pageable(shape, dtype, partial(store, plan, operation, memory(matrix)))
 
         def copy(rows: Range, cols: Range, part: Array) -> None:
             found = array[slice(*rows), slice(*cols)]

@@ -2,7 +2,8 @@
 
 The part of a strip that lies on the diagonal, its *diagonal block*, is computed whole. One of its triangles
 is replaced by the conjugate transpose of the other one, so that C is exactly Hermitian. With "full", the part
-of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose.
+of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose. If C
+is in memory, a GPU transposes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def store(plan: Plan, operation: Operation, c: Array, rows: Range, cols: Range, 
     transposes. So parts of a strip can be stored in any order.
 
     Args:
-        plan: of a Gram matrix of which one triangle is stored.
+        plan: of a Gram matrix.
         operation: the Download of the strip.
         c: C.
         rows, cols: of the part in the strip.
@@ -124,7 +125,8 @@ def store(plan: Plan, operation: Operation, c: Array, rows: Range, cols: Range, 
     """
     (top, bottom), left = operation.m, operation.n[0]
     rows, cols = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
-    start, end = (top, bottom) if plan.grid.is_staircase(operation.tile) else (cols[1], cols[1])
+    has_diagonal = plan.grid.is_staircase(operation.tile) and not operation.turned
+    start, end = (top, bottom) if has_diagonal else (cols[1], cols[1])
     cuts = sorted({*cols, *(x for x in (start, end) if cols[0] < x < cols[1])})
     for first, last in pairwise(cuts):
         block = part[:, first - cols[0] : last - cols[0]]

@@ -115,6 +115,22 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [block_of(source, summed, 1, elements, elements), *([to] if beta else [])], [to])
 
 
+def _turn(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/common/turn.cu, which transposes a block of a strip of C."""
+    source, pitch, rows, cols, result = _values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
+    stored = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
+    strip, turned = (
+        memory.matrix(*given)
+        for given in ((source, stored, cols, rows, pitch), (result, stored, rows, cols, cols))
+    )
+
+    def run() -> None:
+        turned[...] = strip.conj().T
+
+    read, written = block_of(source, stored, cols, rows, pitch), block_of(result, stored, rows, cols, cols)
+    return Work(run, [read], [written])
+
+
 def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/integers/int8_finish.cu, which applies alpha, beta and the cast to int32 sums."""
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
@@ -293,6 +309,7 @@ Prepare = Callable[[Memory, Macros, list[int]], Work]
 KERNELS: dict[str, tuple[int, Prepare]] = {
     "tiled": (1, _rung),
     "finish": (7, _finish),
+    "turn": (5, _turn),
     "int8_finish": (6, _int8_finish),
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),

@@ -40,6 +40,7 @@ from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
+from oocgemm.backends.cuda.turner import Turner
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -94,7 +95,8 @@ class CudaSession:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
-                self._work = self._vectors + plan.footprint.device["transform"]
+                turned = self._vectors + plan.footprint.device["transform"]
+                self._work = turned + plan.footprint.device["turned"]
                 size = self._work + plan.footprint.device["work"]
                 # None: the session allocates nothing. To ask for the free memory would take longer.
                 self._free_before: int | None = None
@@ -109,6 +111,7 @@ class CudaSession:
                     )
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
+                self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -164,9 +167,9 @@ class CudaSession:
                 token.synchronize()
         waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
-        address = self._address((op.writes if uploading else op.reads)[0])
-        copy = ring.upload if uploading else ring.download
-        return partial(self._copied, op, copy(address, block, waits))
+        given = self._address((op.writes if uploading else op.reads)[0]), block, waits
+        copy = ring.upload(*given) if uploading else ring.download(*given, self._turner.of(op))
+        return partial(self._copied, op, copy)
 
     def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:
         """Wait until the ring has read or written a block, and return the handle of the operation."""
@@ -294,11 +297,8 @@ class CudaSession:
         `submit` makes them later, under a lock. Preparing needs no lock, so other threads wait less.
         """
         match op.kind:
-            case Kind.UPLOAD:
+            case Kind.UPLOAD | Kind.DOWNLOAD:
                 return self._copies(op, host, stream)
-            case Kind.DOWNLOAD:
-                copies = self._copies(op, host, stream)
-                return copies if isinstance(host, Pinned) else copies + self._checksums(op, host, stream)
             case Kind.PREPARE if self._expander is not None:
                 return self._expander.launches(op)
             case Kind.PREPARE:
@@ -316,7 +316,8 @@ class CudaSession:
         if isinstance(host, Pinned):
             return [array_copy(device, host.array, stream, uploading=uploading)]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        return slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        return copies if uploading else copies + self._checksums(op, host, stream)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the copy of a strip's checksums, if there are any, to the host slot, behind the strip."""

@@ -71,6 +71,7 @@ class Operation(NamedTuple):
     - `first`: it is the first Multiply of its tile, which applies beta.
     - `coded`: it is a Read that decodes or a Write that encodes.
     - `device`: the device of its tile, as a position in the list of the run's devices.
+    - `turned`: it is a Download of the conjugate transpose of a strip. `m` and `n` are where C stores it.
     """
 
     kind: Kind
@@ -87,6 +88,12 @@ class Operation(NamedTuple):
     first: bool = False
     coded: bool = False
     device: int = 0
+    turned: bool = False
+
+    @property
+    def strip(self) -> Range:
+        """Range of rows of the strip of C that a Download copies."""
+        return self.n if self.turned else self.m
 
     @property
     def lane(self) -> Lane:
