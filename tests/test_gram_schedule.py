@@ -113,6 +113,24 @@ def test_the_simulator_detects_an_omitted_wait_of_a_gram_matrix() -> None:
     assert caught > len(dropped) / 6
 
 
+def test_an_accumulator_is_used_again_after_both_downloads_of_its_strips() -> None:
+    """They are copied by different threads, and end in any order."""
+    p = problem(6, 4, "full")
+    grid = TileGrid.of(p, TileShape(2, 2, 2), strip=2)
+    operations = waits_of(
+        Schedule(p, grid, triangle(3, 1), Slots(a=4, b=0, host_a=2, host_b=0, host_c=0, strip=2))
+    )
+    reading, checked = set[int](), 0
+    for number, (op, waits) in enumerate(operations):
+        if op.kind is Kind.DOWNLOAD:
+            reading.add(number)
+        elif op.kind is Kind.MULTIPLY and op.first:
+            assert reading <= set(waits)
+            checked += len(reading) == 2
+            reading = set()
+    assert checked == 3  # as many tiles off the diagonal
+
+
 @given(schedule=schedules())
 @settings(max_examples=examples(200), deadline=None)
 def test_traffic_of_a_gram_matrix_is_what_the_operations_move(schedule: Schedule) -> None:

@@ -33,7 +33,7 @@ from oocgemm.backends.base import (
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import RING, CudaToken, Work
+from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -50,14 +50,8 @@ from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
-# The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
-# stream first. So a Prepare does not have to wait until all blocks of the current Multiply have started.
-STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
-# previous panel are computed.
-SUMS = "sums"
 # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
 _NATIVE = {"emulated": "native"}
 
@@ -91,7 +85,7 @@ class CudaSession:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
                 if self._problem.planes:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
-                if self._problem.expands:
+                if self._problem.prepares and not self._problem.planes:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
@@ -147,8 +141,14 @@ class CudaSession:
             self._multiplier.load(call)
             stream.synchronize()
 
-    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
+    def _wait(self, op: Operation) -> None:
+        """Wait until cuBLAS has loaded its kernels and, before a Download, for what Prepares measure."""
         self._loading.wait()
+        if op.kind is Kind.DOWNLOAD and self._expander is not None:
+            self._expander.check()
+
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
+        self._wait(operation)
         if isinstance(host, Found):
             assert isinstance(self._finisher, Sifter)
             return self._finisher.copy(operation, host, self._host.ring, after, self._clock)
@@ -161,7 +161,7 @@ class CudaSession:
 
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
         # The threads of the ring have streams of their own, which wait for the operations in `after`.
-        self._loading.wait()
+        self._wait(op)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
@@ -253,12 +253,13 @@ class CudaSession:
         assert not arrays  # a GPU multiplies in its own memory only
 
     def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
-        address = self._arena + self._vectors
+        address, measurer = self._arena + self._vectors, None
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
+                measurer = self._expander.measurer
             if self._finisher is not None:
-                self._finisher.use(correction, scales, address, self._streams["compute"])
+                self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]

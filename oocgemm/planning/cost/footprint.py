@@ -8,7 +8,13 @@ from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.expansion import correction_bytes, expanded_bytes, scale_bytes, vector_bytes
+from oocgemm.planning.expansion import (
+    correction_bytes,
+    expanded_bytes,
+    measure_room,
+    scale_bytes,
+    vector_bytes,
+)
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
@@ -150,6 +156,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "work": workspace_bytes(problem, tile, machine),
         "transform": sum(vector_bytes(problem).values())
         + sum(correction_bytes(problem))
+        + measure_room(problem).end
         + scale_bytes(problem),
         # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
         "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,

@@ -109,9 +109,10 @@ class Operation(NamedTuple):
         """The name of the queue that the operation is issued to.
 
         It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
-        that they do not queue behind loads of A and B.
+        that they do not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read
+        the same elements, and may end in any order. So the second one has a queue of its own, too.
         """
-        return _STREAM[self.kind, self.coded, self.operand == "C"]
+        return "d2h-turned" if self.turned else _STREAM[self.kind, self.coded, self.operand == "C"]
 
     @property
     def block(self) -> tuple[Range, Range]:
