@@ -116,8 +116,22 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [block_of(source, summed, 1, elements, elements), *([to] if beta else [])], [to])
 
 
+def _complete(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare the kernel of kernels/common/turn.cu that makes a square Hermitian."""
+    at, pitch, extent = values((_POINTER, _LONG, _LONG), pointers)
+    place = at, numpy_dtype(_DTYPES[macros["OOC_STORED"]]), extent, extent, pitch
+    square = memory.matrix(*place)
+
+    def run() -> None:
+        lower = np.tril(np.ones(square.shape, bool), -1)
+        kept = lower if macros["OOC_UPPER"] == "0" else lower.T
+        square[...] = np.where(kept, square, np.where(kept.T, square.conj().T, square.real))
+
+    return Work(run, [block_of(*place)], [block_of(*place)])
+
+
 def _turn(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/common/turn.cu, which transposes a block of a strip of C."""
+    """Prepare the kernel of kernels/common/turn.cu that transposes a block of a strip of C."""
     source, pitch, rows, cols, result = values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
     stored = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
     strip, turned = (
@@ -306,6 +320,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "tiled": (1, _rung),
     "finish": (7, _finish),
     "turn": (5, _turn),
+    "complete": (3, _complete),
     "int8_finish": (6, _int8_finish),
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),

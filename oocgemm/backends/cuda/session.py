@@ -105,7 +105,7 @@ class CudaSession:
                     )
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
-                self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned)
+                self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
                 self.host_arena = self._host.take(plan)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
@@ -168,7 +168,7 @@ class CudaSession:
         waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
         given = self._address((op.writes if uploading else op.reads)[0]), block, waits
-        copy = ring.upload(*given) if uploading else ring.download(*given, self._turner.of(op))
+        copy = ring.upload(*given) if uploading else self._turner.download(op, ring.download, *given)
         return partial(self._copied, op, copy)
 
     def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:
