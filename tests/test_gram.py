@@ -117,6 +117,15 @@ def test_squares_on_the_diagonal_of_an_array_in_memory_are_exactly_hermitian(upl
         assert plan.traffic["d2h"] == plan.required["d2h"] == c.nbytes
 
 
+def test_a_whole_gram_matrix_in_memory_needs_little_device_memory() -> None:
+    x = operand((200, 30), "float64")
+    with fake_cuda(0) as device:
+        found = oocgemm.gram(x, uplo="full", backend="cuda", kernel="cublas", device_memory="80.6MiB")
+        device.check()
+    assert found.plan.setting.turns_on_device
+    check(found.out, x, "full")
+
+
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 def test_only_the_triangle_that_is_written_is_read(uplo: str) -> None:
     x = operand((100, 20), "float64")
