@@ -7,7 +7,6 @@ import numpy as np
 
 from oocgemm.backends.base import Found, Pageable, Pinned
 from oocgemm.engine.blocks import stored_block
-from oocgemm.engine.mirror import store
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
@@ -35,8 +34,6 @@ def host_block(
     if matrix.layout.in_memory and not isinstance(matrix, SparseMatrix) and not is_mapped(matrix):
         array = memory(matrix)[top:bottom, left:right]
         uploading = operation.kind is Kind.UPLOAD
-        if plan.problem.gram and not uploading:
-            return Pageable(shape, dtype, partial(store, plan, operation, memory(matrix)))
 
         def copy(rows: Range, cols: Range, part: Array) -> None:
             found = array[slice(*rows), slice(*cols)]

@@ -13,6 +13,7 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.measuring import measured
 from oocgemm.jobs.norms import inverse_norms
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.problem import tile_of
@@ -105,6 +106,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
+    if engine is None or engine.name == "cuda":
+        problem = measured(request, problem, a, tile, _unknown if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(a, b)
         a, b = readable_both(request, problem, a, b)

@@ -114,13 +114,13 @@ class Setting:
 
     @cached_property
     def streams_c(self) -> bool:
-        """Whether blocks of C need no host slots.
+        """Whether blocks of C need no host slots. If checksums are computed, C is checked in host slots."""
+        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked)
 
-        If checksums are computed, C is checked in host slots. There, strips of a whole Gram matrix are
-        transposed.
-        """
-        slots = self.machine.unified or self.problem.checked or self.problem.gram == "full"
-        return self.layouts.c.in_memory and not slots
+    @cached_property
+    def turns_on_device(self) -> bool:
+        """Whether the device transposes strips of a whole Gram matrix for their second Download."""
+        return self.streams_c and self.problem.gram == "full"
 
     @cached_property
     def enqueues(self) -> bool:

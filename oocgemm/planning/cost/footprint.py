@@ -12,6 +12,7 @@ from oocgemm.planning.expansion import (
     correction_bytes,
     expanded_bytes,
     factor_bytes,
+    measure_room,
     scale_bytes,
     vector_bytes,
 )
@@ -131,7 +132,7 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
             reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
-    if setting.problem.gram == "full":
+    if setting.problem.gram == "full" and not setting.streams_c:
         # A thread transposes a part of a strip before it writes the part a second time.
         part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part)
@@ -156,8 +157,11 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "work": workspace_bytes(problem, tile, machine),
         "transform": sum(vector_bytes(problem).values())
         + sum(correction_bytes(problem))
+        + measure_room(problem).end
         + scale_bytes(problem)
         + factor_bytes(problem),
+        # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
+        "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
