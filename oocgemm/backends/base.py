@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -28,6 +28,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.tiling import Range, Shape
+from oocgemm.stores.frames import Codec, Fetched
 from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
@@ -66,6 +67,22 @@ class Pageable:
     def nbytes(self) -> int:
         """Bytes of the block."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed(Pageable):
+    """A block of an operand in compressed chunks, which the device decodes.
+
+    `move` decodes a part of the block on the host, and raises the error of a damaged chunk.
+
+    Attributes:
+        codec: how the chunks are compressed.
+        fetch: reads the stored chunks that contain some rows and columns of the block, counted from its first
+            ones, one after another into an array of bytes. Many threads call this.
+    """
+
+    codec: Codec = field(kw_only=True)
+    fetch: Callable[[Range, Range, Array], Sequence[Fetched]] = field(kw_only=True)
 
 
 # A segment: elements of one row of C, in ascending order of columns, that were found together. `row` counts

@@ -1,0 +1,181 @@
+"""A GPU decodes compressed chunks into panels exactly, or reports the damage that the host reports."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+
+from oocgemm.backends.base import Compressed
+from oocgemm.errors import ExecutionError
+from oocgemm.planning.cost.decoding import DecodingShape
+from oocgemm.stores.frames import Codec
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+from tests.backends_here import CUDA
+from tests.decoding import Array
+
+nvcomp = pytest.importorskip("nvidia.libnvcomp", reason="nvCOMP is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
+    pytest.mark.timeout(120, method="thread"),
+]
+
+SHAPE, CHUNK = (300, 700), (64, 128)
+BLOCKS = ((0, 300), (0, 700)), ((64, 192), (128, 640)), ((3, 299), (5, 130)), ((70, 71), (140, 141))
+CODECS = {
+    "blosc-zstd": BloscCodec(cname="zstd", clevel=5, shuffle="shuffle"),
+    "blosc-zstd-bits": BloscCodec(cname="zstd", clevel=1, shuffle="bitshuffle"),
+    "blosc-lz4": BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"),
+    "blosc-lz4-bits": BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle"),
+    "blosc-lz4-none": BloscCodec(cname="lz4", clevel=5, shuffle="noshuffle"),
+    "blosc-raw": BloscCodec(cname="zstd", clevel=0, shuffle="shuffle"),
+    "zstd": ZstdCodec(level=3),
+    "zstd-checksum": ZstdCodec(level=3, checksum=True),
+}
+
+
+def codec_of(name: str, dtype: str) -> Codec:
+    return Codec("lz4" if "lz4" in name else "zstd", name.startswith("blosc"), np.dtype(dtype).itemsize)
+
+
+def compressed(matrix: ZarrMatrix, rows: tuple[int, int], cols: tuple[int, int], codec: Codec) -> Compressed:
+    """Return a block of a zarr array for the decoder."""
+    assert matrix.direct is not None
+    chunks = matrix.direct
+
+    def moved(act: Any, r: tuple[int, int], c: tuple[int, int], out: Array) -> Any:
+        return act((rows[0] + r[0], rows[0] + r[1]), (cols[0] + c[0], cols[0] + c[1]), out)
+
+    def fetch(r: tuple[int, int], c: tuple[int, int], out: Array) -> Any:
+        return [
+            each._replace(
+                rows=(each.rows[0] - rows[0], each.rows[1] - rows[0]),
+                cols=(each.cols[0] - cols[0], each.cols[1] - cols[0]),
+            )
+            for each in moved(chunks.fetch, r, c, out)
+        ]
+
+    return Compressed(
+        (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype, partial(moved, matrix.read), chunks.chunk,
+        (rows[0] % chunks.chunk[0], cols[0] % chunks.chunk[1]), codec=codec, fetch=fetch,
+    )  # fmt: skip
+
+
+@contextmanager
+def decoding(shape: DecodingShape) -> Iterator[Any]:
+    """Yield a function that decodes a block on the device, and returns its elements and the bytes copied."""
+    import cupy
+
+    from oocgemm.backends.cuda.decoder import Decoder
+    from oocgemm.backends.cuda.launch import Kernels
+
+    device = cupy.cuda.Device(0)
+    with device:
+        memory = cupy.zeros(shape.device_bytes, cupy.uint8)
+        decoder = Decoder(device, shape, memory.data.ptr, Kernels(0))
+
+        def decode(block: Compressed) -> tuple[Array, int]:
+            out = cupy.full(block.shape[0] * block.shape[1] * block.dtype.itemsize + 512, 7, cupy.uint8)
+            work, copied = decoder.upload(out.data.ptr, block, [])()
+            work.end.synchronize()
+            found = cupy.asnumpy(out)
+            assert (found[-512:] == 7).all()
+            return found[:-512].view(block.dtype).reshape(block.shape), copied
+
+        try:
+            yield decode
+        finally:
+            decoder.close()
+
+
+def stored(path: Path, x: Array, name: str, **options: Any) -> ZarrMatrix:
+    array = zarr.create_array(
+        path, shape=x.shape, dtype=x.dtype, chunks=CHUNK, compressors=[CODECS[name]], **options
+    )
+    array[:] = x
+    return ZarrMatrix("A", zarr.open_array(path, mode="r"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "float64", "complex128"])
+def test_all_kinds_of_chunks_are_decoded_exactly(dtype: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 100, SHAPE).astype(dtype)
+    x[:64, 128:256] = np.frombuffer(rng.bytes(64 * 128 * x.itemsize), x.dtype).reshape(64, 128)
+    with decoding(DecodingShape(3, 1 << 20)) as decode:
+        for name in CODECS:
+            matrix = stored(tmp_path / name, x, name)
+            for rows, cols in BLOCKS:
+                found, copied = decode(compressed(matrix, rows, cols, codec_of(name, dtype)))
+                expected = np.ascontiguousarray(x[slice(*rows), slice(*cols)])
+                np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8), f"{name} {rows}")
+                # All of it came as it is stored, unless the compressor is useless.
+                assert copied < (1.1 if name == "blosc-raw" else 0.9) * x.nbytes
+
+
+def test_chunks_that_are_not_stored_or_in_shards_are_decoded(tmp_path: Path) -> None:
+    x = np.zeros(SHAPE)
+    x[100:120, 300:420] = 3
+    with decoding(DecodingShape(2, 1 << 20)) as decode:
+        sparse = stored(tmp_path / "sparse", x, "blosc-zstd", config={"write_empty_chunks": False})
+        shards = stored(tmp_path / "shards", x, "blosc-zstd", shards=(128, 256))
+        for matrix in (sparse, shards):
+            for rows, cols in BLOCKS:
+                found, _ = decode(compressed(matrix, rows, cols, codec_of("blosc-zstd", "float64")))
+                np.testing.assert_array_equal(found, x[slice(*rows), slice(*cols)])
+
+
+@pytest.mark.parametrize("name", ["blosc-zstd", "blosc-lz4", "zstd"])
+def test_damaged_chunks_end_in_the_error_of_the_host_or_in_its_bytes(name: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 100, (256, 512)).astype(np.float64)
+    matrix = stored(tmp_path / "x", x, name)
+    files = sorted(path for path in (tmp_path / "x" / "c").glob("*/*"))
+    failed, same = 0, 0
+    with decoding(DecodingShape(4, 1 << 20)) as decode:
+        for _ in range(300):
+            whole = {path: path.read_bytes() for path in files}
+            for path, content in whole.items():
+                if rng.random() < 0.2:
+                    damaged = bytearray(content)
+                    for at in rng.integers(0, rng.choice([24, 64, len(damaged)]), 3):
+                        damaged[at] = rng.integers(0, 256)
+                    path.write_bytes(bytes(damaged))
+            block = compressed(matrix, (0, 256), (0, 512), codec_of(name, "float64"))
+            expected = np.empty(x.shape)
+            try:
+                matrix.read((0, 256), (0, 512), expected)
+            except ExecutionError:
+                with pytest.raises(ExecutionError, match="damaged"):
+                    decode(block)
+                failed += 1
+            else:
+                np.testing.assert_array_equal(decode(block)[0], expected)
+                same += 1
+            for path, content in whole.items():
+                path.write_bytes(content)
+    assert failed > 10
+
+
+def test_checksums_are_verified_before_chunks_are_decoded(tmp_path: Path) -> None:
+    x = np.arange(64 * 128.0).reshape(64, 128)
+    array = zarr.create_array(
+        tmp_path / "x", shape=x.shape, dtype=x.dtype, chunks=CHUNK,
+        compressors=[CODECS["blosc-zstd"], Crc32cCodec()],
+    )  # fmt: skip
+    array[:] = x
+    matrix = ZarrMatrix("A", zarr.open_array(tmp_path / "x", mode="r"))
+    block = compressed(matrix, (0, 64), (0, 128), codec_of("blosc-zstd", "float64"))
+    with decoding(DecodingShape(1, 1 << 20)) as decode:
+        np.testing.assert_array_equal(decode(block)[0], x)
+        path = tmp_path / "x" / "c" / "0" / "0"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+        with pytest.raises(ExecutionError, match="checksum"):
+            decode(block)
