@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 from oocgemm.backends.base import Compressed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import DecodingShape
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.frames import Codec
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.backends_here import CUDA
@@ -44,27 +44,21 @@ def codec_of(name: str, dtype: str) -> Codec:
     return Codec("lz4" if "lz4" in name else "zstd", name.startswith("blosc"), np.dtype(dtype).itemsize)
 
 
-def compressed(matrix: ZarrMatrix, rows: tuple[int, int], cols: tuple[int, int], codec: Codec) -> Compressed:
+def compressed(matrix: ZarrMatrix, rows: Range, cols: Range, codec: Codec) -> Compressed:
     """Return a block of a zarr array for the decoder."""
-    assert matrix.direct is not None
-    chunks = matrix.direct
+    (top, left), chunk = (rows[0], cols[0]), matrix.layout.read_chunk
 
-    def moved(act: Any, r: tuple[int, int], c: tuple[int, int], out: Array) -> Any:
-        return act((rows[0] + r[0], rows[0] + r[1]), (cols[0] + c[0], cols[0] + c[1]), out)
+    def absolute(r: Range, c: Range) -> tuple[Range, Range]:
+        return (top + r[0], top + r[1]), (left + c[0], left + c[1])
 
-    def fetch(r: tuple[int, int], c: tuple[int, int], out: Array) -> Any:
-        return [
-            each._replace(
-                rows=(each.rows[0] - rows[0], each.rows[1] - rows[0]),
-                cols=(each.cols[0] - cols[0], each.cols[1] - cols[0]),
-            )
-            for each in moved(chunks.fetch, r, c, out)
-        ]
+    def move(r: Range, c: Range, out: Array) -> None:
+        matrix.read(*absolute(r, c), out)
 
-    return Compressed(
-        (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype, partial(moved, matrix.read), chunks.chunk,
-        (rows[0] % chunks.chunk[0], cols[0] % chunks.chunk[1]), codec=codec, fetch=fetch,
-    )  # fmt: skip
+    def fetch(r: Range, c: Range, out: Array) -> Any:
+        return [each.counted_from(top, left) for each in matrix.fetch(*absolute(r, c), out)]
+
+    shape, origin = (rows[1] - top, cols[1] - left), (top % chunk[0], left % chunk[1])
+    return Compressed(shape, matrix.dtype, move, chunk, origin, codec=codec, fetch=fetch)
 
 
 @contextmanager
@@ -73,6 +67,7 @@ def decoding(shape: DecodingShape) -> Iterator[Any]:
     import cupy
 
     from oocgemm.backends.cuda.decoder import Decoder
+    from oocgemm.backends.cuda.events import Clock
     from oocgemm.backends.cuda.launch import Kernels
 
     device = cupy.cuda.Device(0)
@@ -82,11 +77,11 @@ def decoding(shape: DecodingShape) -> Iterator[Any]:
 
         def decode(block: Compressed) -> tuple[Array, int]:
             out = cupy.full(block.shape[0] * block.shape[1] * block.dtype.itemsize + 512, 7, cupy.uint8)
-            work, copied = decoder.upload(out.data.ptr, block, [])()
-            work.end.synchronize()
+            token = decoder.upload(out.data.ptr, block, [], Clock(device))()
+            token.synchronize()
             found = cupy.asnumpy(out)
             assert (found[-512:] == 7).all()
-            return found[:-512].view(block.dtype).reshape(block.shape), copied
+            return found[:-512].view(block.dtype).reshape(block.shape), token.bytes or 0
 
         try:
             yield decode

@@ -45,6 +45,11 @@ class Codec(NamedTuple):
     blosc: bool
     itemsize: int
 
+    @classmethod
+    def of(cls, decoded: str, itemsize: int) -> "Codec":
+        """Return the codec that `oocgemm.planning.Layout.decoded` names."""
+        return cls(decoded.removeprefix("blosc-"), decoded.startswith("blosc-"), itemsize)
+
 
 class Fetched(NamedTuple):
     """A stored chunk in a buffer.
@@ -59,6 +64,11 @@ class Fetched(NamedTuple):
     corner: tuple[int, int]
     start: int
     size: int
+
+    def counted_from(self, top: int, left: int) -> "Fetched":
+        """Count rows and columns from those of a block."""
+        rows, cols = ((first - at, end - at) for (first, end), at in ((self.rows, top), (self.cols, left)))
+        return self._replace(rows=rows, cols=cols)
 
 
 @dataclass(frozen=True)

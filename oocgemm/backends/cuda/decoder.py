@@ -15,6 +15,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns
@@ -26,7 +27,7 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.base import Array, Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.nvcomp import Decompressor, Tables
 from oocgemm.backends.cuda.pinned import unpin
@@ -76,6 +77,7 @@ class Decoder:
         self._memory = allocate(shape.lanes * size)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
         self._lanes: SimpleQueue[Lane] = SimpleQueue()
+        self._on_host_turn = threading.Lock()
         self._join, self._joining = cupy.cuda.Stream(non_blocking=True), threading.Lock()
         try:
             list(self._pool.map(partial(self._touch, size), range(shape.lanes)))
@@ -84,7 +86,7 @@ class Decoder:
             self._pool.shutdown()
             raise BackendError(
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
-                "pass --decode host, or raise ulimit -l"
+                "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
         for i in range(shape.lanes):
             part = self._memory[i * size : (i + 1) * size]
@@ -93,11 +95,12 @@ class Decoder:
     def _touch(self, size: int, lane: int) -> None:
         self._memory[lane * size : (lane + 1) * size : PAGE] = np.uint8(0)
 
-    def upload(self, address: int, block: Compressed, waits: Sequence[Any]) -> Callable[[], tuple[Work, int]]:
+    def upload(
+        self, address: int, block: Compressed, waits: Sequence[Any], clock: Clock
+    ) -> Callable[[], CudaToken]:
         """Begin to decode a block to a device address, once the events in `waits` have completed.
 
-        The returned function waits until the block has been decoded. It returns the work, and the number of
-        bytes that were copied to the device. It raises the errors of `block.move`.
+        The returned function waits until the block has been decoded, and raises the errors of `block.move`.
         """
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         issued = perf_counter_ns()
@@ -106,7 +109,7 @@ class Decoder:
         decode = partial(self._decode, address, block, waits)
         futures: list[Future[int]] = [self._pool.submit(decode, *part) for part in self._batches(block)]
 
-        def ended() -> tuple[Work, int]:
+        def ended() -> CudaToken:
             try:
                 copied = sum(future.result() for future in futures)
             except BaseException:
@@ -115,7 +118,7 @@ class Decoder:
                 raise
             with self._joining:
                 cuda_calls.record(end, self._join)
-            return Work(start, issued, end), copied
+            return CudaToken(RING, Work(start, issued, end), end, clock, bytes=copied)
 
         return ended
 
@@ -247,6 +250,12 @@ class Decoder:
         self, address: int, block: Compressed, part: Fetched, stream: Any, waits: Sequence[Any]
     ) -> int:
         """Decode a chunk on the host, and copy its part of the block to the device."""
+        with self._on_host_turn:  # the budget has room for one such chunk
+            return self._decode_on_host(address, block, part, stream, waits)
+
+    def _decode_on_host(
+        self, address: int, block: Compressed, part: Fetched, stream: Any, waits: Sequence[Any]
+    ) -> int:
         (r0, r1), (c0, c1) = part.rows, part.cols
         found = np.empty((r1 - r0, c1 - c0), block.dtype)
         block.move(part.rows, part.cols, found)
@@ -261,6 +270,8 @@ class Decoder:
     def close(self) -> None:
         """Join the threads, and unpin and free the host memory."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with suppress(Exception):  # after an error on the device, every call raises
+            runtime.deviceSynchronize()
         unpin(self._device, self._memory)
 
 

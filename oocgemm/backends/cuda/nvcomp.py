@@ -85,4 +85,6 @@ def _library() -> ctypes.CDLL:
 
 def _check(status: int) -> None:
     if status:
-        raise BackendError(f"nvCOMP fails with the status {status}: pass --decode host")
+        raise BackendError(
+            f"nvCOMP fails with the status {status}: uninstall nvidia-libnvcomp, so that the host decodes"
+        )

@@ -19,6 +19,7 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
+    Compressed,
     Correction,
     Found,
     HostBlock,
@@ -50,7 +51,7 @@ from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
 # The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
-# stream first. So a Prepare does not have to wait until all blocks of the current Multiply have started.
+# stream first, so that a Prepare need not wait for all blocks of a Multiply to start.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
@@ -95,21 +96,20 @@ class CudaSession:
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
                 self._work = self._vectors + plan.footprint.device["transform"]
-                size = self._work + plan.footprint.device["work"]
-                # None: the session allocates nothing. To ask for the free memory would take longer.
-                self._free_before: int | None = None
+                decode = self._work + plan.footprint.device["work"]
+                size = decode + plan.footprint.device["decode"]
+                self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
-                    self.checksums = DeviceChecksums(
-                        plan, self._address, SumsDevice(self._multiplier.kernels)
-                    )
+                    sums = SumsDevice(self._multiplier.kernels)
+                    self.checksums = DeviceChecksums(plan, self._address, sums)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
-                self.host_arena = self._host.take(plan)
+                self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
                 p = self._problem
@@ -163,9 +163,11 @@ class CudaSession:
             if not isinstance(token, CudaToken):
                 token.synchronize()
         waits = [token.end for token in after if isinstance(token, CudaToken)]
-        uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
+        uploading = op.kind is Kind.UPLOAD
         address = self._address((op.writes if uploading else op.reads)[0])
-        copy = ring.upload if uploading else ring.download
+        if isinstance(block, Compressed) and self._host.decoder is not None:
+            return self._host.decoder.upload(address, block, waits, self._clock)
+        copy = self._host.ring.upload if uploading else self._host.ring.download
         return partial(self._copied, op, copy(address, block, waits))
 
     def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:

@@ -38,7 +38,8 @@ def ring_shape(setting: Setting) -> RingShape | None:
     All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device.
     """
     layouts = setting.layouts
-    if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
+    operands = (x for x in (layouts.a, layouts.b) if not x.decoded)
+    if not (any(map(setting.streams, operands)) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
     lanes = 1 + machine.copy_threads_of(devices)

@@ -18,7 +18,6 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
-from oocgemm.stores.frames import Fetched
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts
 from oocgemm.stores.lines import copies_bytes, read_part
 from oocgemm.stores.opener import Opener
@@ -171,28 +170,6 @@ class DirectChunks:
                     self._read_file(number, file, block, target)
                 except EOFError as error:
                     self._damaged(number, str(error), error)
-
-    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
-        """Read the stored bytes of the chunks of a block, one after another, into `out`.
-
-        The result has the size 0 for a chunk that is not stored, does not fit or cannot be read.
-        """
-        found, end = {part: (0, 0) for _, part in _cut((rows, cols), self.chunk)}, 0
-        for number, block in _cut((rows, cols), self._file_extents):
-            try:
-                with OpenFile(f"{self.root}/{self.key(number)}") as file:
-                    for offset, length, part in self._places(number, file, block):
-                        if offset is None or end + length > out.size:
-                            continue
-                        stored = out[end : end + length]
-                        file.read(offset, stored[None, :], past_cache=False)
-                        checked = checked_content(stored) if self.encoding.checksum else stored
-                        found[part] = end, checked.nbytes
-                        end += length
-            except (OSError, EOFError, ValueError, ExecutionError):
-                continue
-        high, wide = self.chunk
-        return [Fetched(r, c, (r[0] % high, c[0] % wide), *place) for (r, c), place in found.items()]
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write a block that consists of whole chunks. Replace each chunk's file atomically.
