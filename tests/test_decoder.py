@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 SHAPE, CHUNK = (300, 700), (64, 128)
+ROUNDS = 1000
 BLOCKS = ((0, 300), (0, 700)), ((64, 192), (128, 640)), ((3, 299), (5, 130)), ((70, 71), (140, 141))
 CODECS = {
     "blosc-zstd": BloscCodec(cname="zstd", clevel=5, shuffle="shuffle"),
@@ -109,8 +110,8 @@ def test_all_kinds_of_chunks_are_decoded_exactly(dtype: str, tmp_path: Path) -> 
                 found, copied = decode(compressed(matrix, rows, cols, codec_of(name, dtype)))
                 expected = np.ascontiguousarray(x[slice(*rows), slice(*cols)])
                 np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8), f"{name} {rows}")
-                # All of it came as it is stored, unless the compressor is useless.
-                assert copied < (1.1 if name == "blosc-raw" else 0.9) * x.nbytes
+                # All chunks came as they are stored. Those at the edges are stored whole.
+                assert copied < (1.6 if name == "blosc-raw" else 1.1) * x.nbytes
 
 
 def test_chunks_that_are_not_stored_or_in_shards_are_decoded(tmp_path: Path) -> None:
@@ -126,35 +127,40 @@ def test_chunks_that_are_not_stored_or_in_shards_are_decoded(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["blosc-zstd", "blosc-lz4", "zstd"])
-def test_damaged_chunks_end_in_the_error_of_the_host_or_in_its_bytes(name: str, tmp_path: Path) -> None:
+def test_damaged_chunks_never_affect_others_and_most_are_found(name: str, tmp_path: Path) -> None:
+    """Frames are checked. Streams have no checksums, so that some damage in them is not found, as on hosts."""
     rng = np.random.default_rng(1)
     x = rng.integers(0, 100, (256, 512)).astype(np.float64)
     matrix = stored(tmp_path / "x", x, name)
-    files = sorted(path for path in (tmp_path / "x" / "c").glob("*/*"))
-    failed, same = 0, 0
+    path, corner = tmp_path / "x" / "c" / "1" / "2", (slice(64, 128), slice(256, 384))
+    whole, expected = path.read_bytes(), np.empty((64, 128))
+    counts = dict.fromkeys(("both", "host", "device", "same", "other"), 0)
     with decoding(DecodingShape(4, 1 << 20)) as decode:
-        for _ in range(300):
-            whole = {path: path.read_bytes() for path in files}
-            for path, content in whole.items():
-                if rng.random() < 0.2:
-                    damaged = bytearray(content)
-                    for at in rng.integers(0, rng.choice([24, 64, len(damaged)]), 3):
-                        damaged[at] = rng.integers(0, 256)
-                    path.write_bytes(bytes(damaged))
-            block = compressed(matrix, (0, 256), (0, 512), codec_of(name, "float64"))
-            expected = np.empty(x.shape)
+        block = compressed(matrix, (0, 256), (0, 512), codec_of(name, "float64"))
+        for number in range(ROUNDS):
+            damaged = bytearray(whole)
+            for at in rng.integers(0, rng.choice([24, 64, len(whole)]), rng.integers(1, 4)):
+                damaged[at] = rng.integers(0, 256)
+            path.write_bytes(bytes(damaged[: rng.integers(1, len(whole))] if number % 8 == 0 else damaged))
+            host = device = True
             try:
-                matrix.read((0, 256), (0, 512), expected)
+                matrix.read((64, 128), (256, 384), expected)
             except ExecutionError:
-                with pytest.raises(ExecutionError, match="damaged"):
-                    decode(block)
-                failed += 1
-            else:
-                np.testing.assert_array_equal(decode(block)[0], expected)
-                same += 1
-            for path, content in whole.items():
-                path.write_bytes(content)
-    assert failed > 10
+                host = False
+            try:
+                found = decode(block)[0]
+            except ExecutionError as error:
+                device = False
+                assert "damaged" in str(error)
+            if device:
+                same = host and bool((found[corner] == expected).all())
+                found[corner] = x[corner]
+                np.testing.assert_array_equal(found, x)
+            counts["same" if device and same else "other" if host and device else
+                   "device" if device else "host" if host else "both"] += 1  # fmt: skip
+    print(name, counts)
+    assert counts["host"] == 0  # the device refuses nothing that the host decodes
+    assert counts["both"] > ROUNDS // 4
 
 
 def test_checksums_are_verified_before_chunks_are_decoded(tmp_path: Path) -> None:

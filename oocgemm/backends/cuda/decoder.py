@@ -167,7 +167,7 @@ class Decoder:
             stream.synchronize()
             failed = failed | check()
         for number in np.flatnonzero(failed):
-            size += self._on_host(address, block, fetched[int(number)], stream, waits)
+            size += self._on_host(lane, address, block, fetched[int(number)], waits)
         return size
 
     def _enqueue(self, lane: Lane, streams: Streams, block: Compressed) -> Callable[[], Array]:
@@ -247,25 +247,22 @@ class Decoder:
         place(grid, _pointer(lane.to_tables), _pointer(to), _long(pitch), _pointer(address))
 
     def _on_host(
-        self, address: int, block: Compressed, part: Fetched, stream: Any, waits: Sequence[Any]
+        self, lane: Lane, address: int, block: Compressed, part: Fetched, waits: Sequence[Any]
     ) -> int:
-        """Decode a chunk on the host, and copy its part of the block to the device."""
-        with self._on_host_turn:  # the budget has room for one such chunk
-            return self._decode_on_host(address, block, part, stream, waits)
-
-    def _decode_on_host(
-        self, address: int, block: Compressed, part: Fetched, stream: Any, waits: Sequence[Any]
-    ) -> int:
+        """Decode a chunk on the host, in the memory of an idle lane, and copy it to the device."""
         (r0, r1), (c0, c1) = part.rows, part.cols
-        found = np.empty((r1 - r0, c1 - c0), block.dtype)
-        block.move(part.rows, part.cols, found)
+        height, width = r1 - r0, (c1 - c0) * block.dtype.itemsize
+        found = lane.frames[: height * width].view(block.dtype).reshape(height, c1 - c0)
+        with self._on_host_turn:  # the budget has scratch memory for one such chunk
+            block.move(part.rows, part.cols, found)
         for event in waits:
-            cuda_calls.wait(stream, event)
-        width, row = found.shape[1] * found.itemsize, block.shape[1] * found.itemsize
-        onto = address + r0 * row + c0 * found.itemsize, row
-        cuda_calls.make(cuda_calls.copy_rows(onto, (found.ctypes.data, width), width, found.shape[0], stream))
-        stream.synchronize()
-        return int(found.nbytes)
+            cuda_calls.wait(lane.stream, event)
+        row = block.shape[1] * block.dtype.itemsize
+        onto = address + r0 * row + c0 * block.dtype.itemsize, row
+        copy = cuda_calls.copy_rows(onto, (found.ctypes.data, width), width, height, lane.stream)
+        cuda_calls.make(copy)
+        lane.stream.synchronize()
+        return height * width
 
     def close(self) -> None:
         """Join the threads, and unpin and free the host memory."""

@@ -16,7 +16,7 @@ from oocgemm.planning.tiling import Layout, round_up
 
 ALIGNMENT = 4096
 # Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.
-LANES, BATCH = 8, 64 << 20
+LANES, BATCH = 4, 128 << 20
 MIN_LANES, MIN_BATCH = 2, 16 << 20
 # All lanes together take at most this part of the budgets.
 SHARE = 4
@@ -85,8 +85,8 @@ class DecodingShape:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all lanes in pinned host memory, and of a chunk that the host decodes."""
-        return self.lanes * (self.frames + self.tables) + 2 * self.batch
+        """Bytes of all lanes in pinned host memory, and scratch memory for a chunk that the host decodes."""
+        return self.lanes * (self.frames + self.tables) + self.batch
 
 
 @lru_cache(64)

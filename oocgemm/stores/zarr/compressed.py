@@ -96,7 +96,7 @@ def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
 def _read_one(part: Part, out: Array) -> bool:
     start = part.address - out.ctypes.data
     try:
-        return os.preadv(part.descriptor, [out[start : start + part.size]], part.offset) == part.size
+        return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size
     except OSError:
         return False
 
