@@ -128,7 +128,7 @@ def test_chunks_that_are_not_stored_or_in_shards_are_decoded(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["blosc-zstd", "blosc-lz4", "zstd"])
 def test_damaged_chunks_never_affect_others_and_most_are_found(name: str, tmp_path: Path) -> None:
-    """Frames are checked. Streams have no checksums, so that some damage in them is not found, as on hosts."""
+    """Frames are checked. Streams have no checksums, so that some damage in them is not found."""
     rng = np.random.default_rng(1)
     x = rng.integers(0, 100, (256, 512)).astype(np.float64)
     matrix = stored(tmp_path / "x", x, name)

@@ -105,13 +105,13 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
-    options = {"compressors": [BloscCodec(cname="zlib")]} if why == "codec" else {}
+    options: dict[str, Any] = {"compressors": [BloscCodec(cname="zlib")]} if why == "codec" else {}
     place = stored(tmp_path, values, **options)
     if why == "slow":
         monkeypatch.setattr(decoding, "RATES", {"zstd": (1e6, 1e6)})
     if why == "no nvCOMP":
         monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
-    budget = {"host_memory": "3MiB"} if why == "small budget" else {}
+    budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}
     with decoding_gpu():
         result = oocgemm.gemm(place, b, verify=why == "verify", backend="cuda", kernel="cublas", **budget)
     np.testing.assert_array_equal(result.out, values @ b)
@@ -156,7 +156,7 @@ def test_a_run_is_resumed_with_and_without_nvcomp(
     right = str(tmp_path / "b.npy")
     np.save(right, b)
     monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: has[0])
-    options: dict[str, Any] = {"tile": "70x40x90", "backend": "cuda", "kernel": "cublas"}
+    options: dict[str, Any] = {"tile": "70x10x90", "backend": "cuda", "kernel": "cublas"}
     path = Path(place) / "c" / "5" / "4"  # of the last tiles
     content = path.read_bytes()
     with decoding_gpu():
@@ -167,4 +167,5 @@ def test_a_run_is_resumed_with_and_without_nvcomp(
         has[0] = not first
         result = oocgemm.gemm(place, right, out, resume=True, trust_operands=True, **options)
     np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], a @ b)
+    assert result.plan.done
     assert ((Kind.READ, "A") in {(op.kind, op.operand) for op in result.plan.schedule()}) != first

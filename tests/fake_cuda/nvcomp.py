@@ -42,7 +42,8 @@ class Nvcomp(Library):
         memory = self._device.memory
 
         def numbers(address: int) -> Array:
-            return memory.matrix(address, np.int64, 1, count, count)[0]
+            found: Array = memory.matrix(address, np.int64, 1, count, count)[0]
+            return found
 
         def run() -> None:
             for i in range(count):
