@@ -147,5 +147,11 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
     return found if decoding_shape(replace(setting, layouts=found)) or found is layouts else layouts
 
 
+def describe(layouts: Layouts) -> str:
+    """Return which operands the GPU decodes, such as "A (zstd)"; "" if none."""
+    found = {operand: layout.decoded for operand, layout in layouts.by_operand.items()}
+    return ", ".join(f"{operand} ({decoded})" for operand, decoded in found.items() if decoded)
+
+
 def _compressor(decoded: str) -> str:
     return decoded.removeprefix("blosc-")
