@@ -62,22 +62,23 @@ def decoded(streams: Streams, given: Batch, number: int) -> Array:
     content = np.zeros(given.chunk, np.uint8)
     for k in range(streams.first[number], streams.first[number] + streams.streams[number]):
         stored = given.buffer[streams.source[k] : streams.source[k] + streams.size[k]]
-        part = stored if streams.raw[k] else _decompressed(given.codec, stored, int(streams.length[k]))
+        part = stored if streams.raw[k] else decompressed(given.codec, stored, int(streams.length[k]))
         assert part.size == streams.length[k]
         at = streams.target[k] - number * given.chunk
         content[at : at + part.size] = part
     block, order = int(streams.block[number]), int(streams.order[number])
     parts = [content[at : at + block] for at in range(0, given.chunk, block)]
-    return np.concatenate([_ordered(part, order, given.codec.itemsize) for part in parts])
+    return np.concatenate([ordered(part, order, given.codec.itemsize) for part in parts])
 
 
-def _decompressed(codec: Codec, stored: Array, length: int) -> Array:
+def decompressed(codec: Codec, stored: Array, length: int) -> Array:
+    """Decompress a stream."""
     if codec.compressor == "zstd":
         return np.frombuffer(Zstd().decode(stored.tobytes()), np.uint8)
     return np.frombuffer(LZ4().decode(length.to_bytes(4, "little") + stored.tobytes()), np.uint8)
 
 
-def _ordered(block: Array, order: int, itemsize: int) -> Array:
+def ordered(block: Array, order: int, itemsize: int) -> Array:
     """Bring the bytes of a block into the order of its elements."""
     count = block.size // itemsize
     if order == BYTES:

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from oocgemm.kernels.compile import compiled
-from oocgemm.stores.frames import Codec, find_streams
-from tests.decoding import Batch, blosc, samples, zstd
+from oocgemm.stores.frames import find_streams
+from tests.decoding import Array, Batch, blosc, decompressed, samples, zstd
 from tests.nvrtc import Nvrtc, resources
 from tests.suite import slow
 from tests.test_kernels_cpu import built
@@ -37,7 +38,7 @@ def test_the_kernel_composes_parts_of_chunks(dtype: str, tmp_path: Path) -> None
                 )
 
 
-def composed(run: object, given: Batch, shape: tuple[int, int]) -> np.ndarray:
+def composed(run: Callable[..., None], given: Batch, shape: tuple[int, int]) -> Array:
     """Compose parts of chunks, all but some rows and columns at the edges, beside each other."""
     streams = find_streams(given.buffer, given.start, given.size, given.chunk, given.codec)
     assert not streams.refused.any()
@@ -58,14 +59,8 @@ def composed(run: object, given: Batch, shape: tuple[int, int]) -> np.ndarray:
     table[:, 10] = cols * np.arange(len(table))
     out = np.zeros((rows, cols * len(table)), given.chunks[0].dtype)
     at = [ctypes.c_void_p(array.ctypes.data) for array in (pointers, table, out)]
-    run((2, len(table), 1), (256, 1, 1), at[0], at[1], ctypes.c_longlong(out.shape[1]), at[2])  # type: ignore[operator]
+    run((2, len(table), 1), (256, 1, 1), at[0], at[1], ctypes.c_longlong(out.shape[1]), at[2])
     return out
-
-
-def decompressed(codec: Codec, stored: np.ndarray, length: int) -> np.ndarray:
-    from tests.decoding import _decompressed
-
-    return _decompressed(codec, stored, length)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", *slow(("sm_75",), ("sm_100",))])

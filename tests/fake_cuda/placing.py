@@ -4,7 +4,8 @@ import ctypes
 
 import numpy as np
 
-from tests.fake_cuda.memory import Array, Block, Memory
+from tests.decoding import Array, ordered
+from tests.fake_cuda.memory import Block, Memory
 from tests.fake_cuda.work import Macros, Work
 
 FIELDS = 11
@@ -32,22 +33,10 @@ def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
                 content = min(block, size - at)
                 parts = split if content == block else 1
                 found = [stream(first + number * split + j, content // parts) for j in range(parts)]
-                whole.append(_ordered(np.concatenate([part.reshape(-1) for part in found]), order, item))
+                whole.append(ordered(np.concatenate([part.reshape(-1) for part in found]), order, item))
             elements = np.concatenate(whole).reshape(-1, width, item)[row : row + rows, col : col + cols]
             for i in range(rows):
                 to = panel + (target + i * pitch) * item
                 memory.bytes_of(Block(to, cols * item))[...] = elements[i].reshape(-1)
 
     return Work(run, [Block(chunks, 8 * FIELDS * count)], [])
-
-
-def _ordered(block: Array, order: int, item: int) -> Array:
-    """Bring the bytes of a block into the order of its elements."""
-    count = block.size // item
-    if order == 1:
-        return block.reshape(item, count).T.reshape(-1)
-    if order == 2 and count % 8 == 0:
-        bits = np.unpackbits(block.reshape(item * 8, count // 8), axis=1, bitorder="little")
-        whole = bits.reshape(item, 8, count).transpose(2, 0, 1)
-        return np.packbits(whole, axis=2, bitorder="little").reshape(-1)
-    return block
