@@ -51,12 +51,16 @@ class Codec(NamedTuple):
         return cls(decoded.removeprefix("blosc-"), decoded.startswith("blosc-"), itemsize)
 
 
+NO_ROOM = -1
+
+
 class Fetched(NamedTuple):
     """A stored chunk in a buffer.
 
     - `rows`, `cols`: the part of a block that the chunk contains.
     - `corner`: row and column of the first element of this part in the chunk.
-    - `start`, `size`: the bytes of the chunk in the buffer. The size is 0 if the host must read the chunk.
+    - `start`, `size`: the bytes of the chunk in the buffer. The size is 0 if the host must read it, and
+      `NO_ROOM` if the buffer is full.
     """
 
     rows: Range

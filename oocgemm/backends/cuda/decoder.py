@@ -35,7 +35,7 @@ from oocgemm.errors import BackendError
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
-from oocgemm.stores.frames import Fetched, Streams, find_streams
+from oocgemm.stores.frames import NO_ROOM, Fetched, Streams, find_streams
 from oocgemm.system.memory import allocate
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
@@ -148,13 +148,15 @@ class Decoder:
         self, lane: Lane, address: int, block: Compressed, waits: Sequence[Any], rows: Range, cols: Range
     ) -> int:
         fetched, stream = block.fetch(rows, cols, lane.frames), lane.stream
-        size = max(each.start + each.size for each in fetched)
+        if len(fetched) > 1 and any(each.size == NO_ROOM for each in fetched):
+            return sum(
+                self._decode_by(lane, address, block, waits, *half) for half in _halves(block, rows, cols)
+            )
+        size = max(0, *(each.start + each.size for each in fetched))
         if size:
             cuda_calls.make(cuda_calls.copy(lane.to_frames, lane.frames.ctypes.data, size, stream))
         chunk = block.chunk[0] * block.chunk[1] * block.dtype.itemsize
-        start, sizes = (
-            np.array([getattr(each, of) for each in fetched], np.int64) for of in ("start", "size")
-        )
+        start, sizes = np.array([each[-2:] for each in fetched], np.int64).T
         streams = find_streams(lane.frames[: max(size, 1)], start, sizes, chunk, block.codec)
         failed = streams.refused
         if len(streams.size) > self._shape.streams:
@@ -281,6 +283,18 @@ def _cuts(extent: int, origin: int, step: int) -> list[Range]:
     [(0, 1), (1, 5), (5, 9), (9, 10)]
     """
     return [(max(0, at), min(extent, at + step)) for at in range(-origin, extent, step)]
+
+
+def _halves(block: Compressed, rows: Range, cols: Range) -> list[tuple[Range, Range]]:
+    """Cut a batch of several chunks into two, between chunks."""
+    (high, wide), (top, left) = block.chunk, block.origin
+    first, end = ((top + at) // high for at in (rows[0], rows[1] - 1))
+    if first < end:
+        middle = (first + end + 1) // 2 * high - top
+        return [((rows[0], middle), cols), ((middle, rows[1]), cols)]
+    first, end = ((left + at) // wide for at in (cols[0], cols[1] - 1))
+    middle = (first + end + 1) // 2 * wide - left
+    return [(rows, (cols[0], middle)), (rows, (middle, cols[1]))]
 
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_longlong

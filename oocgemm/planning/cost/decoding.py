@@ -16,10 +16,12 @@ from oocgemm.planning.tiling import Layout, round_up
 
 ALIGNMENT = 4096
 # Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.
-LANES, BATCH = 4, 128 << 20
+LANES, BATCH = 8, 128 << 20
 MIN_LANES, MIN_BATCH = 2, 16 << 20
 # All lanes together take at most this part of the budgets.
 SHARE = 4
+# Room for compressed chunks, relative to what they are expected to take. Batches that need more are halved.
+FRAMES_MARGIN = 1.5
 # Temporary device memory of nvCOMP's zstd decoder, per byte of decoded data. It takes 3.06 bytes, and 6.4 KiB
 # per stream.
 TEMPORARY = 3.6
@@ -46,17 +48,14 @@ class Coding(NamedTuple):
 class DecodingShape:
     """`lanes` threads decode batches of chunks. A batch has at most `batch` bytes when it is decoded.
 
-    Without `zstd`, no stream is compressed with zstd.
+    `frames` are the bytes of the room for the compressed chunks of a batch. Without `zstd`, no stream is
+    compressed with zstd.
     """
 
     lanes: int
     batch: int
+    frames: int
     zstd: bool = True
-
-    @property
-    def frames(self) -> int:
-        """Bytes of the room for the compressed chunks of a batch. They may be larger than their content."""
-        return round_up(self.batch + self.batch // 128 + (64 << 10), ALIGNMENT)
 
     @property
     def streams(self) -> int:
@@ -97,17 +96,23 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
         return None
     chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x in decoded), ALIGNMENT)
     zstd = any(_compressor(x.decoded) == "zstd" for x in decoded)
+    share = min(1.0, FRAMES_MARGIN * max(x.stored_share for x in decoded))
+
+    def shaped(lanes: int, batch: int) -> DecodingShape:
+        # A compressed chunk may be larger than its content, and the host may decode it there.
+        frames = max(int(share * batch), chunk) + chunk // 128 + (64 << 10)
+        return DecodingShape(lanes, batch, round_up(frames, ALIGNMENT), zstd)
 
     def fits(shape: DecodingShape) -> bool:
         budgets = setting.budgets
         return shape.device_bytes <= budgets.device // SHARE and shape.host_bytes <= budgets.host // SHARE
 
     batch, lanes = max(BATCH, chunk), LANES
-    while batch > max(MIN_BATCH, chunk) and not fits(DecodingShape(MIN_LANES, batch, zstd)):
+    while batch > max(MIN_BATCH, chunk) and not fits(shaped(MIN_LANES, batch)):
         batch = max(MIN_BATCH, chunk, batch // 2)
-    while lanes > MIN_LANES and not fits(DecodingShape(lanes, batch, zstd)):
+    while lanes > MIN_LANES and not fits(shaped(lanes, batch)):
         lanes -= 1
-    shape = DecodingShape(lanes, batch, zstd)
+    shape = shaped(lanes, batch)
     return shape if fits(shape) else None
 
 

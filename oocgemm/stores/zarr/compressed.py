@@ -10,7 +10,7 @@ from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import OpenFile
-from oocgemm.stores.frames import Codec, Fetched, find_streams
+from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
 from oocgemm.stores.gather import Part, read_parts
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.chunks import DirectChunks, _cut
@@ -33,7 +33,7 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     rows, cols = (min(pair) for pair in zip(chunks.chunk, chunks.shape, strict=True))
     frame = np.empty(2 * chunks.chunk_bytes, np.uint8)
     found = fetch(chunks, (0, rows), (0, cols), frame)[0]
-    if not found.size:
+    if found.size <= 0:
         return None
     place = np.array([found.start]), np.array([found.size])
     streams = find_streams(frame, *place, chunks.chunk_bytes, Codec.of(decoded, itemsize))
@@ -45,8 +45,8 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:
     """Read the stored bytes of the chunks of a block, one after another, into `out`.
 
-    A CRC behind a chunk is verified and left out. The size in the result is 0 for a chunk that is not stored,
-    does not fit or cannot be read: `DirectChunks.read` says what is wrong.
+    A CRC behind a chunk is verified and left out. The size in the result is 0 for a chunk that is not stored
+    or cannot be read: `DirectChunks.read` says what is wrong.
     """
     found, end = {part: (0, 0) for _, part in _cut((rows, cols), chunks.chunk)}, 0
     across = chunks.shards.chunks if chunks.shards else (1, 1)
@@ -67,7 +67,9 @@ def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fe
                 file = OpenFile(f"{chunks.root}/{chunks.key(number)}", chunks._opener)
                 opened.append(file.descriptor)
                 for offset, length, part in chunks._places(number, file, block):
-                    if offset is not None and end + length <= out.size:
+                    if offset is not None and end + length > out.size:
+                        found[part] = 0, NO_ROOM
+                    elif offset is not None:
                         read_to = out.ctypes.data + end
                         waiting.append((Part(file.descriptor, offset, read_to, 1, length), part))
                         end += length
