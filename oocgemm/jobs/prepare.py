@@ -12,6 +12,7 @@ from oocgemm.backends.base import Correction, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
+from oocgemm.jobs.decoding import codings
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.measuring import measured
 from oocgemm.jobs.norms import inverse_norms
@@ -28,11 +29,13 @@ from oocgemm.planning import (
     Layouts,
     MachineModel,
     Plan,
+    Setting,
     TileShape,
     divided,
     guarded_plan,
     resumed_plan,
     shared_plan,
+    with_decoding,
 )
 from oocgemm.stores import Array, Matrix
 
@@ -270,9 +273,12 @@ def _plan(
     of_c = replace(of_c, pinned=False) if problem.gram else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
+    found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+
     def tuned(budgets: Budgets) -> Layouts:
         wanted = request.requests_by_operand
-        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        return with_decoding(Setting(problem, machine, asked, budgets), found)
 
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:

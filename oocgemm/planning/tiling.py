@@ -210,6 +210,13 @@ class Layout:
       elsewhere.
     - `request_bytes`: temporary host memory that a request takes, for codecs too.
 
+    Compressed chunks that a GPU decodes (`oocgemm.planning.cost.decoding`):
+
+    - `decoded`: how chunks are compressed, such as "blosc-zstd"; "" if the host decodes them. If it is set,
+      `page_cached` is too.
+    - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
+    - `stored_share`: bytes in storage per decoded byte.
+
     Arrays in host memory:
 
     - `in_memory`: the array is in host memory, not in a file.
@@ -238,6 +245,9 @@ class Layout:
     in_place: bool = False
     requests: int = 0
     request_bytes: int = 0
+    decoded: str = ""
+    stream_bytes: int = 0
+    stored_share: float = 1.0
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

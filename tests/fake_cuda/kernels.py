@@ -17,6 +17,7 @@ from oocgemm.planning.selection import MIN_SEGMENT
 from tests.fake_cuda import measuring
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
+from tests.fake_cuda.placing import place
 from tests.fake_cuda.work import Macros, Work, values
 
 _LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
@@ -333,6 +334,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "measure_center": (7, measuring.measure_center),
     "threshold": (11, _threshold),
     "topk": (10, _topk),
+    "place": (4, place),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -16,7 +16,7 @@ import cupy
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.arena import device_offsets
+from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
     Correction,
@@ -31,6 +31,7 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work
@@ -86,24 +87,20 @@ class CudaSession:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
-                turned = self._vectors + plan.footprint.device["transform"]
-                self._work = turned + plan.footprint.device["turned"]
-                size = self._work + plan.footprint.device["work"]
-                # None: the session allocates nothing. To ask for the free memory would take longer.
-                self._free_before: int | None = None
+                turned, self._work, decode, size = areas(plan, self._vectors)
+                self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
-                    self.checksums = DeviceChecksums(
-                        plan, self._address, SumsDevice(self._multiplier.kernels)
-                    )
+                    sums = SumsDevice(self._multiplier.kernels)
+                    self.checksums = DeviceChecksums(plan, self._address, sums)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
-                self.host_arena = self._host.take(plan)
+                self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
                 p = self._problem
@@ -164,7 +161,10 @@ class CudaSession:
                 token.synchronize()
         waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
-        given = self._address((op.writes if uploading else op.reads)[0]), block, waits
+        address = self._address((op.writes if uploading else op.reads)[0])
+        if isinstance(block, Compressed) and self._host.decoder is not None:
+            return self._host.decoder.upload(address, block, waits, self._clock)
+        given = address, block, waits
         copy = ring.upload(*given) if uploading else self._turner.download(op, ring.download, *given)
         return partial(self._copied, op, copy)
 

@@ -283,15 +283,9 @@ class Schedule:
         if self.problem.chained and inputs:
             sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
         return Operation(
-            Kind.MULTIPLY,
-            "C",
-            tile,
-            step,
-            (*inputs, c) if keeps_old else inputs,
-            (c, *sums),
-            rows,
-            n,
-            k,
+            *(Kind.MULTIPLY, "C", tile, step),
+            *((*inputs, c) if keeps_old else inputs, (c, *sums)),
+            *(rows, n, k),
             flops=self.problem.step_flops(length(rows), length(n), length(k)),
             first=first,
             device=self.device,

@@ -16,13 +16,16 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
+from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
+from oocgemm.stores.frames import Fetched
 from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr.compressed import coding_of, fetch
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
 if TYPE_CHECKING:
@@ -161,6 +164,16 @@ class ZarrMatrix:
             except Exception:
                 break
         return self._metadata.key(number)
+
+    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        """Read the stored bytes of the chunks of a block, for a GPU that decodes them (`coding`)."""
+        assert self.direct is not None
+        return fetch(self.direct, rows, cols, out)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How chunks are compressed, if a GPU could decode them."""
+        return None if self.direct is None else coding_of(self.direct)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
