@@ -57,7 +57,9 @@ from oocgemm.stores.transform import Transform
     help="dtype in which genotypes are multiplied.  [default: float32 for int8, and so for .bed files]",
 )
 @taking(*STATISTICS)
-@click.option("--dry-run", is_flag=True, help="Show how OUT would be computed. Read and write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show how OUT would be computed. Read no genotypes, and write nothing."
+)
 def grm(
     x: str,
     out: str,
