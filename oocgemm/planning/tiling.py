@@ -300,9 +300,10 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        A chunked array needs none if panels consist of whole lines of its chunks.
+        A chunked array needs none if panels consist of whole lines of its chunks, and these are not short.
         """
-        return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
+        short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
+        return self.scratch_bytes if self.line or short or self.segment_bytes(panel) < inf else 0
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.
@@ -323,6 +324,8 @@ class Layout:
         )
 
 
+# Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
+SHORT_LINE = 4096
 # `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
 # in their chunks.
 SAMPLED_PANELS = 64

@@ -22,7 +22,6 @@ from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.frames import Fetched
-from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.compressed import coding_of, fetch
@@ -109,7 +108,7 @@ class ZarrMatrix:
             contiguous=0 if raw and raw.encoding.order == "F" else 1,
             page_cached=self.direct is not None and self.direct.cached,
             itemsize=size,
-            scratch_bytes=SCRATCH_BYTES + raw.stored_bytes if raw else 0,
+            scratch_bytes=raw.scratch_bytes if raw else 0,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
             encodes=not self.raw,
