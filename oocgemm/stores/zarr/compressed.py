@@ -19,8 +19,8 @@ from oocgemm.stores.zarr.codecs import checked_content
 # Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
 ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
 
-# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if a
-# checksum was stored with them.
+# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if
+# a checksum was stored with them.
 ROBUST = ("lz4",)
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
