@@ -35,8 +35,8 @@ class RingShape:
 def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 
-    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. So it
-    is with the device budget, if the device transposes in as much memory.
+    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. If
+    the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
     layouts = setting.layouts
     if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
