@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
+    from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
@@ -75,6 +76,7 @@ __all__ = [
     "cov",
     "gemm",
     "gram",
+    "kernel_matmul",
     "matmul",
     "pca",
     "plan",
@@ -97,6 +99,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
+    "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),
