@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
+    from oocgemm.jobs.grm import Relationships, grm
     from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
@@ -64,6 +65,7 @@ __all__ = [
     "Partition",
     "Plan",
     "PlanOptions",
+    "Relationships",
     "Report",
     "Result",
     "RunOptions",
@@ -76,6 +78,7 @@ __all__ = [
     "cov",
     "gemm",
     "gram",
+    "grm",
     "kernel_matmul",
     "matmul",
     "pca",
@@ -99,6 +102,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
+    "jobs.grm": ("Relationships", "grm"),
     "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),

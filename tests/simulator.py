@@ -108,6 +108,13 @@ class Simulator:
             case Kind.READ:
                 source = {"A": self.a, "B": self.b, "C": self.c}[op.operand]
                 self._region(op.writes[0])[...] = source[r0:r1, c0:c1].ravel()
+            case Kind.DOWNLOAD if self.schedule.slots.streams("C"):
+                rows, cols = length(op.strip), length(self.schedule.grid.span(op.tile, op.strip))
+                strip = inputs[0].reshape(rows, cols)
+                self.c[r0:r1, c0:c1] = strip[:, : r1 - r0].T if op.turned else strip
+            case Kind.UPLOAD if not op.reads:
+                source = {"A": self.a, "B": self.b, "C": self.c}[op.operand]
+                self._region(op.writes[0])[...] = source[r0:r1, c0:c1].ravel()
             case Kind.UPLOAD | Kind.DOWNLOAD:
                 self._region(op.writes[0])[...] = inputs[0]
             case Kind.WRITE:

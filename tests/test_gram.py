@@ -91,7 +91,7 @@ def test_a_gram_matrix_is_exact_in_any_order_of_the_streams_of_a_gpu(
     np.testing.assert_array_equal(kept(c), kept((2 * product(x) + beta * old).astype(c_dtype)))
 
 
-@pytest.mark.parametrize("uplo", ["lower", "upper"])
+@pytest.mark.parametrize("uplo", list(TRIANGLES))
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_squares_on_the_diagonal_of_an_array_in_memory_are_exactly_hermitian(uplo: str, dtype: str) -> None:
     """A GPU copies parts of strips into C in any order, without host slots."""
@@ -112,6 +112,18 @@ def test_squares_on_the_diagonal_of_an_array_in_memory_are_exactly_hermitian(upl
             square = c[top : min(top + strip, end), top : min(top + strip, end)]
             np.testing.assert_array_equal(square, square.conj().T)
             assert not np.diagonal(square).imag.any()
+    if uplo == "full":
+        np.testing.assert_array_equal(c, c.conj().T)
+        assert plan.traffic["d2h"] == plan.required["d2h"] == c.nbytes
+
+
+def test_a_whole_gram_matrix_in_memory_needs_little_device_memory() -> None:
+    x = operand((200, 30), "float64")
+    with fake_cuda(0) as device:
+        found = oocgemm.gram(x, uplo="full", backend="cuda", kernel="cublas", device_memory="80.6MiB")
+        device.check()
+    assert found.plan.setting.turns_on_device
+    check(found.out, x, "full")
 
 
 @pytest.mark.parametrize("uplo", list(TRIANGLES))

@@ -44,10 +44,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if draw(st.booleans()):
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
     unified = draw(st.booleans())
-    if not unified:
+    streams = not unified and draw(st.booleans())  # C
+    if not (unified or streams):
         p = replace(p, checked=draw(st.sampled_from(["", "device"])))
     a, drain = draw(st.integers(2, 9)), draw(st.integers(1, 4))
-    host = (0, 0, 0) if unified else (draw(st.integers(2, 9)), 0, draw(st.integers(1, 3)))
+    host = (0, 0, 0) if unified else (draw(st.integers(2, 9)), 0, 0 if streams else draw(st.integers(1, 3)))
     slots = Slots(
         *(a, 0, draw(st.integers(1, 3)), *host),
         drain=drain,
@@ -67,7 +68,7 @@ def operands(schedule: Schedule, seed: int) -> tuple[Any, Any]:
 
 
 def expected(schedule: Schedule, x: Any, c: Any) -> Any:
-    """Compute each strip of each tile. Leave all other elements of C alone."""
+    """Compute each strip of each tile. Leave all other elements of C alone, except those that are turned."""
     p, grid, out = schedule.problem, schedule.grid, c.copy()
     for tile in schedule.tiles:
         top, bottom = grid.rows(tile[0])
@@ -76,6 +77,9 @@ def expected(schedule: Schedule, x: Any, c: Any) -> Any:
             at = slice(*rows), slice(*grid.span(tile, rows))
             value = p.alpha * (x[at[0]] @ x[at[1]].T)
             out[at] = value + p.beta * c[at] if p.reads_c else value
+            if schedule.slots.streams("C"):
+                first, end = grid.mirrored(tile, rows)
+                out[first:end, slice(*rows)] = out[slice(*rows), first:end].T
     return out
 
 
@@ -107,6 +111,24 @@ def test_the_simulator_detects_an_omitted_wait_of_a_gram_matrix() -> None:
                 break
     # The other waits are implied by further waits, or by the order of a stream.
     assert caught > len(dropped) / 6
+
+
+def test_an_accumulator_is_used_again_after_both_downloads_of_its_strips() -> None:
+    """They are copied by different threads, and end in any order."""
+    p = problem(6, 4, "full")
+    grid = TileGrid.of(p, TileShape(2, 2, 2), strip=2)
+    operations = waits_of(
+        Schedule(p, grid, triangle(3, 1), Slots(a=4, b=0, host_a=2, host_b=0, host_c=0, strip=2))
+    )
+    reading, checked = set[int](), 0
+    for number, (op, waits) in enumerate(operations):
+        if op.kind is Kind.DOWNLOAD:
+            reading.add(number)
+        elif op.kind is Kind.MULTIPLY and op.first:
+            assert reading <= set(waits)
+            checked += len(reading) == 2
+            reading = set()
+    assert checked == 3  # as many tiles off the diagonal
 
 
 @given(schedule=schedules())

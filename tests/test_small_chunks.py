@@ -128,15 +128,21 @@ def test_a_damaged_chunk_among_others_is_named(tmp_path: Path, damage: str) -> N
 
 
 @pytest.mark.parametrize("cores", [0, 1000])
+@pytest.mark.parametrize("side", [16, 128, 512])
+@pytest.mark.parametrize("name", ["zstd", "gzip", "blosc", "raw", "raw by columns", "raw, big-endian"])
 def test_scratch_memory_is_that_of_the_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, side: int, cores: int
 ) -> None:
     monkeypatch.setattr(files, "MAPPING_CORES", cores)
-    matrix = opened(tmp_path, integers(rng, (512, 512), "float64"), chunks=(128, 128))
-    monkeypatch.setattr(files, "_of_thread", threading.local())
-    read(matrix)
-    taken = sum(buffer.nbytes for buffer in vars(files._of_thread).values())
-    assert 0 < taken <= matrix.layout.decode_bytes
+    options = ARRAYS.get(name, {"compressors": None, "zarr_format": 2, "dtype": ">f4"})
+    matrix = opened(tmp_path, integers(rng, (512, 512), "float64"), **options, chunks=(side, side))
+    out, layout = np.empty((512, 512), matrix.dtype), matrix.layout
+    for rows, cols, panel in (((0, 512), (0, 512), (512, 512)), ((3, side), (5, 500), (500, 500))):
+        monkeypatch.setattr(files, "_of_thread", threading.local())
+        matrix.read(rows, cols, out[slice(*rows), slice(*cols)])
+        taken = sum(buffer.nbytes for buffer in vars(files._of_thread).values())
+        # Scratch memory consists of whole pages.
+        assert taken <= layout.decode_bytes + layout.line_scratch(panel) + files.PAGE
 
 
 def test_a_thread_keeps_its_context() -> None:

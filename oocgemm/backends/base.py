@@ -27,6 +27,7 @@ from oocgemm.planning import (
     Region,
 )
 from oocgemm.planning.check_blocks import StripOffsets
+from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.timeline.busy import BusyTime
 
@@ -95,11 +96,16 @@ class PanelTransform:
         log1p: whether x is replaced by log(1 + x).
         vectors: three float64 arrays of length k: what missing elements become, what is subtracted from the
             other ones, and what they are then multiplied by, per index along k.
+        measure: which of these numbers the device finds itself, if the problem is `measured`.
+        check: raises an error if the transform is not defined for X. Takes the number of elements per index
+            along k that are not missing, their sum and that of their squares, as int64 arrays.
     """
 
     code: float | None
     log1p: bool
     vectors: tuple[Array, Array, Array]
+    measure: Measure | None = None
+    check: Callable[[Array, Array, Array], None] | None = None
 
 
 Transforms = Mapping[str, PanelTransform]  # by operand, "A" or "B"

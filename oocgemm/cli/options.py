@@ -56,9 +56,10 @@ _COMPUTE = (
     ),
 )
 _TRANSFORM = (
-    "Transform the elements of {} on load, by values separated by commas: missing=CODE, impute=mean|0|raise, "
-    "log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE. Means and scales are per index along k; FILE is a "
-    ".npy file with one number for each. Such as missing=-1,center=k,scale=k,cast=float16."
+    "Transform the elements of {} on load, by values separated by commas: missing=CODE, "
+    "impute=mean|0|FILE|raise, log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE. Means and scales are per "
+    "index along k; FILE is a .npy file with one number for each. Such as missing=-1,center=k,scale=k,"
+    "cast=float16."
 )
 TRANSFORM = click.option("--transform", type=Changes(), metavar="CHANGES", help=_TRANSFORM.format("X"))
 TRANSFORMS = (

@@ -32,8 +32,10 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    returns a token, the handle of the submitted operation. If beta != 0, the
    old C of the tile is read and uploaded in the same way, strip by strip.
 
-5. *Prepare* (lane `prepare`; emulated products only). The two panels of a step are split into int8 residues:
-   `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`.
+5. *Prepare* (lane `prepare`; emulated and transformed products only). The two panels of a step are split into
+   int8 residues: `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`. Or a GPU
+   transforms them: `backends.cuda.expander`. For a Gram matrix of one tile, it may first find the means and
+   scales of the transform in the panel: `backends.cuda.measurer`.
 
 6. *Multiply* (lane `compute`). It adds the product of two panels to the tile on the device. There is one
    Multiply per step along k. The last steps of a tile have one Multiply per strip, so that a finished strip
@@ -47,7 +49,9 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 
 8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or to a C
    in memory, directly or through the ring. The next tile starts as soon as strips of the device slot are
-   free.
+   free. If a Gram matrix is copied to a C in memory, the device first makes the strip Hermitian at the
+   diagonal of C (`backends.cuda.turner`). If all of C is stored, a second Download copies the transpose of
+   the strip to the other triangle.
 
 9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
    is verified, `integrity.checksums` first checks the strip. A strip of a Gram matrix is then mirrored at the

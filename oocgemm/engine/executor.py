@@ -27,7 +27,7 @@ from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, 
 from oocgemm.engine.annotation import annotation
 from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
 from oocgemm.engine.staging import Staging
-from oocgemm.errors import ExecutionError
+from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Operation, Plan, Tier
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
@@ -358,8 +358,11 @@ class Run:
 
 
 def located_error(error: BaseException, where: Operation | str) -> BaseException:
-    """Return an error that names the operation that failed. Interrupts are returned unchanged."""
-    if not isinstance(error, Exception):
+    """Return an error that names the operation that failed.
+
+    Interrupts are returned unchanged, and so are errors of the request: X does not fit its transform.
+    """
+    if not isinstance(error, Exception) or isinstance(error, InputError):
         return error
     located = ExecutionError(f"{where}: {error or type(error).__name__}")
     located.__cause__ = error

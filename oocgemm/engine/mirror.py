@@ -2,7 +2,8 @@
 
 The part of a strip that lies on the diagonal, its *diagonal block*, is computed whole. One of its triangles
 is replaced by the conjugate transpose of the other one, so that C is exactly Hermitian. With "full", the part
-of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose.
+of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose. If C
+is in memory, a GPU does both (`oocgemm.backends.cuda.turner`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -107,55 +108,3 @@ def trimmed(
                 start = max(left, first // width * width)
             if start < stop:
                 yield (first, end), (start, stop), block[first - top : end - top, start - left : stop - left]
-
-
-def store(plan: Plan, operation: Operation, c: Array, rows: Range, cols: Range, part: Array) -> None:
-    """Store a part of a strip in C, an array in host memory.
-
-    Of its diagonal block, only elements of the triangle that counts are stored, and their conjugate
-    transposes. So parts of a strip can be stored in any order.
-
-    Args:
-        plan: of a Gram matrix of which one triangle is stored.
-        operation: the Download of the strip.
-        c: C.
-        rows, cols: of the part in the strip.
-        part: its elements.
-    """
-    (top, bottom), left = operation.m, operation.n[0]
-    rows, cols = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
-    start, end = (top, bottom) if plan.grid.is_staircase(operation.tile) else (cols[1], cols[1])
-    cuts = sorted({*cols, *(x for x in (start, end) if cols[0] < x < cols[1])})
-    for first, last in pairwise(cuts):
-        block = part[:, first - cols[0] : last - cols[0]]
-        if start <= first < end:
-            _store_on_diagonal(c, rows, (first, last), block, upper=plan.problem.gram == "upper")
-        else:
-            c[slice(*rows), first:last] = block
-
-
-def _store_on_diagonal(c: Array, rows: Range, cols: Range, block: Array, *, upper: bool) -> None:
-    """Store one triangle of a part of a diagonal block, and its conjugate transpose as the other one."""
-    for r, s, square in _squares(rows, cols, block):
-        low, high = (s, r) if upper else (r, s)
-        if low[0] >= high[1]:  # wholly in the triangle
-            c[slice(*r), slice(*s)] = square
-            _store_adjoint(c, r, s, square)
-        elif low[1] > high[0]:
-            down, across = np.arange(*r)[:, None], np.arange(*s)
-            keep = down <= across if upper else down >= across
-            exact = np.where(down == across, square.real, square) if square.dtype.kind == "c" else square
-            np.copyto(c[slice(*r), slice(*s)], exact, where=keep)
-            np.copyto(c[slice(*s), slice(*r)], np.conjugate(exact.T), where=keep.T)
-
-
-def _store_adjoint(c: Array, rows: Range, cols: Range, square: Array) -> None:
-    turned = c[slice(*cols), slice(*rows)]
-    turned[...] = np.conjugate(square.T) if square.dtype.kind == "c" else square.T
-
-
-def _squares(rows: Range, cols: Range, block: Array) -> Iterator[tuple[Range, Range, Array]]:
-    """Cut a part of C into squares that fit into a CPU cache: their rows, their columns, their elements."""
-    for r in pairwise((*range(rows[0], rows[1], SIDE), rows[1])):
-        for s in pairwise((*range(cols[0], cols[1], SIDE), cols[1])):
-            yield r, s, block[r[0] - rows[0] : r[1] - rows[0], s[0] - cols[0] : s[1] - cols[0]]

@@ -4,7 +4,8 @@ With the centers u of A and v of B, both of length k:
 
     (A - 1 u^T) (B - v 1^T)  =  A B - (A v) 1^T - 1 (u^T B - u^T v)
 
-A B is exact. What is subtracted is computed here in float64, in one more pass over A and one over B.
+A B is exact. What is subtracted is computed here in float64, in one more pass over A and one over B. If the
+device measures X (`oocgemm.jobs.measuring`), it computes what is subtracted too.
 """
 
 from functools import partial
@@ -27,6 +28,8 @@ def is_centered(*operands: Matrix) -> bool:
 def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Correction:
     """Return (rows, cols) for a `centered` problem: rows[i] + cols[j] is subtracted from C; otherwise None.
 
+    None also if the device finds them.
+
     Args:
         problem: the product.
         a, b: its operands, which can be read.
@@ -35,7 +38,7 @@ def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Corre
     Raises:
         ExecutionError: an operand cannot be read.
     """
-    if not problem.centered or not problem.depth:
+    if not problem.centered or not problem.depth or problem.measured:
         return None
     u, v = _centers(a), _centers(b)
     rows, cols = np.zeros(problem.m), np.zeros(problem.n)

@@ -12,7 +12,9 @@ from oocgemm.backends.base import Correction, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
+from oocgemm.jobs.decoding import codings
 from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.measuring import measured
 from oocgemm.jobs.norms import inverse_norms, squared_norms
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.problem import tile_of
@@ -27,11 +29,13 @@ from oocgemm.planning import (
     Layouts,
     MachineModel,
     Plan,
+    Setting,
     TileShape,
     divided,
     guarded_plan,
     resumed_plan,
     shared_plan,
+    with_decoding,
 )
 from oocgemm.stores import Array, Matrix
 
@@ -103,6 +107,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
+    if engine is None or engine.name == "cuda":
+        problem = measured(request, problem, a, tile, _unknown if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(a, b)
         a, b = readable_both(request, problem, a, b)
@@ -266,9 +272,12 @@ def _plan(
     of_c = replace(of_c, pinned=False) if problem.gram else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
+    found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+
     def tuned(budgets: Budgets) -> Layouts:
         wanted = request.requests_by_operand
-        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        return with_decoding(Setting(problem, machine, asked, budgets), found)
 
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:

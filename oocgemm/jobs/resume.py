@@ -24,7 +24,7 @@ from oocgemm.stores.standardized import change_of
 NOT_GRAM = "no"
 # The values that journals of older versions, which lack these names, stand for.
 _OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False", "topk": "0"} | {
-    **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute"), "False"),
+    **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute", "measured"), "False"),
     **{"threshold": "0.0", "chained": "0", "applied": "0", "gamma": "0.0"},
 }
 

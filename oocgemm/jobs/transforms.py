@@ -11,6 +11,7 @@ from oocgemm.jobs.request import Request
 from oocgemm.jobs.standardizing import readable_lines
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning import GemmProblem, Op
+from oocgemm.planning.expansion import Measure
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.standardized import StandardizedMatrix
@@ -65,12 +66,28 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
         return readable_lines(matrix, memory)
     if not isinstance(matrix, TransformedMatrix) or matrix.vectors is not None:
         return matrix
-    transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
-    none = np.broadcast_to(0.0, extent)
-    center, scale, fill = none, np.broadcast_to(1.0, extent), none
+    transform = matrix.transform
     found = None
     if transform.needs_stats:
         found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory)
+    center, scale, fill = _numbers(matrix, found)
+    if transform.corrects:
+        none = np.broadcast_to(0.0, center.shape)
+        return matrix.with_vectors(Vectors(none, none, scale, center))
+    inverse = 1 / scale
+    return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+
+
+def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Array, Array, Array]:
+    """Return what is subtracted, what is divided by, and what missing elements become, per index along k.
+
+    `found` are the statistics, or None if they are not needed or unknown. Raises `InputError` if they do not
+    give a transform of every element.
+    """
+    transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
+    none = np.broadcast_to(0.0, extent)
+    center, scale, fill = none, np.broadcast_to(1.0, extent), none
+    if found is not None:
         _check(matrix, found)
     if isinstance(transform.center, np.ndarray):
         center = transform.center
@@ -81,18 +98,17 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     elif transform.scale is not None and found is not None:
         scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
         _check_scale(matrix, scale)
-    if transform.imputes_mean and found is not None:
+    if isinstance(transform.impute, np.ndarray):
+        fill = transform.impute
+    elif transform.imputes_mean and found is not None:
         # Without missing elements, the mean of an index is not needed, and it may be NaN.
         fill = np.where(found.missing > 0, found.mean, 0)
-    if transform.corrects:
-        return matrix.with_vectors(Vectors(none, none, scale, np.asarray(center)))
-    inverse = 1 / scale
-    return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+    return center, scale, fill
 
 
 def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
     """Return A and B so that they can be read (`readable`), within the host memory of a request."""
-    if not problem.depth:  # nothing is read
+    if not problem.depth or problem.measured:  # nothing is read, or not before the run
         return a, b
     left = readable(a, memory_of(request))
     return left, left if b is a else readable(b, memory_of(request))
@@ -190,6 +206,9 @@ def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:
 
 def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTransform]:
     """Return the transforms of the operands whose elements the device transforms."""
+    if problem.measured:
+        assert isinstance(a, TransformedMatrix), "only a transform is measured"
+        return {"A": _measuring(a)}
     found = {}
     for operand, matrix in zip(problem.operands, (a, b), strict=False):
         if problem.expands and isinstance(matrix, TransformedMatrix) and not matrix.is_copy:
@@ -198,3 +217,23 @@ def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTran
             vectors = v.fill, v.center, v.inverse
             found[operand] = PanelTransform(matrix.code, matrix.transform.log1p, vectors)
     return found
+
+
+def _measuring(matrix: TransformedMatrix) -> PanelTransform:
+    """Return the transform of an operand whose statistics the device finds."""
+    transform = matrix.transform
+    center, scale, fill = _numbers(matrix, None)
+
+    def check(count: Array, total: Array, squares: Array) -> None:
+        extent = matrix.shape[1 - matrix.k_axis]
+        with np.errstate(all="ignore"):
+            mean, variance = total / count, (count * squares - total * total) / np.square(count, dtype=float)
+        _numbers(matrix, Stats(count, extent - count, mean, variance, mean, mean))
+
+    measure = Measure(
+        center=isinstance(transform.center, str),
+        scale=transform.scale if isinstance(transform.scale, str) else "",
+        fill=transform.imputes_mean,
+        raises=transform.raises,
+    )
+    return PanelTransform(matrix.code, transform.log1p, (fill, center, 1 / scale), measure, check)

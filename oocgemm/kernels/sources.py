@@ -5,7 +5,8 @@ The sources are sorted into folders; each source has a unique name. Includes are
     plain/      kernels that show one idea each            emulation/  float64 and float32 from int8 products
     fast/       kernels for speed                          integers/   exact products of int8
     checks/     checksums for the verification             transforms/ transforms of panels on load
-    common/     shared headers, and the finish kernel
+    common/     shared headers, and the kernels finish and turn
+    decoding/   panels composed of decoded chunks
 """
 
 from functools import cache

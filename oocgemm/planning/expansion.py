@@ -4,6 +4,8 @@
 expanded panel of op(A), and behind it that of op(B). A panel that is not transformed has no part there.
 """
 
+from dataclasses import dataclass
+
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.tiling import round_up
 
@@ -12,6 +14,50 @@ _ALIGNMENT = 512
 # Bytes per index along k of the numbers of a transform, three in float64: what missing elements become, what
 # is subtracted, and what is multiplied by.
 VECTOR_BYTES = 24
+# Bytes per index along k of the sums that a `measured` problem finds on the device: the number of elements,
+# their sum, and that of their squares.
+SUM_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What the device finds for a `measured` problem, in panels that have all rows of X.
+
+    Attributes:
+        center: whether the means are subtracted.
+        scale: what elements are divided by: "k" or "hwe" (`oocgemm.Transform`), or "" for what is given.
+        fill: whether missing elements become the means.
+        raises: whether missing elements are errors.
+    """
+
+    center: bool
+    scale: str
+    fill: bool
+    raises: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureRoom:
+    """Byte offsets of what is measured on the device; the sums are at 0. `end` is the size of it all.
+
+    `weights` has a float64 per index along k, `products` one per row of X, and `square` is one number. They
+    are zero at first, and used only if the problem is `centered`.
+    """
+
+    weights: int
+    products: int
+    square: int
+    end: int
+
+
+def measure_room(problem: GemmProblem) -> MeasureRoom:
+    """Lay out what is measured; everything is 0 unless the problem is `measured`."""
+    if not problem.measured:
+        return MeasureRoom(0, 0, 0, 0)
+    weights = SUM_BYTES * problem.depth
+    products = weights + 8 * problem.depth
+    square = products + 8 * problem.m
+    return MeasureRoom(weights, products, square, round_up(square + 8, _ALIGNMENT))
 
 
 def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, int]:

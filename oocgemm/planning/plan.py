@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.decoding import describe
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Footprint,
@@ -187,15 +188,18 @@ class Plan:
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
         required, sizes = required_bytes(self.problem, self.coverage, self.in_place), self.problem.itemsizes
+        c_read = required["write"] if self.problem.reads_c else 0
         if self.problem.gram == "full":
             required["write"] = self.schedule().elements_written * sizes["C"]
+        if self.setting.turns_on_device:
+            required["d2h"] = required["write"]
         if self.slots.unified:
             return required | {"h2d": 0, "d2h": 0}
         # The device copies from or to the arrays of operands without host slots: nothing is read or written.
         unread = {
             "A": self.coverage.rows * self.problem.depth * sizes["A"],
             "B": self.problem.depth * self.coverage.cols * sizes["B"],
-            "C": required["write"] if self.problem.reads_c else 0,
+            "C": c_read,
         }
         required["read"] -= sum(size for operand, size in unread.items() if self.slots.streams(operand))
         return required | ({"write": 0} if self.slots.streams("C") else {})
@@ -228,6 +232,11 @@ class Plan:
         whole = predict(self.setting, self.candidate)
         share = self.coverage.elements / max(1, TileSet.of(self.grid).coverage.elements)
         return whole if share == 1 else part_of(whole, share)
+
+    @property
+    def decoded(self) -> str:
+        """Which operands the GPU decodes, and how they are compressed, as text; "" if none."""
+        return describe(self.layouts)
 
     @cached_property
     def amplification(self) -> dict[str, float]:

@@ -95,6 +95,10 @@ class GemmProblem:
     If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
     is computed, and a matrix of rank one is subtracted when C is finished.
 
+    If it is `measured`, the device finds the means and scales for its transform in the panels themselves,
+    just before they are transformed. That is possible for a Gram matrix of one tile: a panel has all rows of
+    X.
+
     If `topk` is not 0, C is not stored. Of each of its rows, the `topk` largest elements are, as scores with
     the indices of their columns: m x topk elements of the dtype `c_dtype`. If they are `scaled`, row i and
     column j of C are first multiplied by s[i] and s[j], for a vector s. With `excludes_self`, the elements on
@@ -138,6 +142,7 @@ class GemmProblem:
     chained: int = 0
     applied: int = 0
     gamma: float = 0.0
+    measured: bool = False
 
     @property
     def selects(self) -> bool:
@@ -189,8 +194,8 @@ class GemmProblem:
 
     @property
     def prepares(self) -> bool:
-        """Whether each step has a Prepare operation, which splits or transforms its panels."""
-        return bool(self.planes or self.expands)
+        """Whether each step has a Prepare operation, which splits, measures or transforms its panels."""
+        return bool(self.planes or self.expands or self.measured)
 
     def prepared_bytes(self, m: int, n: int, k: int) -> int:
         """Return the bytes of the panels that the Prepare of an m x n x k step reads."""

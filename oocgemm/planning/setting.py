@@ -76,9 +76,14 @@ class Layouts:
     def cached_as(self, a: bool, b: bool) -> "Layouts":
         """Return the layouts with A and B in the page cache, or not, as when a run was planned.
 
-        The page cache may have changed since then, and the slots of the plan depend on it.
+        The page cache may have changed since then, and the slots of the plan depend on it. If an operand does
+        not count as cached, the host decodes it.
         """
-        return replace(self, a=replace(self.a, page_cached=a), b=replace(self.b, page_cached=b))
+        found = (
+            replace(layout, page_cached=cached, decoded=layout.decoded if cached else "")
+            for layout, cached in ((self.a, a), (self.b, b))
+        )
+        return replace(self, a=next(found), b=next(found))
 
 
 def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:
@@ -114,13 +119,13 @@ class Setting:
 
     @cached_property
     def streams_c(self) -> bool:
-        """Whether blocks of C need no host slots.
+        """Whether blocks of C need no host slots. If checksums are computed, C is checked in host slots."""
+        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked)
 
-        If checksums are computed, C is checked in host slots. There, strips of a whole Gram matrix are
-        transposed.
-        """
-        slots = self.machine.unified or self.problem.checked or self.problem.gram == "full"
-        return self.layouts.c.in_memory and not slots
+    @cached_property
+    def turns_on_device(self) -> bool:
+        """Whether the device transposes strips of a whole Gram matrix for their second Download."""
+        return self.streams_c and self.problem.gram == "full"
 
     @cached_property
     def enqueues(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.planning.tiling import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.stores.opener import Opener
@@ -40,7 +41,7 @@ MAPPING_CORES = 4
 SEGMENTS = 1024
 # Rows of a chunk that are shorter than this many bytes, and are not adjacent in their destination, are copied
 # from a mapping of the file. preadv would be slower, because each row would be a separate buffer.
-MIN_SEGMENT = 4096
+MIN_SEGMENT = SHORT_LINE
 
 # RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
 # page cache. Python has no constant for it.

@@ -129,7 +129,7 @@ def read_part(
     """
     size = line * dtype.itemsize
     in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
-    if part == (0, line) and not in_place and size <= MAX_LINE:
+    if part == (0, line) and not in_place and size < MIN_SEGMENT:
         _read_with_gaps(file, offset + lines[0] * size, line, dtype, out)
     elif part == (0, line) and not in_place:
         stored = file.mapped(offset + lines[0] * size, out.shape[0] * size).view(dtype)

@@ -15,9 +15,11 @@ from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.backends.host.selection import select
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.selection import MIN_SEGMENT
+from tests.fake_cuda import measuring
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
-from tests.fake_cuda.work import Macros, Work
+from tests.fake_cuda.placing import place
+from tests.fake_cuda.work import Macros, Work, values
 
 _LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
 WIDTHS = {"0": "void64", "1": "void128"}  # dtypes of selected elements, by the macro OOC_WIDE
@@ -99,7 +101,7 @@ def _rung(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/common/finish.cu, which applies alpha, beta and the cast to C's dtype."""
     kinds = _LONG, _REAL, _REAL, _POINTER, _REAL, _REAL, _POINTER
-    elements, alpha_re, alpha_im, source, beta_re, beta_im, result = _values(kinds, pointers)
+    elements, alpha_re, alpha_im, source, beta_re, beta_im, result = values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
     sums = memory.matrix(source, summed, 1, elements, elements)
     old = memory.matrix(result, stored, 1, elements, elements)
@@ -116,10 +118,40 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [block_of(source, summed, 1, elements, elements), *([to] if beta else [])], [to])
 
 
+def _complete(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare the kernel of kernels/common/turn.cu that makes a square Hermitian."""
+    at, pitch, extent = values((_POINTER, _LONG, _LONG), pointers)
+    place = at, numpy_dtype(_DTYPES[macros["OOC_STORED"]]), extent, extent, pitch
+    square = memory.matrix(*place)
+
+    def run() -> None:
+        lower = np.tril(np.ones(square.shape, bool), -1)
+        kept = lower if macros["OOC_UPPER"] == "0" else lower.T
+        square[...] = np.where(kept, square, np.where(kept.T, square.conj().T, square.real))
+
+    return Work(run, [block_of(*place)], [block_of(*place)])
+
+
+def _turn(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare the kernel of kernels/common/turn.cu that transposes a block of a strip of C."""
+    source, pitch, rows, cols, result = values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
+    stored = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
+    strip, turned = (
+        memory.matrix(*given)
+        for given in ((source, stored, cols, rows, pitch), (result, stored, rows, cols, cols))
+    )
+
+    def run() -> None:
+        turned[...] = strip.conj().T
+
+    read, written = block_of(source, stored, cols, rows, pitch), block_of(result, stored, rows, cols, cols)
+    return Work(run, [read], [written])
+
+
 def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/integers/int8_finish.cu, which applies alpha, beta and the cast to int32 sums."""
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
-    elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
+    elements, source, alpha, beta, result, flag_address = values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
     limit = float(macros["OOC_MAX"]) if "OOC_MAX" in macros else None
     sums = memory.matrix(source, summed, 1, elements, elements)
@@ -146,7 +178,7 @@ def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/integers/int8_add.cu, which adds int32 sums to C. The grid gives the number of rows."""
     kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _LONG
-    source, pitch, n, beta, to, ldc = _values(kinds, pointers)
+    source, pitch, n, beta, to, ldc = values(kinds, pointers)
     rows = int(macros["grid y"])
     dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
     sums, c = memory.matrix(source, np.int32, rows, n, pitch), memory.matrix(to, dtype, rows, n, ldc)
@@ -160,7 +192,7 @@ def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/integers/int8_pack.cu, which copies an operand to rows whose length cuBLAS accepts."""
-    source, ld, rows, k, to, pitch = _values((_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG), pointers)
+    source, ld, rows, k, to, pitch = values((_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG), pointers)
     x = Operand(source, np.int8, *((rows, k, ld, 0) if macros["OOC_K_MAJOR"] == "1" else (k, rows, ld, 1)))
     packed = memory.matrix(to, np.int8, rows, pitch, pitch)
     given = x.view(memory)
@@ -175,7 +207,7 @@ def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/transforms/expand.cu, which transforms the elements of a panel."""
     kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _POINTER, _POINTER, _POINTER
-    source, rows, cols, code, *vectors, result = _values(kinds, pointers)
+    source, rows, cols, code, *vectors, result = values(kinds, pointers)
     stored, to = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_RESULT"))
     assert cols % int(macros["OOC_WIDTH"]) == 0
     by_column = macros["OOC_K_AXIS"] == "1"
@@ -197,7 +229,7 @@ def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/transforms/rank_one.cu, which subtracts a matrix of rank one from a strip of C."""
-    elements, width, *at, to = _values((_LONG, _LONG, _POINTER, _POINTER, _POINTER), pointers)
+    elements, width, *at, to = values((_LONG, _LONG, _POINTER, _POINTER, _POINTER), pointers)
     height = elements // width
     c = memory.matrix(to, np.float64, height, width, width)
     rows, cols = (
@@ -215,7 +247,7 @@ def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/transforms/gaussian.cu, which makes a strip of C one of a kernel matrix."""
-    height, width, *at, gamma, to = _values((_LONG, _LONG, _POINTER, _POINTER, _REAL, _POINTER), pointers)
+    height, width, *at, gamma, to = values((_LONG, _LONG, _POINTER, _POINTER, _REAL, _POINTER), pointers)
     dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
     c = memory.matrix(to, dtype, height, width, width)
     rows, cols = (
@@ -234,7 +266,7 @@ def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/selection/topk.cu, which selects the largest elements of rows of C."""
     kinds = (_POINTER, *(_LONG for _ in range(7)), _POINTER, _POINTER)
-    source, rows, width, top, left, count, excludes_self, begins, scales, kept = _values(kinds, pointers)
+    source, rows, width, top, left, count, excludes_self, begins, scales, kept = values(kinds, pointers)
     summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
     sums, best = (
         memory.matrix(source, summed, rows, width, width),
@@ -259,7 +291,7 @@ def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     Its elements are in segments of one or two, which are not in the order of rows.
     """
     kinds = _POINTER, *(_LONG for _ in range(5)), _REAL, *(_POINTER for _ in range(4))
-    source, rows, width, top, left, excludes_self, least, scales, *to = _values(kinds, pointers)
+    source, rows, width, top, left, excludes_self, least, scales, *to = values(kinds, pointers)
     summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
     sums, reads = memory.matrix(source, summed, rows, width, width), []
     factors, extent = np.ones(1), max(top + rows, left + width)
@@ -301,25 +333,28 @@ def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
     return dtype.type(value if dtype.kind == "c" else complex(value).real)
 
 
-def _values(kinds: tuple[Any, ...], pointers: list[int]) -> tuple[Any, ...]:
-    """Return the arguments of a launch, given the C types of the kernel's parameters."""
-    return tuple(kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True))
-
-
 Prepare = Callable[[Memory, Macros, list[int]], Work]
 
 # Name of a kernel -> the number of its parameters, and the function that prepares a launch.
 KERNELS: dict[str, tuple[int, Prepare]] = {
     "tiled": (1, _rung),
     "finish": (7, _finish),
+    "turn": (5, _turn),
+    "complete": (3, _complete),
     "int8_finish": (6, _int8_finish),
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),
     "expand": (8, _expand),
     "rank_one": (5, _rank_one),
+    "measure_sums": (6, measuring.measure_sums),
+    "measure_numbers": (8, measuring.measure_numbers),
+    "measure_products": (6, measuring.measure_products),
+    "measure_square": (3, measuring.measure_square),
+    "measure_center": (7, measuring.measure_center),
     "gaussian": (6, _gaussian),
     "threshold": (11, _threshold),
     "topk": (10, _topk),
+    "place": (4, place),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -1,7 +1,7 @@
 """What the scheduler of the fake device needs to know about a launch of a kernel."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.fake_cuda.memory import Block
 
@@ -15,3 +15,8 @@ class Work(NamedTuple):
     run: Callable[[], None]
     reads: list[Block]
     writes: list[Block]
+
+
+def values(kinds: tuple[Any, ...], pointers: list[int]) -> tuple[Any, ...]:
+    """Return the arguments of a launch, given the C types of the kernel's parameters."""
+    return tuple(kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True))

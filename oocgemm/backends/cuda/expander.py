@@ -11,6 +11,7 @@ import numpy as np
 from oocgemm.backends.base import PanelTransform, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.kernels.transforms import WIDTH, expand_grid, expand_options
 from oocgemm.planning import Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
@@ -34,6 +35,7 @@ class Expander:
         self._kinds = {role: kind for role, kind in kinds.items() if kind[0]}
         self._transforms: dict[str, PanelTransform] = {}
         self._vectors: dict[str, int] = {}
+        self.measurer = Measurer(plan, kernels, address) if problem.measured else None
 
     def use(self, transforms: Mapping[str, PanelTransform], address: int, stream: Any) -> int:
         """Copy the numbers of the transforms to the device, from `address` on, and load the kernels.
@@ -55,6 +57,8 @@ class Expander:
         for role in self._kinds:
             for width in (1, WIDTH):
                 self._kernel(role, width)
+        if self.measurer is not None:
+            address = self.measurer.use(transforms["A"], address, self._vectors.get("A", 0), stream)
         return address
 
     def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
@@ -68,18 +72,24 @@ class Expander:
         behind = 0 if self._problem.gram and a == b else self._b_offset
         return slot if "A" in self._kinds else a, slot + behind if "B" in self._kinds else b
 
+    def check(self) -> None:
+        """Raise an error if the transform is not defined for what has been measured. See `Measurer.check`."""
+        if self.measurer is not None:
+            self.measurer.check()
+
     def launches(self, op: Operation) -> list[cuda_calls.Launch]:
-        """Prepare the launches of a Prepare, which transform its panels."""
+        """Prepare the launches of a Prepare, which measure and transform its panels."""
         a, b = (self._address(region) for region in op.reads)
         to_a, to_b = self.panels(a, b, self._address(op.writes[0]))
         panels = {"A": (op._replace(operand="A", n=(0, 0)), a, to_a)}
         if to_a != to_b:
             panels["B"] = op._replace(operand="B", m=(0, 0)), b, to_b
-        return [
+        expand = [
             cuda_calls.in_python(partial(self._launch, *panel))
             for role, panel in panels.items()
             if role in self._kinds
         ]
+        return expand if self.measurer is None else self.measurer.launches(op) + expand
 
     def _launch(self, panel: Operation, source: int, result: int) -> None:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""

@@ -11,6 +11,7 @@ import numpy as np
 from oocgemm.backends.base import Correction, Scales
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
+from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.integers import too_large
 from oocgemm.planning import Kind, Operation, Plan, Region
 from oocgemm.planning.expansion import correction_bytes
@@ -32,6 +33,7 @@ class Finisher:
         self._problem, self._kernels, self._address = problem, kernels, address
         self._dtypes = problem.acc_dtype, problem.c_dtype
         self._correction: tuple[int, int] | None = None
+        self._measurer: Measurer | None = None
         if problem.exact:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
@@ -50,6 +52,8 @@ class Finisher:
         else:
             self._kernels.finish(self._dtypes, (alpha, beta), elements, source, result)
         if self._correction is not None:
+            if self._measurer is not None:
+                self._measurer.correct(*self._correction)
             rows, cols = (at + 8 * span[0] for at, span in zip(self._correction, (op.m, op.n), strict=True))
             self._kernels.plain("rank_one", "rank_one", ())(
                 (min(4096, -(-elements // 256)), 1, 1),
@@ -57,12 +61,25 @@ class Finisher:
                 *map(ctypes.c_void_p, (rows, cols, result)),
             )
 
-    def use(self, correction: Correction, scales: Scales, address: int, stream: Any) -> None:
-        """Copy what is subtracted from rows and columns of C, if anything, to the device, at `address`."""
+    def use(
+        self,
+        correction: Correction,
+        scales: Scales,
+        address: int,
+        stream: Any,
+        measurer: Measurer | None = None,
+    ) -> None:
+        """Copy what is subtracted from rows and columns of C, if anything, to the device, at `address`.
+
+        `measurer` computes it on the device, if the problem is measured.
+        """
+        sizes = correction_bytes(self._problem)
+        if measurer is not None and self._problem.centered:
+            self._measurer, self._correction = measurer, (address, address + sizes[0])
+            self._kernels.plain("rank_one", "rank_one", ())
         if correction is None:
             return
         rows, cols = correction
-        sizes = correction_bytes(self._problem)
         pinned = cupy.cuda.alloc_pinned_memory(sum(sizes))
         for vector, offset in ((rows, 0), (cols, sizes[0])):
             np.frombuffer(pinned, np.float64, len(vector), offset)[...] = vector

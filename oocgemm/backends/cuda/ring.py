@@ -27,6 +27,7 @@ from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
+from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import ceil_div
@@ -41,10 +42,14 @@ JOINS = 4
 
 
 class Buffer:
-    """A pinned buffer of a lane, and the event after the latest copy from or to it."""
+    """A pinned buffer of a lane, and the event after the latest copy from or to it.
 
-    def __init__(self, memory: Array, stream: Any) -> None:
+    `offset` is its distance in bytes from the first buffer of its direction.
+    """
+
+    def __init__(self, memory: Array, offset: int, stream: Any) -> None:
         self.address: int = memory.ctypes.data
+        self.offset = offset
         self._memory = memory
         self._event = cupy.cuda.Event(block=True, disable_timing=True)
         self._query = cuda_calls.query(self._event)
@@ -73,12 +78,14 @@ class Buffer:
 class Lane:
     """The stream and the pinned buffers of one thread."""
 
-    def __init__(self, memory: Array, buffers: int) -> None:
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+    def __init__(self, memory: Array, start: int, end: int) -> None:
+        """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
+        # A kernel that transposes a piece starts before the thread blocks of products that are queued.
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.block = -1  # number of the block that the stream has waited for
-        size = memory.nbytes // buffers
-        parts = (memory[i * size : (i + 1) * size] for i in range(buffers))
-        self._buffers = cycle([Buffer(part, self.stream) for part in parts])
+        size = (end - start) // BUFFERS
+        parts = range(start, end, size)
+        self._buffers = cycle([Buffer(memory[at : at + size], at, self.stream) for at in parts])
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
 
     def finish(self) -> None:
@@ -207,7 +214,7 @@ class Direction:
         """Create the lanes, and start a thread for each but the last one."""
         size = BUFFERS * shape.piece
         with self._device:
-            lanes = [Lane(self._memory[i * size : (i + 1) * size], BUFFERS) for i in range(shape.lanes)]
+            lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
             self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
         self._piece = shape.piece
         self._blocks: list[Pageable] = []  # as many as are being copied, in any order
@@ -299,10 +306,13 @@ class Ring:
 
         return self._direction("upload").begin(block, move, waits)
 
-    def download(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+    def download(
+        self, address: int, block: Pageable, waits: Sequence[Any], turn: Turn | None = None
+    ) -> Callable[[], Work]:
         """Begin to copy a block from a device address, once the events in `waits` have completed.
 
-        The returned function waits until the block has been written. It raises the errors of `block.move`.
+        With `turn`, the device transposes each piece first. The returned function waits until the block has
+        been written. It raises the errors of `block.move`.
         """
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
@@ -311,7 +321,11 @@ class Ring:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             size = width * dtype.itemsize
-            _copy((buffer.address, size), (address + at, row), height, size, lane.stream)
+            if turn is None:
+                source = address + at, row
+            else:  # the last copy from the same place has ended, since it was one to this buffer
+                source = turn(address, rows, cols, buffer.offset, lane.stream), size
+            _copy((buffer.address, size), source, height, size, lane.stream)
             event = buffer.record()
 
             def write() -> None:

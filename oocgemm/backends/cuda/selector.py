@@ -12,6 +12,7 @@ from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.kernels.selection import threshold_launch, threshold_options, topk_launch, topk_options
 from oocgemm.planning import GemmProblem, Operation, Plan, Region
@@ -30,7 +31,14 @@ class Scaled:
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError
 
-    def use(self, correction: Correction, scales: Scales, address: int, stream: Any) -> None:
+    def use(
+        self,
+        correction: Correction,
+        scales: Scales,
+        address: int,
+        stream: Any,
+        measurer: Measurer | None = None,
+    ) -> None:
         """Copy what rows and columns of C are multiplied by, if anything, to the device, at `address`."""
         if scales is None:
             return

@@ -16,7 +16,7 @@ import cupy
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.arena import device_offsets
+from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
     Correction,
@@ -31,15 +31,17 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import RING, CudaToken, Work
+from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
+from oocgemm.backends.cuda.turner import Turner
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
@@ -49,14 +51,8 @@ from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
 
-# The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
-# stream first. So a Prepare does not have to wait until all blocks of the current Multiply have started.
-STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
-# previous panel are computed.
-SUMS = "sums"
 # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
 _NATIVE = {"emulated": "native"}
 
@@ -87,26 +83,24 @@ class CudaSession:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
                 if self._problem.planes:
                     self._emulated = self._multiplier.emulated(self._problem.a_dtype)
-                if self._problem.expands:
+                if self._problem.prepares and not self._problem.planes:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
-                self._work = self._vectors + plan.footprint.device["transform"]
-                size = self._work + plan.footprint.device["work"]
-                # None: the session allocates nothing. To ask for the free memory would take longer.
-                self._free_before: int | None = None
+                turned, self._work, decode, size = areas(plan, self._vectors)
+                self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
-                    self.checksums = DeviceChecksums(
-                        plan, self._address, SumsDevice(self._multiplier.kernels)
-                    )
+                    sums = SumsDevice(self._multiplier.kernels)
+                    self.checksums = DeviceChecksums(plan, self._address, sums)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
-                self.host_arena = self._host.take(plan)
+                self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
+                self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
                 p = self._problem
@@ -141,8 +135,14 @@ class CudaSession:
             self._multiplier.load(call)
             stream.synchronize()
 
-    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
+    def _wait(self, op: Operation) -> None:
+        """Wait until cuBLAS has loaded its kernels and, before a Download, for what Prepares measure."""
         self._loading.wait()
+        if op.kind is Kind.DOWNLOAD and self._expander is not None:
+            self._expander.check()
+
+    def submit(self, operation: Operation, host: HostBlock, after: Sequence[Token]) -> CudaToken:
+        self._wait(operation)
         if isinstance(host, Found):
             assert isinstance(self._finisher, Sifter)
             return self._finisher.copy(operation, host, self._host.ring, after, self._clock)
@@ -155,15 +155,18 @@ class CudaSession:
 
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
         # The threads of the ring have streams of their own, which wait for the operations in `after`.
-        self._loading.wait()
+        self._wait(op)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
         waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
         address = self._address((op.writes if uploading else op.reads)[0])
-        copy = ring.upload if uploading else ring.download
-        return partial(self._copied, op, copy(address, block, waits))
+        if isinstance(block, Compressed) and self._host.decoder is not None:
+            return self._host.decoder.upload(address, block, waits, self._clock)
+        given = address, block, waits
+        copy = ring.upload(*given) if uploading else self._turner.download(op, ring.download, *given)
+        return partial(self._copied, op, copy)
 
     def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:
         """Wait until the ring has read or written a block, and return the handle of the operation."""
@@ -247,12 +250,13 @@ class CudaSession:
         assert not arrays  # a GPU multiplies in its own memory only
 
     def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
-        address = self._arena + self._vectors
+        address, measurer = self._arena + self._vectors, None
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
+                measurer = self._expander.measurer
             if self._finisher is not None:
-                self._finisher.use(correction, scales, address, self._streams["compute"])
+                self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
 
     def use_factor(self, factor: Array) -> None:
         raise AssertionError("subclasses run such products")
@@ -294,11 +298,8 @@ class CudaSession:
         `submit` makes them later, under a lock. Preparing needs no lock, so other threads wait less.
         """
         match op.kind:
-            case Kind.UPLOAD:
+            case Kind.UPLOAD | Kind.DOWNLOAD:
                 return self._copies(op, host, stream)
-            case Kind.DOWNLOAD:
-                copies = self._copies(op, host, stream)
-                return copies if isinstance(host, Pinned) else copies + self._checksums(op, host, stream)
             case Kind.PREPARE if self._expander is not None:
                 return self._expander.launches(op)
             case Kind.PREPARE:
@@ -316,7 +317,8 @@ class CudaSession:
         if isinstance(host, Pinned):
             return [array_copy(device, host.array, stream, uploading=uploading)]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        return slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        return copies if uploading else copies + self._checksums(op, host, stream)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the copy of a strip's checksums, if there are any, to the host slot, behind the strip."""

@@ -152,18 +152,20 @@ class _Formulas:
         strips = self._elements() / (strip * self._side)
         streams_c = slots.streams("C")
         down, writing = prices.download(strip, self._side), prices.write(strip, self._side)
+        # Off the diagonal, a whole Gram matrix is stored twice.
         twice = 2 if problem.gram == "full" else 1
+        downs = strips * twice if streams_c else strips
         out = "encode" if layouts.c.encodes else "write"
         busy[out] = 0.0 if streams_c else strips * twice * writing
-        busy["d2h"] = 0.0 if slots.unified else strips * down
+        busy["d2h"] = 0.0 if slots.unified else downs * down
         if problem.reads_c:
             busy["decode" if layouts.c.decode_bytes else "read"] += strips * prices.read(
                 "C", strip, self._side
             )
             busy["h2d"] += 0.0 if slots.unified else strips * prices.upload("C", strip, self._side)
-        copied = strips * (1 + problem.reads_c) * prices.staged("C", strip, self._side)
+        copied = (downs + strips * problem.reads_c) * prices.staged("C", strip, self._side)
         staged = uploads * prices.staged("A", self._side, depth) + copied
-        leaving = (1 if slots.unified or streams_c else 2) * strips
+        leaving = downs if slots.unified or streams_c else 2 * strips
         busy["issue"] = machine.issue * (grid.count * grid.steps + read + uploads + leaving)
         start = reading + uploading
         step = self._staircase(self._last, depth)
@@ -181,7 +183,7 @@ class _Formulas:
             waiting = self._side / strip * draining - (0 if streams_c else 2 * slots.turn_steps * step)
             bubbles = (grid.count - 1) * max(0.0, waiting) if slots.c == 1 else 0.0
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
-            total += strips * STREAMED_STRIP if streams_c else 0.0
+            total += downs * STREAMED_STRIP if streams_c else 0.0
         return Prediction(busy, start, bubbles, tail, total + tail)
 
     def _staircase(self, rows: int, depth: int) -> float:

@@ -35,14 +35,18 @@ class RingShape:
 def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 
-    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device.
+    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. If
+    the device transposes in as much memory, this holds for the device budget, too.
     """
     layouts = setting.layouts
-    if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
+    operands = (x for x in (layouts.a, layouts.b) if not x.decoded)
+    if not (any(map(setting.streams, operands)) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
     lanes = 1 + machine.copy_threads_of(devices)
     room = setting.budgets.host // 4 // devices
+    if setting.turns_on_device:
+        room = min(room, (setting.budgets.device - machine.device_reserve) // 4)
     while piece > PAGE and RingShape(lanes, piece).bytes > room:
         piece //= 2
     while lanes > 2 and RingShape(lanes, piece).bytes > room:

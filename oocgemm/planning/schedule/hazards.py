@@ -151,9 +151,11 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
             case Kind.FINISH | Kind.DOWNLOAD:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
-                        _require(sums[region.slot].get(op.m) == (op.tile, steps), op)
+                        _require(sums[region.slot].get(op.strip) == (op.tile, steps), op)
                 if op.kind is Kind.DOWNLOAD and schedule.slots.streams("C"):
-                    _require(op.reads[0].slot.operand == "C" or contents.get(op.reads[0].slot) == block, op)
+                    finished = "C", (op.strip, schedule.grid.span(op.tile, op.strip))
+                    source = op.reads[0].slot
+                    _require(source.operand == "C" or contents.get(source) == finished, op)
                     _note_written(op, written, chunks, extents)
                 else:
                     contents[op.writes[0].slot] = ("C", op.block)
@@ -166,7 +168,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    _check_area(written, schedule.elements_stored if schedule.problem.kept else schedule.elements)
+    stored = schedule.elements_written if schedule.slots.streams("C") else schedule.elements
+    _check_area(written, schedule.elements_stored if schedule.problem.kept else stored)
 
 
 def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:

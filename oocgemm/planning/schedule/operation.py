@@ -71,6 +71,7 @@ class Operation(NamedTuple):
     - `first`: it is the first Multiply of its tile, which applies beta.
     - `coded`: it is a Read that decodes or a Write that encodes.
     - `device`: the device of its tile, as a position in the list of the run's devices.
+    - `turned`: it is a Download of the conjugate transpose of a strip. `m` and `n` are where C stores it.
     """
 
     kind: Kind
@@ -87,6 +88,12 @@ class Operation(NamedTuple):
     first: bool = False
     coded: bool = False
     device: int = 0
+    turned: bool = False
+
+    @property
+    def strip(self) -> Range:
+        """Range of rows of the strip of C that a Download copies."""
+        return self.n if self.turned else self.m
 
     @property
     def lane(self) -> Lane:
@@ -102,9 +109,10 @@ class Operation(NamedTuple):
         """The name of the queue that the operation is issued to.
 
         It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
-        that they do not queue behind loads of A and B.
+        that they do not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read
+        the same elements, and may end in any order. So the second one has a queue of its own, too.
         """
-        return _STREAM[self.kind, self.coded, self.operand == "C"]
+        return "d2h-turned" if self.turned else _STREAM[self.kind, self.coded, self.operand == "C"]
 
     @property
     def block(self) -> tuple[Range, Range]:

@@ -177,6 +177,7 @@ class Schedule:
         c, written = (
             (0, 0) if "C" in in_place else (size * self.elements_stored, size * self.elements_written)
         )
+        down = written if self.slots.streams("C") else c
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
@@ -184,7 +185,7 @@ class Schedule:
         # The device copies from or to the arrays of operands without host slots: nothing is read or written.
         passed = {"A": loads.a_read, "B": loads.b_read, "C": c_in}
         read = int(sum(size for operand, size in passed.items() if not self.slots.streams(operand)))
-        return {"read": read, "h2d": up, "d2h": c, "write": 0 if self.slots.streams("C") else written}
+        return {"read": read, "h2d": up, "d2h": down, "write": 0 if self.slots.streams("C") else written}
 
     @property
     def elements(self) -> int:
@@ -282,15 +283,9 @@ class Schedule:
         if self.problem.chained and inputs:
             sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
         return Operation(
-            Kind.MULTIPLY,
-            "C",
-            tile,
-            step,
-            (*inputs, c) if keeps_old else inputs,
-            (c, *sums),
-            rows,
-            n,
-            k,
+            *(Kind.MULTIPLY, "C", tile, step),
+            *((*inputs, c) if keeps_old else inputs, (c, *sums)),
+            *(rows, n, k),
             flops=self.problem.step_flops(length(rows), length(n), length(k)),
             first=first,
             device=self.device,
@@ -353,6 +348,15 @@ class Schedule:
             yield Operation(
                 Kind.DOWNLOAD, "C", tile, last, (source,), sums, rows, n, bytes=size, device=self.device
             )
+            cols = self.grid.mirrored(tile, rows)
+            if length(cols):
+                at, size = (cols, rows), written - size
+                yield Operation(
+                    *(Kind.DOWNLOAD, "C", tile, last, (source,), (), *at),
+                    bytes=size,
+                    device=self.device,
+                    turned=True,
+                )
             return
         yield Operation(
             Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size, device=self.device

@@ -63,7 +63,7 @@ def gram_candidates(
             found[candidate] = predict(setting, candidate, prices, rough=True).total
         return len(found) > before
 
-    for count in () if tile else _counts(n):
+    for count in () if tile else (1,) if setting.problem.measured else _counts(n):
         if found and count > MAX_COUNT:
             break
         for side in _sides(setting, count):
@@ -82,7 +82,7 @@ def gram_candidates(
 def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
     """Return the candidate that needs the least memory, whether it fits or not."""
     problem, unit = setting.problem, _unit(setting)
-    side = max(1, min(problem.m, round_up(16, unit)))
+    side = max(1, problem.m if problem.measured else min(problem.m, round_up(16, unit)))
     shape = tile or TileShape(side, side, max(1, min(problem.depth, 16)))
     return Candidate(shape, _slots(setting, shape, 1, min(_step_unit(setting, shape), shape.m), 1))
 
@@ -152,7 +152,7 @@ def _base(prices: Prices, tile: TileShape, c: int, strip: int, io_threads: int) 
             continue
         size = slot_bytes(setting.problem, tile, strip)
         drain = _drain(prices, tile, slots)
-        panels, planes = 2 * (drain + 1), drain + 1 if setting.problem.expands else slots.planes
+        panels, planes = 2 * (drain + 1), drain + 1 if setting.problem.prepares else slots.planes
         if setting.streams(setting.layouts.a) and not setting.layouts.a.pinned:
             panels = max(panels, PAGEABLE_SLOTS)
         more = max(0, panels - slots.a)

@@ -18,7 +18,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_DIRECT, SECTOR, OpenFile, folder_mtime, many_cores, padded, publish
-from oocgemm.stores.lines import copies_bytes, read_part
+from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.zarr.together import (
@@ -130,15 +130,14 @@ class DirectChunks:
 
     @property
     def line_bytes(self) -> int:
-        """The size of a row of a chunk before compression, in bytes."""
-        return self.chunk[1] * self.encoding.dtype.itemsize
+        """The size of a line of a chunk before compression, in bytes. Its elements are contiguous."""
+        return self.chunk[self.encoding.order == "C"] * self.encoding.dtype.itemsize
 
     @property
     def decodes_together(self) -> bool:
         """Whether the stored bytes of several chunks are read together, and then decoded one by one."""
         if self.encoding.raw:
-            in_place = self.readable_in_place and self.line_bytes >= min_line()
-            return self.chunk_bytes <= MAX_COPIED and not in_place
+            return self.chunk_bytes <= MAX_COPIED and self.line_bytes < min_line()
         return self.chunk_bytes <= MAX_DECODED and self.encoding.compressor is not None
 
     @property
@@ -147,6 +146,11 @@ class DirectChunks:
         # An encoded chunk can be a little larger than its elements.
         together = padded((MAX_OPEN if many_cores() else 2) * self.chunk_bytes + SECTOR)
         return min(STORED_BYTES, together) if self.decodes_together else 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The scratch memory of a thread that reads uncompressed chunks."""
+        return min(SCRATCH_BYTES, max(MAX_LINE, padded(self.chunk_bytes))) + self.stored_bytes
 
     @property
     def _file_extents(self) -> tuple[int, int]:

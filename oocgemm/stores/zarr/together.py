@@ -157,11 +157,10 @@ class _Batch:
         self._limit = BATCH_BYTES_ON_MANY_CORES if many_cores() else 1
         self._reads = list[tuple[int, int, int, int]]()
         self._owners = list[tuple[int, Block]]()
-        encoding = chunks.encoding
-        self._elements = scratch(chunks.chunk_bytes).view(encoding.dtype).reshape(chunks.chunk)
-        self._to = self._elements.ctypes.data
-        self._decompress = None
+        self._decompress, encoding = None, chunks.encoding
         if encoding.compressor is not None and encoding.in_place and not encoding.checksum:
+            self._elements = scratch(chunks.chunk_bytes).view(encoding.dtype).reshape(chunks.chunk)
+            self._to = self._elements.ctypes.data
             self._decompress = decompresser(encoding.compressor.codec_id)
 
     def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:

@@ -1,0 +1,105 @@
+"""Transposes strips of a Gram matrix on the device, before they are downloaded without host slots.
+
+The part of a strip that lies on the diagonal of C, its *diagonal block*, is computed whole. One of its
+triangles is replaced by the conjugate transpose of the other one, so that C is exactly Hermitian. If C is
+stored whole, the part of a strip left of its diagonal block is also stored in the other triangle.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy
+
+from oocgemm.backends.base import Pageable
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.kernels.spec import C_TYPES, blocks
+from oocgemm.planning import GemmProblem, Operation, Plan
+from oocgemm.planning.tiling import Range, length
+
+# Elements along both sides of the squares that a thread block transposes, and the maximum number of blocks.
+_SIDE, _MAX_GRID = 32, 1024
+# Transposes a piece of a block on the device. Takes the address of the strip, the rows and the columns of the
+# piece in the transposed block, the offset of its pinned buffer, and a stream; returns the address of the
+# result.
+Turn = Callable[[int, Range, Range, int, Any], int]
+Copy = Callable[[int, Pageable, Sequence[Any], Turn | None], Callable[[], Work]]
+
+
+class Turner:
+    """The kernels for one product, and the buffers on the device for what they transpose."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, buffers: int, streams: Mapping[str, Any]) -> None:
+        """Load the kernels if the plan needs them. This waits for an idle device, so it precedes the run.
+
+        `buffers` is the device address of the buffers. There is one per pinned buffer of the ring. Diagonal
+        blocks are completed on one of `streams`, by name.
+        """
+        problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
+        self._size, self._upper = problem.itemsizes["C"], problem.gram == "upper"
+        self._completes = bool(problem.gram) and plan.setting.streams_c
+        if self._completes:
+            options = turn_options(problem)
+            self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))
+
+    def download(
+        self, op: Operation, copy: Copy, strip: int, block: Pageable, waits: Sequence[Any]
+    ) -> Callable[[], Work]:
+        """Begin a Download with `copy`, the method of the ring, which gets the following arguments.
+
+        Args:
+            op: the Download.
+            copy: `Ring.download`.
+            strip: the device address of the strip.
+            block: where the strip is stored.
+            waits: events that the Download waits for.
+        """
+        if not self._completes:
+            return copy(strip, block, waits, None)
+        if op.turned:
+            return copy(strip, block, waits, self._turn_of(op))
+        return copy(strip, block, self._completed(op, strip, waits), None)
+
+    def _completed(self, op: Operation, strip: int, waits: Sequence[Any]) -> Sequence[Any]:
+        """Make the diagonal block of a strip Hermitian, in place. Return the events to wait for instead."""
+        if not self._grid.is_staircase(op.tile):
+            return waits
+        for event in waits:
+            cuda_calls.wait(self._stream, event)
+        extent, pitch = length(op.m), length(op.n)
+        first = 0 if self._upper else pitch - extent
+        with self._stream:
+            self._complete(
+                (min(_MAX_GRID, blocks(extent, _SIDE) ** 2), 1, 1),
+                *(_pointer(strip + first * self._size), *map(ctypes.c_longlong, (pitch, extent))),
+            )
+        done = cupy.cuda.Event(block=True, disable_timing=True)
+        cuda_calls.record(done, self._stream)
+        return [done]
+
+    def _turn_of(self, op: Operation) -> Turn:
+        """Return the function that transposes pieces of the strip of a Download."""
+        pitch = length(self._grid.span(op.tile, op.strip))
+
+        def turn(strip: int, rows: Range, cols: Range, offset: int, stream: Any) -> int:
+            source = strip + (cols[0] * pitch + rows[0]) * self._size
+            result, extents = self._buffers + offset, (pitch, length(rows), length(cols))
+            squares = blocks(extents[1], _SIDE) * blocks(extents[2], _SIDE)
+            with stream:
+                self._turn(
+                    (min(_MAX_GRID, squares), 1, 1),
+                    *(_pointer(source), *map(ctypes.c_longlong, extents), _pointer(result)),
+                )
+            return result
+
+        return turn
+
+
+def turn_options(problem: GemmProblem) -> tuple[str, ...]:
+    """Return the compiler options of the kernels."""
+    return f"-DOOC_STORED={C_TYPES[problem.c_dtype]}", f"-DOOC_UPPER={int(problem.gram == 'upper')}"
+
+
+_pointer = ctypes.c_void_p
