@@ -258,7 +258,7 @@ class CudaSession:
                 self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
 
     def use_factor(self, factor: Array) -> None:
-        raise AssertionError("ChainedSession runs chained products")
+        raise AssertionError("subclasses run such products")
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
