@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
+    from oocgemm.jobs.grm import Relationships, grm
+    from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
+    from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
     from oocgemm.jobs.result import Result
     from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
 __all__ = [
+    "PCA",
     "BackendError",
     "BudgetError",
     "Client",
@@ -56,10 +60,12 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Output",
+    "PCAPlan",
     "Pairs",
     "Partition",
     "Plan",
     "PlanOptions",
+    "Relationships",
     "Report",
     "Result",
     "RunOptions",
@@ -72,9 +78,13 @@ __all__ = [
     "cov",
     "gemm",
     "gram",
+    "grm",
+    "kernel_matmul",
     "matmul",
+    "pca",
     "plan",
     "plan_gram",
+    "plan_pca",
     "read_log",
     "release",
     "report",
@@ -92,7 +102,10 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
+    "jobs.grm": ("Relationships", "grm"),
+    "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),
     "jobs.result": ("Result",),
     "jobs.similarity": ("Neighbors", "Pairs", "similarity"),

@@ -15,7 +15,7 @@ per second of processor time say what a way costs, also where other programs use
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ import h5py
 import hdf5plugin
 import numpy as np
 from keeping import keep, output, work
+from panel_reads import PANEL, THREADS, ours, panels, seconds
 
-from oocgemm.engine.blocks import parts
 from oocgemm.planning.units import format_size
-from oocgemm.stores import BATCH_BYTES, Array, Matrix, open_matrix, pieces
+from oocgemm.stores import Array, open_matrix
 
-THREADS = 2
-PANEL = 2048  # rows and columns of a panel, at most
 LARGE = (1024, 1024)  # chunks of 4 MiB
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {},
@@ -44,29 +42,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "raw, chunks of 64 KiB": {"chunks": (128, 128)},
     "gzip + shuffle, chunks of 64 KiB": {"chunks": (128, 128), "compression": "gzip", "shuffle": True},
 }
-
-
-def panels(shape: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the panels of a matrix: rows and columns."""
-    return list(pieces((0, shape[0]), (0, shape[1]), (PANEL, PANEL), 1))
-
-
-def ours(matrix: Matrix, slot: Array, pool: ThreadPoolExecutor) -> Iterator[None]:
-    """Read the panels of a matrix into a slot, in parts that threads take one at a time, as a run does."""
-    chunk = matrix.layout.read_chunk
-    grouped = not matrix.layout.partial_reads and chunk[0] * chunk[1] * slot.itemsize >= BATCH_BYTES
-    for rows, cols in panels(matrix.shape):
-        width = chunk[1] if grouped else PANEL
-        tasks = []
-        for left in range(cols[0], cols[1], width):
-            group = left, min(cols[1], left + width)
-            data = slot[PANEL * (left - cols[0]) : PANEL * (group[1] - cols[0])].reshape(PANEL, -1)
-            for r, c in parts(matrix, rows, group, THREADS, reading=True):
-                part = data[r[0] - rows[0] : r[1] - rows[0], c[0] - left : c[1] - left]
-                tasks.append(pool.submit(matrix.read, r, c, part))
-        for task in tasks:
-            task.result()
-        yield
 
 
 def with_h5py(path: Path, slot: Array, pool: ThreadPoolExecutor, threads: int, row: int) -> Iterator[None]:
@@ -83,28 +58,6 @@ def with_h5py(path: Path, slot: Array, pool: ThreadPoolExecutor, threads: int, r
             for task in tasks:
                 task.result()
             yield
-
-
-def seconds(ways: Mapping[str, Callable[[], Iterator[None]]], budget: float) -> dict[str, dict[str, float]]:
-    """Return the wall time and the processor time of the fastest panel of each way, in seconds.
-
-    The ways take turns, at least three times each, until `budget` seconds have passed.
-    """
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    began, turns = time.perf_counter(), 0
-    while turns < 3 or time.perf_counter() - began < budget:
-        turns += 1
-        for name, way in ways.items():
-            read = way()
-            while True:
-                started, used = time.perf_counter(), time.process_time()
-                if next(read, read) is read:
-                    break
-                times[name].append((time.perf_counter() - started, time.process_time() - used))
-    return {
-        name: {kind: min(each) for kind, each in zip(("wall", "cpu"), zip(*found, strict=True), strict=True)}
-        for name, found in times.items()
-    }
 
 
 def measure(

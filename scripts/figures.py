@@ -72,6 +72,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "served": tables.served,
         "queued": tables.queued,
         "hdf5": tables.hdf5,
+        "chunks": tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "diagnosed": tables.diagnosed,

@@ -290,6 +290,54 @@ def hdf5() -> list[str]:
     ]
 
 
+def chunks() -> list[str]:
+    """Return the sentences and the table of `bench_chunks.py`: how fast small chunks are read."""
+    found = load("bench_chunks.json")["chunks"]
+    panel, rows = 4 * found["panel"] ** 2, []
+    for case in found["arrays"].values():
+        costs = {way: times["cpu"] for way, times in case["seconds"].items()}
+        rates = {way: f"{panel / cost / 1e9:.2f}" for way, cost in costs.items()}
+        ways = [rates.get(way, "") for way in ("ours", "zarr", "loop", "codec")]
+        per_second = f"{panel / costs['ours'] / case['chunk_bytes']:,.0f}"
+        ratio = f"{case['compression']:.1f}"
+        rows.append([case["codec"], case["chunk"], case["data"], ratio, *ways, per_second])
+    heads = ["codec", "chunk", "data", "compression", "oocgemm", "zarr-python", "loop", "codec alone"]
+    return [
+        f"Reading panels of {found['panel']} x {found['panel']} float32 into slots by two threads, with a "
+        "warm page cache: GB of elements per second of processor time, that is per core.",
+        "The loop opens, reads, decodes and copies one chunk at a time, with numcodecs.",
+        "The codec alone decodes with numcodecs from memory into the processor's cache.",
+        "",
+        *table([*heads, "oocgemm, chunks/s"], rows),
+    ]
+
+
+def decoding() -> list[str]:
+    """Return the sentences and the table of `bench_decoding.py`: products whose chunks the GPU decodes."""
+    found = load("bench_decoding.json")["decoding"]
+    rows = []
+    for name, case in found["products"].items():
+        gpu, host = (case["seconds"][decoder] for decoder in ("gpu", "host"))
+        rows.append(
+            [
+                name,
+                f"{case['stored'] / case['bytes']:.2f}",
+                "GPU" if case["decoded"] else "host",
+                seconds(gpu),
+                seconds(host),
+                f"{median(host) / median(gpu):.1f}",
+            ]
+        )
+    heads = ["operands, chunks", "stored share", "the plan chooses", "T", "T, decoded by the host", "ratio"]
+    machine = found["machine"]
+    return [
+        f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
+        f"4096 x {found['k']} x 4096, and the Gram matrix of int8 20480 x {found['k_int8']}.",
+        "",
+        *table(heads, rows),
+    ]
+
+
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []

@@ -24,12 +24,14 @@ import zarr
 import oocgemm
 from oocgemm.jobs.journal import read
 from oocgemm.stores import sidecar
+from oocgemm.stores.genetics.grm import companions
+from tests.plink import genotypes, write_bed
 
 STEPS = (
     *("replace", "fsync", "fdatasync", "write", "pwritev"),
     *("ftruncate", "unlink", "rmdir", "mkdir", "setxattr"),
 )
-CASES = ("new", "new.npy", "in place", "sharded in place", "in place.npy")
+CASES = ("new", "new.npy", "in place", "sharded in place", "in place.npy", "new.grm.bin")
 CRASHED, DIFFERS, DONE = 99, 98, 0
 EXTENT, TILE = 16, 8
 
@@ -41,6 +43,9 @@ def operand(seed: int) -> Any:
 def prepare(case: str, folder: Path) -> None:
     """Create A and B and, for a product that updates C in place, the old C."""
     folder.mkdir()
+    if case.endswith(".grm.bin"):
+        write_bed(folder / "X.bed", genotypes(np.random.default_rng(0), EXTENT, EXTENT))
+        return
     for seed, name in enumerate("AB"):
         np.save(folder / f"{name}.npy", operand(seed))
     if case == "in place.npy":
@@ -58,10 +63,14 @@ def prepare(case: str, folder: Path) -> None:
 
 def c_of(case: str, folder: Path) -> Path:
     below = folder if "in place" in case else folder / "new" / "folders"
-    return below / ("C.npy" if case.endswith(".npy") else "C")
+    return below / f"C{''.join(Path(case).suffixes)}"
 
 
 def multiply(case: str, folder: Path) -> None:
+    if case.endswith(".grm.bin"):
+        given: Any = {"tile": f"{TILE}x{TILE}x{TILE}", "backend": "host", "memory": "64MiB"}
+        oocgemm.grm(folder / "X.bed", c_of(case, folder), **given, resume=True, trust_operands=True)
+        return
     oocgemm.gemm(
         folder / "A.npy",
         folder / "B.npy",
@@ -179,6 +188,8 @@ def content(case: str, folder: Path) -> bytes:
     c = c_of(case, folder)
     if case.endswith(".npy"):
         return bytes(np.load(c).data)
+    if case.endswith(".grm.bin"):
+        return b"".join(place.read_bytes() for place in (c, *companions(c)))
     array = zarr.open_array(c, mode="r")
     assert "oocgemm" not in array.attrs
     assert not list(c.rglob("*.partial"))

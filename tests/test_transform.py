@@ -20,6 +20,7 @@ from oocgemm.jobs.transforms import readable, transformed
 from oocgemm.machine import models
 from oocgemm.planning import Kind, MachineModel, Op, default_model
 from oocgemm.stores import open_matrix
+from tests.backends_here import running_on
 from tests.fake_cuda import fake_cuda
 from tests.suite import examples
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
@@ -103,6 +104,18 @@ def test_int8_without_means_stays_int8_and_exact() -> None:
     for found in results:
         assert found.out.dtype == np.int32
         np.testing.assert_array_equal(found.out, kept @ kept.T)
+
+
+@pytest.mark.parametrize("backend", ["host", "fake-cuda"])
+def test_missing_elements_are_imputed_by_an_array(backend: str) -> None:
+    x = genotypes(np.random.default_rng(4), 40, 50)
+    fill = np.arange(50) % 5 / 2
+    wide = np.where(x == -1, fill, x) - 1
+    change = Transform(missing=-1, impute=fill, center=np.ones(50))
+    assert not change.needs_stats
+    with running_on(backend) as options:
+        found = oocgemm.gram(x, uplo="full", transform=change, tile="16x16x16", **options)
+    np.testing.assert_array_equal(found.out, wide @ wide.T)
 
 
 @pytest.mark.parametrize("scale", ["k", "hwe", None])
@@ -275,7 +288,8 @@ def test_an_unfinished_run_is_resumed_only_with_the_same_transform(
     [
         ({"missing": "x"}, "missing = 'x' is not a real number"),
         ({"missing": 1j}, "is not a real number"),
-        ({"impute": "median"}, "impute = 'median': pass 'mean', 0 or 'raise'"),
+        ({"impute": "median"}, "impute = 'median': pass 'mean', 0, 'raise' or an"),
+        ({"impute": np.array([np.nan])}, r"impute\[0\] = nan: pass finite numbers"),
         ({"impute": 1}, "impute = 1: pass"),
         ({"center": "columns"}, "center = 'columns': pass 'k', or an array"),
         ({"center": [[1.0]]}, "center has 2 dimensions"),
@@ -304,6 +318,8 @@ INT8 = np.array([[0, 1, 2], [1, -1, 0]], np.int8)
         (INT8.astype("float16"), {"missing": 1e6}, "too large for float16"),
         (INT8, {"center": [1.0, 2.0]}, "center has 2 elements, and X has 3 columns: pass one number"),
         (INT8, {"scale": np.ones(4)}, "scale has 4 elements, and X has 3 columns"),
+        (INT8, {"missing": -1, "impute": np.ones(2)}, "impute has 2 elements, and X has 3 columns"),
+        (INT8, {"missing": -1, "impute": np.ones(3), "cast": "int8"}, "with impute=0 or 'raise'"),
         (INT8, {"cast": "int8", "log1p": True}, "cast = 'int8' needs an int8 X without log1p"),
         (INT8.astype("int32"), {"cast": "int8"}, "X has dtype int32: choose another cast"),
         (INT8.astype("complex64"), {"center": "k"}, "X has dtype complex64, and transforms are for real"),

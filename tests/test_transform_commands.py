@@ -41,6 +41,10 @@ def test_the_commands_transform_verify_and_report(tmp_path: Path, monkeypatch: p
     kept = np.where(x == -1, np.nan, x.astype(float))
     left, right = (np.where(x == -1, 0, kept) - 1) / np.nanstd(kept, 0), np.log1p(np.where(x == -1, 0.0, x))
     np.testing.assert_allclose(np.load("c.npy"), left @ right.T, atol=1e-4)
+    done = command("gram", "x.zarr", "i.npy", "--transform", "missing=-1,impute=means.npy", "--quiet")
+    assert done.code == 0, done.err
+    filled = np.where(x == -1, 1.0, x)
+    np.testing.assert_array_equal(np.tril(np.load("i.npy")), np.tril(filled @ filled.T))
     planned = command(
         "gram", "x.zarr", "--dry-run", "--backend", "cuda", "--device-memory", "1GiB",
         "--transform", f"{change},cast=float16",
@@ -55,6 +59,8 @@ def test_the_commands_transform_verify_and_report(tmp_path: Path, monkeypatch: p
         ("log1p=1", "'log1p=1' is not part of a transform"),
         ("mean=0", "'mean=0' is not part of a transform"),
         ("missing=x", "missing=x is not a number"),
+        ("impute=median", "impute=median is not a number"),
+        ("impute=none.npy", "impute=none.npy is neither"),
         ("center=k,center=k", "center is given twice"),
         ("scale=none.npy", "scale=none.npy is neither k nor a readable .npy file"),
         ("cast=int9", "cast = 'int9': choose one of"),

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
 from oocgemm.stores import aio
 from oocgemm.stores.zarr import chunks as chunk_files
+from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.backends_here import running_on
@@ -24,6 +26,11 @@ from tests.problems import integers
 
 rng = np.random.default_rng(0)
 SHAPE = (230, 310)
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oocgemm.stores.files.MAPPING_CORES", 0)
 
 
 def stored(folder: Path, values: Any, **options: Any) -> str:
@@ -62,8 +69,8 @@ def test_any_block_is_read_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
-    monkeypatch.setattr(chunk_files, "MAX_OPEN", 3)
-    monkeypatch.setattr(chunk_files, "MAX_LINES", 50)
+    monkeypatch.setattr(together, "MAX_OPEN", 3)
+    monkeypatch.setattr(together, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
     values[40:80, 64:128] = 3  # zarr does not store this chunk
     options = dict(ARRAYS[name])
@@ -82,7 +89,6 @@ def test_any_block_is_read_right(
 def test_large_chunks_are_read_together_on_many_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_files, "many_cores", lambda: True)
     values = integers(rng, (700, 900), "float64")
     matrix = opened(stored(tmp_path, values, chunks=(400, 400)))
     monkeypatch.setattr(DirectChunks, "_read_file", None)
@@ -90,6 +96,27 @@ def test_large_chunks_are_read_together_on_many_cores(
         out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
         matrix.read(rows, cols, out)
         np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
+
+
+def test_whole_rows_of_a_chunk_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a fraction of the GIL that `read_parts` takes. Other blocks are read together."""
+    values, alike = integers(rng, SHAPE, "float64"), {"chunks": (40, 62)}
+    matrix, right, calls = opened(stored(tmp_path, values, **alike)), os.preadv, list[int]()
+
+    def preadv(descriptor: int, buffers: Any, *rest: int) -> int:
+        calls.append(len(buffers))
+        return right(descriptor, buffers, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    for rows, cols, whole in (
+        *(((45, 80), (62, 124), True), ((0, 40), (248, 310), True), ((200, 230), (0, 62), True)),
+        *(((45, 81), (62, 124), False), ((45, 80), (61, 124), False), ((45, 80), (62, 123), False)),
+    ):
+        out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
+        calls.clear()
+        matrix.read(rows, cols, out)
+        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
+        assert (calls == [1]) == whole
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -125,7 +152,7 @@ def test_products_are_exact(tmp_path: Path, name: str, trans_a: Literal["N", "T"
     a = values.T if trans_a == "T" else values
     b = integers(rng, (a.shape[1], 70), "float64")
     with running_on("fake-cuda") as chosen:
-        result = oocgemm.gemm(place, b, trans_a=trans_a, tile="70x40x90", host_memory="2MiB", **chosen)
+        result = oocgemm.gemm(place, b, trans_a=trans_a, tile="70x40x90", host_memory="3MiB", **chosen)
     np.testing.assert_array_equal(result.out, a @ b)
     assert streams(result.plan) == (name not in ("big-endian", "by columns"))
 
@@ -184,15 +211,15 @@ def test_a_file_that_changes_during_a_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[str], None], message: str
 ) -> None:
     place = stored(tmp_path, integers(rng, SHAPE, "float64"))
-    right, calls = DirectChunks._gather, list[int]()
+    right, calls = together.gather, list[int]()
 
-    def gather(self: DirectChunks, *given: Any) -> Any:
+    def gather(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             change(f"{place}/c/5/4")
-        return right(self, *given)
+        return right(*given)
 
-    monkeypatch.setattr(DirectChunks, "_gather", gather)
+    monkeypatch.setattr(chunk_files, "gather", gather)
     with running_on("fake-cuda") as chosen, pytest.raises(ExecutionError, match=message) as raised:
         oocgemm.gemm(place, np.ones((SHAPE[1], 70)), tile="70x40x90", **chosen)
     assert "c/5/4" in str(raised.value)
@@ -207,13 +234,16 @@ def blocks(draw: st.DrawFn) -> tuple[Pageable, int]:
     return block, draw(st.integers(dtype.itemsize, 100_000))
 
 
-@given(blocks())
-def test_pieces_cover_a_block_once_and_fit_into_a_buffer(given: tuple[Pageable, int]) -> None:
+@given(blocks(), st.booleans())
+def test_pieces_cover_a_block_once_and_fit_into_a_buffer(given: tuple[Pageable, int], large: bool) -> None:
+    """With `large`, chunks of any size count as large ones."""
     block, size = given
     with running_on("fake-cuda"):
-        from oocgemm.backends.cuda.ring import _pieces
+        from oocgemm.backends.cuda import pieces as module
 
-        pieces = _pieces(block, size)
+        least = (1, 1) if large else (module.MIN_ROW, module.MIN_APART)
+        with patch.multiple(module, MIN_ROW=least[0], MIN_APART=least[1]):
+            pieces = module.pieces(block, size)
     count = np.zeros(block.shape, int)
     for (top, bottom), (left, right), at in pieces:
         count[top:bottom, left:right] += 1
@@ -225,8 +255,22 @@ def test_pieces_cover_a_block_once_and_fit_into_a_buffer(given: tuple[Pageable, 
 def test_pieces_are_cut_between_chunks() -> None:
     block = Pageable((512, 8192), np.dtype("f4"), lambda r, c, part: None, (256, 256), (128, 0))
     with running_on("fake-cuda"):
-        from oocgemm.backends.cuda.ring import _pieces
+        from oocgemm.backends.cuda.pieces import pieces as cut
 
-        pieces = _pieces(block, 2 << 20)
+        pieces = cut(block, 2 << 20)
     assert {rows for rows, _, _ in pieces} == {(0, 128), (128, 384), (384, 512)}
     assert {cols for _, cols, _ in pieces} == {(at, at + 2048) for at in range(0, 8192, 2048)}
+
+
+@pytest.mark.parametrize("high", [512, 1024, 2048])
+def test_pieces_of_large_chunks_have_whole_rows_of_one_column_of_chunks(high: int) -> None:
+    block = Pageable((2500, 4096), np.dtype("f4"), lambda r, c, part: None, (high, 1024), (300, 0))
+    with running_on("fake-cuda"):
+        from oocgemm.backends.cuda.pieces import pieces as cut
+
+        pieces = cut(block, 4 << 20)
+    assert {cols for _, cols, _ in pieces} == {(at, at + 1024) for at in range(0, 4096, 1024)}
+    # Each piece begins and ends at a border of a chunk, or is within one.
+    for (top, end), _, _ in pieces:
+        inside = (top + 300) // high == (end - 1 + 300) // high
+        assert inside or ((top + 300) % high in (0, 300) and (end + 300) % high in (0, 2800 % high))

@@ -8,10 +8,18 @@ from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import round_up
 
+# Parts of the device's footprint that lie behind the slots, in this order.
+AREAS = ("transform", "turned", "work", "decode")
+
 
 def device_offsets(plan: Plan, device: int = 0) -> tuple[Mapping[Slot, int], int]:
     """Return the byte offset of each slot of a device in the arena (one allocation), and the arena's size."""
     return slot_offsets(plan, "device", DEVICE_ALIGNMENT, device)
+
+
+def areas(plan: Plan, start: int) -> list[int]:
+    """Return where each of `AREAS` ends in the memory of a device, if the first one begins at `start`."""
+    return [start := start + plan.footprint.device[area] for area in AREAS]
 
 
 def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[Mapping[Slot, int], int]:

@@ -104,6 +104,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     for lane in (lane for lane in lanes if lane not in TRAFFIC and lanes[lane]):
         traffic.add_row(lane, "", "", "", "", format_time(lanes[lane]))
     out.print(traffic)
+    if plan.decoded:
+        out.print(f"decoded by the GPU: {plan.decoded}")
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
             out.print(

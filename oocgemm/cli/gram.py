@@ -37,7 +37,8 @@ def gram(x: str, c: str | None, as_json: bool, dry_run: bool, uplo: str, axis: i
     """Multiply X and its conjugate transpose, and store a triangle of the product in C.
 
     This takes about half the work of `oocgemm run`. X and C are paths or URLs of zarr arrays, or paths of
-    .npy files. --alpha and --beta must be real.
+    .npy files. X may also be an HDF5 dataset, such as file.h5::/name, or a PLINK .bed file.
+    --alpha and --beta must be real.
 
     Example: oocgemm gram X.zarr K.zarr --uplo lower
     """

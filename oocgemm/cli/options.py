@@ -56,9 +56,10 @@ _COMPUTE = (
     ),
 )
 _TRANSFORM = (
-    "Transform the elements of {} on load, by values separated by commas: missing=CODE, impute=mean|0|raise, "
-    "log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE. Means and scales are per index along k; FILE is a "
-    ".npy file with one number for each. Such as missing=-1,center=k,scale=k,cast=float16."
+    "Transform the elements of {} on load, by values separated by commas: missing=CODE, "
+    "impute=mean|0|FILE|raise, log1p, center=k|FILE, scale=k|hwe|FILE, cast=DTYPE. Means and scales are per "
+    "index along k; FILE is a .npy file with one number for each. Such as missing=-1,center=k,scale=k,"
+    "cast=float16."
 )
 TRANSFORM = click.option("--transform", type=Changes(), metavar="CHANGES", help=_TRANSFORM.format("X"))
 TRANSFORMS = (
@@ -149,6 +150,7 @@ TIMELINE = click.option(
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
 # Options of products of which only some elements are kept.
 SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, DEVICE, TIMELINE, QUIET)
+PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, DEVICE, QUIET)
 AXIS = click.option(
     "--axis",
     type=click.IntRange(0, 1),

@@ -39,8 +39,8 @@ class Changes(click.ParamType[Transform]):
             name, equals, text = part.partition("=")
             if name not in Transform.__dataclass_fields__ or bool(equals) == (name == "log1p"):
                 self.fail(
-                    f"{part!r} is not part of a transform: write missing=CODE, impute=mean|0|raise, log1p, "
-                    "center=k|FILE, scale=k|hwe|FILE or cast=DTYPE, separated by commas",
+                    f"{part!r} is not part of a transform: write missing=CODE, impute=mean|0|FILE|raise, "
+                    "log1p, center=k|FILE, scale=k|hwe|FILE or cast=DTYPE, separated by commas",
                     param,
                     ctx,
                 )
@@ -56,7 +56,8 @@ class Changes(click.ParamType[Transform]):
             try:
                 return float(text)
             except ValueError:
-                self.fail(f"{name}={text} is not a number", param, ctx)
+                if name == "missing" or not text.endswith(".npy"):
+                    self.fail(f"{name}={text} is not a number", param, ctx)
         if name == "cast" or text in ("k", "hwe", "mean", "raise"):
             return text
         try:

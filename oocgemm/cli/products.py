@@ -64,7 +64,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     """Multiply A and B, and store the product in C.
 
     A, B and C are paths or URLs of zarr arrays, or paths of .npy files. A and B may also be HDF5 datasets,
-    such as file.h5::/name. If C does not exist, it is created.
+    such as file.h5::/name, or PLINK .bed files. If C does not exist, it is created.
     Memory use stays within the budgets. An interrupted run continues with --resume.
 
     Example: oocgemm run A.zarr B.zarr C.zarr --device-memory 2GiB

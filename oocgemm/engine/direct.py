@@ -6,11 +6,14 @@ from functools import partial
 import numpy as np
 
 from oocgemm.backends.base import Found, Pageable, Pinned
+from oocgemm.backends.compressed import Compressed
 from oocgemm.engine.blocks import stored_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
+from oocgemm.stores.frames import Codec, Fetched
 from oocgemm.stores.sparse import SparseMatrix
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]
@@ -45,4 +48,14 @@ def host_block(
         transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)
 
     chunk = matrix.layout.read_chunk
-    return Pageable(shape, dtype, move, chunk, (top % chunk[0], left % chunk[1]))
+    place = chunk, (top % chunk[0], left % chunk[1])
+    decoded = plan.layouts.by_operand[operation.operand].decoded
+    if not decoded:
+        return Pageable(shape, dtype, move, *place)
+    assert isinstance(matrix, ZarrMatrix)
+
+    def fetch(rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        block = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
+        return [each.counted_from(top, left) for each in matrix.fetch(*block, out)]
+
+    return Compressed(shape, dtype, move, *place, codec=Codec.of(decoded, dtype.itemsize), fetch=fetch)

@@ -73,9 +73,9 @@ def gemm(
     Args:
         a, b: two-dimensional operands of one dtype: float16, float32, float64, complex64, complex128, int8,
             or ml_dtypes' bfloat16. Each is a path or URL of a zarr array, the path of a .npy file, the
-            address of an HDF5 dataset (``file.h5::/name``), an ndarray, a memory map, a zarr array, or a lazy
-            array (dask, h5py, xarray, tensorstore, or any object with shape, dtype and slicing), which is
-            read chunk by chunk. op(A) is m x k, op(B) is k x n.
+            address of an HDF5 dataset (``file.h5::/name``), the path of a PLINK .bed file, an ndarray, a
+            memory map, a zarr array, or a lazy array (dask, h5py, xarray, tensorstore, or any object with
+            shape, dtype and slicing), which is read chunk by chunk. op(A) is m x k, op(B) is k x n.
         c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists
             at the path, C is created there: as a .npy file if the path ends in .npy, else as a zarr array. By
             default a new ndarray.
@@ -180,7 +180,7 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
         InputError, BudgetError: as `gemm` does.
     """
     check_names("plan", options, PLAN_OPTIONS)
-    return _planned(parse(a, b, c, options))
+    return plan_request(parse(a, b, c, options))
 
 
 def gram(
@@ -247,10 +247,10 @@ def plan_gram(
         InputError, BudgetError: as `gram` does.
     """
     check_names("plan_gram", options, GRAM_PLAN_OPTIONS)
-    return _planned(parse_gram(x, out, axis, uplo, options))
+    return plan_request(parse_gram(x, out, axis, uplo, options))
 
 
-def _planned(request: Request) -> Plan:
+def plan_request(request: Request) -> Plan:
     """Plan a request without a device."""
     name = backends.resolve(request.backend)
     if request.backend == "auto" and name == "host":

@@ -10,6 +10,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
+from oocgemm.stores.genetics.grm import SUFFIX as GRM
 from oocgemm.stores.objects.address import bucket_of, is_object_url
 from oocgemm.system import cache
 
@@ -19,7 +20,7 @@ class Kind(StrEnum):
 
     NEW = "new"  # an ndarray that the run allocates
     ARRAY = "array"  # an array that the caller passed
-    NPY = "npy"
+    NPY = "npy"  # or a .grm.bin file
     ZARR = "zarr"
     REMOTE = "remote"
 
@@ -45,7 +46,7 @@ class Destination:
             return cls(Kind.ARRAY, array=given)
         if "://" in given:
             return cls(Kind.REMOTE, given)
-        return cls(Kind.NPY if given.endswith(".npy") else Kind.ZARR, given)
+        return cls(Kind.NPY if given.endswith((".npy", GRM)) else Kind.ZARR, given)
 
     @property
     def source(self) -> Any:

@@ -9,8 +9,8 @@ from oocgemm.stores.transformed import SLAB, is_missing
 
 # Elements of a slab of int8, and how many of them are added at most: squares up to 2^14 give sums up to 2^24.
 INT8_SLAB, INT8_DEPTH = 1 << 19, 1 << 10
-# Temporary bytes for a slab: about 40 per element in float64, 16 per element of int8.
-SCRATCH = max(SLAB * 40, INT8_SLAB * 16)
+# Temporary bytes for a slab: about 40 per element in float64, 8 per element of int8.
+SCRATCH = max(SLAB * 40, INT8_SLAB * 8)
 
 
 class Moments:
@@ -108,19 +108,29 @@ def _of_int8(raw: Array, axis: int, code: float | None) -> Moments:
     """
     extent = raw.shape[1 - axis]
     found, squares = Moments(extent), np.zeros(extent)
+    # Allocated once: page faults of temporary arrays for each slab take longer than the arithmetic.
+    dtypes, size = (np.float32, np.int8, np.int8, np.int8), min(INT8_SLAB, raw.size)
+    scratch: list[Array] = [np.empty(size, dtype) for dtype in dtypes]
     for block, at in _slabs(raw.shape, INT8_SLAB, INT8_DEPTH, axis):
         low = high = x = raw[block]
-        if code is not None and (absent := x == np.int8(code)).any():
-            found.missing[at] += absent.astype(np.float32).sum(axis).astype(np.int64)
+        wide, bits, kept, end = (each[: x.size].reshape(x.shape) for each in scratch)
+        missing = code is not None and np.equal(x, np.int8(code), out=bits.view(bool)).any()
+        if missing:
+            np.copyto(wide, bits)
+            found.missing[at] += _added(wide, axis).astype(np.int64)
             # Operations on bits, because those with a mask take ten times as long.
-            bits = -absent.view(np.int8)
-            low, high, x = x ^ ((x ^ 127) & bits), x ^ ((x ^ -128) & bits), x & ~bits
-        wide = x.astype(np.float32)
+            np.negative(bits, out=bits)
+            np.bitwise_and(x, np.invert(bits, out=kept), out=kept)
+            x = kept
+            low = np.bitwise_or(x, np.bitwise_and(bits, np.int8(127), out=end), out=end)
+        np.minimum(found.min[at], low.min(axis), out=found.min[at])
+        if missing:
+            high = np.bitwise_or(x, np.bitwise_and(bits, np.int8(-128), out=end), out=end)
+        np.maximum(found.max[at], high.max(axis), out=found.max[at])
+        np.copyto(wide, x)
         found.total[at] += _added(wide, axis)
         wide *= wide
         squares[at] += _added(wide, axis)
-        np.minimum(found.min[at], low.min(axis), out=found.min[at])
-        np.maximum(found.max[at], high.max(axis), out=found.max[at])
     found.count = raw.shape[axis] - found.missing
     none = found.count == 0
     found.min[none], found.max[none] = np.inf, -np.inf

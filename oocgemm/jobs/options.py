@@ -112,6 +112,19 @@ class SelectionOptions(TypedDict, total=False):
     progress: "Progress | bool | None"
 
 
+class PcaOptions(TypedDict, total=False):
+    """Options of `oocgemm.pca`. `oocgemm.gemm` describes each."""
+
+    backend: str
+    kernel: str
+    memory: Size | None
+    device_memory: Size | None
+    host_memory: Size | None
+    requests: Requests | None
+    device: int
+    progress: "Progress | bool | None"
+
+
 class DenseOptions(SelectionOptions, total=False):
     """Options of `oocgemm.corr` and `oocgemm.cov`. `oocgemm.gemm` describes each."""
 

@@ -92,6 +92,8 @@ class Plan(planning.Plan):
             if size
         )
         yield f"traffic: {', '.join(moved) or 'none'}"
+        if self.decoded:
+            yield f"decoded by the GPU: {self.decoded}"
         rates = "calibrated" if self.machine.calibrated else "run `oocgemm calibrate` for better estimates"
         yield f"predicted: {format_time(prediction.total)}, {prediction.bottleneck}-bound ({rates})"
         if self.note:

@@ -12,9 +12,10 @@ from oocgemm.backends.base import Correction, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
+from oocgemm.jobs.decoding import codings
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.measuring import measured
-from oocgemm.jobs.norms import inverse_norms
+from oocgemm.jobs.norms import inverse_norms, squared_norms
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
@@ -28,11 +29,13 @@ from oocgemm.planning import (
     Layouts,
     MachineModel,
     Plan,
+    Setting,
     TileShape,
     divided,
     guarded_plan,
     resumed_plan,
     shared_plan,
+    with_decoding,
 )
 from oocgemm.stores import Array, Matrix
 
@@ -77,6 +80,12 @@ class Job:
     scales: Array | None = None
 
     @property
+    def factor(self) -> Array | None:
+        """Q of a chained product, or V of a product of a kernel matrix; None without one."""
+        chain, gaussian = self.request.chain, self.request.gaussian
+        return chain.factor if chain is not None else None if gaussian is None else gaussian.factor
+
+    @property
     def read(self) -> dict[str, Matrix]:
         """The matrices that are read, by operand: as stored if the device transforms their elements."""
         return {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
@@ -114,7 +123,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     memory = memory_of(request)
     scaled = request.selection is not None and request.selection.cosine
     scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
-    return Job(request, a, b, output, plan, correction(problem, a, b, memory), scales)
+    corrected = squared_norms(problem, a, b, memory) if problem.applied else correction(problem, a, b, memory)
+    return Job(request, a, b, output, plan, corrected, scales)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -262,9 +272,12 @@ def _plan(
     of_c = replace(of_c, pinned=False) if problem.gram == "full" else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
+    found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+
     def tuned(budgets: Budgets) -> Layouts:
         wanted = request.requests_by_operand
-        return layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
+        return with_decoding(Setting(problem, machine, asked, budgets), found)
 
     def plan(budgets: Budgets) -> Plan:
         if output.resumed is not None:

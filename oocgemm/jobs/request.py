@@ -14,6 +14,7 @@ from oocgemm.jobs.options import (
     GramPlanOptions,
     Options,
     PathLike,
+    PcaOptions,
     PlanOptions,
     Progress,
     Requests,
@@ -25,7 +26,9 @@ from oocgemm.jobs.options import (
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
+from oocgemm.stores import Array
 from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import Vectors
 
 # Each request in flight has a thread.
 MAX_REQUESTS = 1024
@@ -50,6 +53,41 @@ class Selection:
     excludes_self: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`GemmProblem.chained`).
+
+    Attributes:
+        columns: the number of columns of Q.
+        row: added to each row of X Q. It may be longer than a row of Q: the result has further columns then.
+        factor: its first `columns` columns are Q. It has as many rows as X has columns, and is as wide as
+            `row`. None if the products are only planned.
+        vectors: the numbers of the transform of X, if it has any.
+        resident_bytes: host memory that the caller needs during the run.
+    """
+
+    columns: int
+    row: Array
+    factor: Array | None = None
+    vectors: Vectors | None = None
+    resident_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """The product K V of the Gaussian kernel matrix of the rows of A and of B (`GemmProblem.applied`).
+
+    Attributes:
+        gamma: the factor of squared distances.
+        factor: V, in the accumulator's dtype. It has a row for each row of B.
+        same: whether B is A.
+    """
+
+    gamma: float
+    factor: Array
+    same: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
@@ -59,7 +97,9 @@ class Request:
     (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: elements of A A^T are
     computed, of which some are kept. `standardize` says what happens to the rows of op(A) when they are read:
     "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`, the product
-    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
+    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a `chain`, A is X,
+    and `transform_a` has one center and one scale per column of X. With a `gaussian`, the rows of A and
+    of B are compared.
     """
 
     a: Any
@@ -98,6 +138,8 @@ class Request:
     slicing: Slicing | None = None
     selection: Selection | None = None
     standardize: str = ""
+    chain: Chain | None = None
+    gaussian: Gaussian | None = None
 
     @property
     def requests_by_operand(self) -> dict[str, int]:
@@ -137,6 +179,7 @@ GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
 SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
 DENSE_OPTIONS = frozenset(DenseOptions.__annotations__)
 GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
+PCA_OPTIONS = frozenset(PcaOptions.__annotations__)
 
 
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:

@@ -188,6 +188,8 @@ def execute(
             operands = job.read | {"C": target.matrix}
             session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
             session.use_transforms(on_device(job.plan.problem, job.a, job.b), job.correction, job.scales)
+            if job.factor is not None:
+                session.use_factor(job.factor)
             staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)

@@ -14,11 +14,14 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.genotypes import genotype_counts
 from oocgemm.jobs.moments import SCRATCH, Moments, moments
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.streaming import reduced
+from oocgemm.planning import Op
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.genetics.bed import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
@@ -90,11 +93,11 @@ def stats(
     """
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for statistics of the columns, or 1 for those of the rows")
-    matrix = stores.open_matrix("X", stores.located("X", x))
+    matrix, op = stores.by_rows(stores.open_matrix("X", stores.located("X", x)), Op.N)
     transform = Transform(missing=missing, log1p=log1p)
     transform.result("X", matrix.dtype)  # refuses complex operands
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
-    return stats_of(matrix, axis, transform, memory)
+    return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
 def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> Stats:
@@ -114,11 +117,25 @@ def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> St
 
 
 def _computed(matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int) -> Stats:
+    if isinstance(matrix, BedMatrix) and matrix.variant_axis != axis and code == MISSING and not log1p:
+        return _of_genotypes(genotype_counts(matrix, memory))
     found = Moments(matrix.shape[1 - axis])
     blocks = reduced(matrix, axis, memory, SCRATCH, lambda rows, cols, raw: moments(raw, axis, code, log1p))
     for rows, cols, part in blocks:
         found.add(slice(*(cols if axis == 0 else rows)), part)
     return Stats(found.count, found.missing, *found.finished())
+
+
+def _of_genotypes(counts: Array) -> Stats:
+    """Return the statistics of variants from their numbers of genotypes 0, 1, 2 and missing ones."""
+    each, known = counts[:, :3], counts[:, :3].sum(1)
+    total, squares = each @ [0, 1, 2], each @ [0, 1, 4]
+    with np.errstate(invalid="ignore"):  # 0 / 0 where no genotype is known
+        mean, variance = total / known, (known * squares - total * total) / np.square(known, dtype=float)
+    none, some = known == 0, each > 0
+    low, high = some.argmax(1).astype(float), 2.0 - some[:, ::-1].argmax(1)
+    low[none] = high[none] = np.nan
+    return Stats(known, counts[:, 3], mean, variance, low, high)
 
 
 def _place(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Path | None:

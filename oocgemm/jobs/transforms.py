@@ -64,7 +64,7 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     """
     if isinstance(matrix, StandardizedMatrix):
         return readable_lines(matrix, memory)
-    if not isinstance(matrix, TransformedMatrix):
+    if not isinstance(matrix, TransformedMatrix) or matrix.vectors is not None:
         return matrix
     transform = matrix.transform
     found = None
@@ -98,7 +98,9 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Array, Arr
     elif transform.scale is not None and found is not None:
         scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
         _check_scale(matrix, scale)
-    if transform.imputes_mean and found is not None:
+    if isinstance(transform.impute, np.ndarray):
+        fill = transform.impute
+    elif transform.imputes_mean and found is not None:
         # Without missing elements, the mean of an index is not needed, and it may be NaN.
         fill = np.where(found.missing > 0, found.mean, 0)
     return center, scale, fill

@@ -2,6 +2,7 @@
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.decoding import Coding, with_decoding
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
@@ -33,6 +34,7 @@ __all__ = [
     "Budgets",
     "Calibration",
     "Candidate",
+    "Coding",
     "DType",
     "GemmProblem",
     "KernelRate",
@@ -67,4 +69,5 @@ __all__ = [
     "recorded_plan",
     "resumed_plan",
     "shared_plan",
+    "with_decoding",
 ]

@@ -73,9 +73,12 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
 
 
 def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
-    """Return the bytes on the device of what is subtracted from the rows and the columns of C, aligned."""
+    """Return the bytes on the device of the numbers of rows and of columns with which C is finished, aligned.
+
+    They are subtracted from C, or they are the squared norms of an `applied` problem.
+    """
     rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
-    return (rows, cols) if problem.centered else (0, 0)
+    return (rows, cols) if problem.centered or problem.applied else (0, 0)
 
 
 def scale_bytes(problem: GemmProblem) -> int:
@@ -87,5 +90,14 @@ def scale_bytes(problem: GemmProblem) -> int:
 def vector_bytes(problem: GemmProblem) -> dict[str, int]:
     """Return the bytes on the device of the numbers of each operand's transform, aligned."""
     stored = {"A": problem.stored_a, "B": problem.stored_b}
-    each = round_up(VECTOR_BYTES * problem.depth, _ALIGNMENT)
+    each = round_up(VECTOR_BYTES * problem.vector_length, _ALIGNMENT)
     return {operand: each for operand in problem.operands if stored[operand]}
+
+
+def factor_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on the device of Q of a `chained` problem, or of V of an `applied` one, aligned.
+
+    Q is as wide as C.
+    """
+    elements = problem.m * problem.n if problem.chained else problem.n * problem.applied
+    return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)

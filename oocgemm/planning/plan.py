@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from oocgemm.planning.cost.clock import Prediction
+from oocgemm.planning.cost.decoding import describe
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Footprint,
@@ -140,9 +141,9 @@ class Plan:
 
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of C that are written for a tile, or for its row of tiles if elements are selected."""
-        if self.problem.topk:
+        if self.problem.kept:
             rows = self.grid.rows(tile[0])
-            return (rows[1] - rows[0]) * self.problem.topk * self.problem.itemsizes["C"]
+            return (rows[1] - rows[0]) * self.problem.kept * self.problem.itemsizes["C"]
         return self.grid.written(tile) * self.problem.itemsizes["C"]
 
     @property
@@ -231,6 +232,11 @@ class Plan:
         whole = predict(self.setting, self.candidate)
         share = self.coverage.elements / max(1, TileSet.of(self.grid).coverage.elements)
         return whole if share == 1 else part_of(whole, share)
+
+    @property
+    def decoded(self) -> str:
+        """Which operands the GPU decodes, and how they are compressed, as text; "" if none."""
+        return describe(self.layouts)
 
     @cached_property
     def amplification(self) -> dict[str, float]:

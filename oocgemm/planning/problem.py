@@ -106,6 +106,14 @@ class GemmProblem:
 
     If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
     are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.
+
+    If `chained` is not 0, two products are computed for each panel, by one read of op(A). The product of the
+    adjoint of a panel of op(A) and a matrix Q, m x `chained`, is added to the first columns of the panel of B
+    before it is multiplied: ``C = op(A) @ (B + op(A)^H Q)``. C is then one tile.
+
+    If `applied` is not 0, C is not stored, but multiplied by a matrix V, n x `applied`. Each element c of it
+    first becomes exp(-gamma (r[i] + s[j] - 2 c)). With the squared norms r of the rows of op(A) and s of the
+    columns of op(B), this is a Gaussian kernel matrix.
     """
 
     m: int
@@ -131,12 +139,20 @@ class GemmProblem:
     sparse: bool = False
     threshold: float = 0.0
     absolute: bool = False
+    chained: int = 0
+    applied: int = 0
+    gamma: float = 0.0
     measured: bool = False
 
     @property
     def selects(self) -> bool:
-        """Whether only some elements of C are kept, as scores with indices."""
-        return self.sparse or self.topk > 0
+        """Whether C is not stored: only some of its elements are, or a product of it."""
+        return self.sparse or self.kept > 0
+
+    @property
+    def kept(self) -> int:
+        """How many elements are kept for each row of C, and updated by each tile; 0 if C is stored."""
+        return self.topk or self.applied
 
     @property
     def operands(self) -> str:
@@ -212,17 +228,17 @@ class GemmProblem:
         = 1 and beta = 0, because partial sums must stay exact.
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
-        return self.acc_dtype != self.c_dtype or scales or self.centered
+        return self.acc_dtype != self.c_dtype or scales or self.centered or self.applied > 0
 
     @property
     def finish_slots(self) -> int:
         """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
-        return (1 if self.topk else 2) if self.finishes else 0
+        return (1 if self.kept else 2) if self.finishes else 0
 
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Rows and columns of the array that is stored: C, or the selected elements of its rows."""
-        return self.m, self.topk or self.n
+        return self.m, self.kept or self.n
 
     def stored(self, rows: int, elements: int) -> int:
         """Count the elements that are stored of `rows` rows of C, which have `elements` elements.
@@ -231,7 +247,7 @@ class GemmProblem:
         """
         if self.sparse:
             return elements // SPARSE
-        return rows * self.topk if self.topk else elements
+        return rows * self.kept if self.kept else elements
 
     @property
     def flops(self) -> int:
@@ -243,7 +259,16 @@ class GemmProblem:
 
         A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
         """
-        return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
+        flops = (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
+        return flops * (self.n + self.chained) // self.n if self.chained else flops
+
+    @property
+    def vector_length(self) -> int:
+        """How many numbers of each kind a transform of op(A) has: one per index along k, or along m.
+
+        The products of a `chained` problem sum over both. Its transform has one per index along m.
+        """
+        return self.m if self.chained else self.depth
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:

@@ -76,9 +76,14 @@ class Layouts:
     def cached_as(self, a: bool, b: bool) -> "Layouts":
         """Return the layouts with A and B in the page cache, or not, as when a run was planned.
 
-        The page cache may have changed since then, and the slots of the plan depend on it.
+        The page cache may have changed since then, and the slots of the plan depend on it. If an operand does
+        not count as cached, the host decodes it.
         """
-        return replace(self, a=replace(self.a, page_cached=a), b=replace(self.b, page_cached=b))
+        found = (
+            replace(layout, page_cached=cached, decoded=layout.decoded if cached else "")
+            for layout, cached in ((self.a, a), (self.b, b))
+        )
+        return replace(self, a=next(found), b=next(found))
 
 
 def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:

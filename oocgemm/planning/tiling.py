@@ -210,6 +210,13 @@ class Layout:
       elsewhere.
     - `request_bytes`: temporary host memory that a request takes, for codecs too.
 
+    Compressed chunks that a GPU decodes (`oocgemm.planning.cost.decoding`):
+
+    - `decoded`: how chunks are compressed, such as "blosc-zstd"; "" if the host decodes them. If it is set,
+      `page_cached` is too.
+    - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
+    - `stored_share`: bytes in storage per decoded byte.
+
     Arrays in host memory:
 
     - `in_memory`: the array is in host memory, not in a file.
@@ -238,6 +245,9 @@ class Layout:
     in_place: bool = False
     requests: int = 0
     request_bytes: int = 0
+    decoded: str = ""
+    stream_bytes: int = 0
+    stored_share: float = 1.0
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""
@@ -290,9 +300,10 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        A chunked array needs none if panels consist of whole lines of its chunks.
+        A chunked array needs none if panels consist of whole lines of its chunks, and these are not short.
         """
-        return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
+        short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
+        return self.scratch_bytes if self.line or short or self.segment_bytes(panel) < inf else 0
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.
@@ -313,6 +324,8 @@ class Layout:
         )
 
 
+# Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
+SHORT_LINE = 4096
 # `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
 # in their chunks.
 SAMPLED_PANELS = 64

@@ -48,8 +48,8 @@ def start_reads(
     """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file.
 
     Arguments:
-        memory: a contiguous one-dimensional array of bytes that receives the data
-        places: for each read, the index in `memory` of the first byte to fill
+        memory: an array of bytes that receives the data
+        places: for each read, the first byte to fill, as a distance in bytes from the first one of `memory`
         descriptor: the file descriptor
         offsets: for each read, the offset in the file
         flags: flags as for preadv2(2)
@@ -57,7 +57,6 @@ def start_reads(
     Returns a function that waits for all reads. The caller must call it exactly once, before `memory` is
     reused or freed. Its result is an array of the number of bytes of each read, negative for a failed read.
     """
-    results = np.full(len(places), -1, np.int64)
     requests = np.zeros(len(places), REQUEST)
     requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
     requests["address"] = memory.ctypes.data + places
@@ -65,9 +64,11 @@ def start_reads(
     try:
         return start(requests)
     except OSError:
-        for number, (place, offset) in enumerate(zip(places.tolist(), offsets.tolist(), strict=True)):
-            results[number] = _read(descriptor, memory[place : place + size], offset, flags)
-        return lambda: results
+        extent = int(places.max(initial=0)) + size
+        whole = np.lib.stride_tricks.as_strided(memory, (extent,), (1,))
+        reads = zip(places.tolist(), offsets.tolist(), strict=True)
+        results = [_read(descriptor, whole[place : place + size], offset, flags) for place, offset in reads]
+        return lambda: np.array(results, np.int64)
 
 
 def start(requests: Array) -> Callable[[], Array]:
@@ -109,13 +110,11 @@ def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flag
     For each i, row `numbers[i]` receives the bytes that begin at `offsets[i]` in the file. `flags` are as for
     preadv2(2). Returns the number of bytes of each read, which is negative for a read that failed.
     """
-    height, size = rows.shape
-    stride = rows.strides[0]
-    memory = np.lib.stride_tricks.as_strided(rows, ((height - 1) * stride + size,), (1,))
+    places, size = rows.strides[0] * numbers, rows.shape[1]
     results = np.empty(len(numbers), np.int64)
     for first in range(0, len(numbers), MAX_READS):
         part = slice(first, first + MAX_READS)
-        results[part] = start_reads(memory, stride * numbers[part], size, descriptor, offsets[part], flags)()
+        results[part] = start_reads(rows, places[part], size, descriptor, offsets[part], flags)()
     return results
 
 

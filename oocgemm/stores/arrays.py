@@ -176,7 +176,9 @@ class ArrayMatrix:
 
 
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
-    """Replace an array in column-major order, such as X.T, by its row-major transpose, and adapt `op`.
+    """Replace a matrix in column-major order, such as X.T, by its row-major transpose, and adapt `op`.
+
+    Such a matrix is an array in memory, or has a method `transposed` and columns that are contiguous.
 
     op(matrix) stays the same. Any other matrix is returned unchanged with its op, and so is every matrix if
     `op` is the conjugate transpose.
@@ -185,6 +187,9 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
         flags = matrix.array.flags
         if flags.f_contiguous and not flags.c_contiguous:
             return ArrayMatrix(matrix.name, matrix.array.T), Op.N if op.swaps else Op.T
+    transposed = getattr(matrix, "transposed", None)
+    if transposed is not None and matrix.layout.contiguous == 0 and op is not Op.C:
+        return transposed(), Op.N if op.swaps else Op.T
     return matrix, op
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.stores.base import Array
+from oocgemm.stores.native import decompress
 
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
 INTO_MEMORY = ("zstd", "blosc", "lz4")
@@ -19,13 +20,26 @@ def decompress_into(compressor: Any, stored: Array, out: Array) -> None:
 
     Raises `ValueError` if the result has another size than `out`, and whatever the codec raises.
     """
-    if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
-        compressor.decode(stored, out=out)
+    if decompresses_in_place(compressor, stored, out):
         return
     data = decompressed(compressor, stored, out.nbytes)
     if data.nbytes != out.nbytes:
         raise ValueError(f"{data.nbytes} bytes instead of {out.nbytes}")
     out[:] = data
+
+
+def decompresses_in_place(compressor: Any, stored: Array, out: Array) -> bool:
+    """Decompress `stored` straight into `out`, a contiguous array of bytes, if the compressor can do so.
+
+    Returns whether `out` was filled. If not, `decompressed` says what is wrong with the data. Raises
+    `ValueError` for truncated blosc data, and whatever the codec raises.
+    """
+    if decompress(compressor.codec_id, stored, out):
+        return True
+    if compressor.codec_id in INTO_MEMORY and decoded_size(compressor, stored) == out.nbytes:
+        compressor.decode(stored, out=out)
+        return True
+    return False
 
 
 def decoded_size(compressor: Any, stored: Array) -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.planning.tiling import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.stores.opener import Opener
@@ -40,7 +41,7 @@ MAPPING_CORES = 4
 SEGMENTS = 1024
 # Rows of a chunk that are shorter than this many bytes, and are not adjacent in their destination, are copied
 # from a mapping of the file. preadv would be slower, because each row would be a separate buffer.
-MIN_SEGMENT = 4096
+MIN_SEGMENT = SHORT_LINE
 
 # RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
 # page cache. Python has no constant for it.
@@ -62,15 +63,16 @@ MAX_CACHED_SHARE = 0.5
 _of_thread = threading.local()
 
 
-def scratch(size: int) -> Array:
-    """Return the scratch buffer of the calling thread: a page-aligned array of `size` bytes.
+def scratch(size: int, use: str = "scratch") -> Array:
+    """Return the scratch buffer of the calling thread for a use: a page-aligned array of `size` bytes.
 
-    Every call in the same thread returns the same memory, so the content is valid only until the next call.
-    Raises `MemoryError`.
+    Every call in the same thread for the same use returns the same memory, so the content is valid only until
+    the next call. Raises `MemoryError`.
     """
-    buffer: Array | None = getattr(_of_thread, "scratch", None)
+    buffer: Array | None = getattr(_of_thread, use, None)
     if buffer is None or buffer.size < size:
-        _of_thread.scratch = buffer = None  # free the old buffer before the new one is allocated
+        buffer = None
+        setattr(_of_thread, use, None)  # free the old buffer before the new one is allocated
         rounded = -(-max(size, 1) // PAGE) * PAGE
         try:
             block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -79,7 +81,8 @@ def scratch(size: int) -> Array:
                 f"the system refuses {format_size(rounded)} of host memory for a chunk: "
                 "pass a smaller --host-memory"
             ) from error
-        _of_thread.scratch = buffer = np.frombuffer(block, np.uint8)
+        buffer = np.frombuffer(block, np.uint8)
+        setattr(_of_thread, use, buffer)
     return buffer[:size]
 
 

@@ -163,6 +163,8 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
+    if store == "bed":
+        return f"cast {path} to {dtype} on load, by a transform with cast={dtype}"
     if store not in ("npy", "zarr", "hdf5") or "://" in path:
         return f"convert {path} to {dtype}"
     path = path.rstrip("/")

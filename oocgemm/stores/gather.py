@@ -73,6 +73,22 @@ def read_parts(parts: Sequence[Part], stride: int, pitch: int) -> Array:
     return complete
 
 
+def read_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """Read ranges of files into memory, at most `MAX_READS` of them.
+
+    A range is (descriptor, offset in the file, address of the memory, bytes). Returns the number of bytes of
+    each read, which is negative for a read that failed. Raises `OSError` if the system does not support
+    io_submit.
+    """
+    if not ranges:
+        return []
+    requests = np.zeros(len(ranges), REQUEST)
+    given = np.array(ranges, np.int64).T
+    requests["descriptor"], requests["offset"], requests["address"], requests["size"] = given
+    found: list[int] = start(requests)().tolist()
+    return found
+
+
 def _repeated(counts: Array) -> tuple[Array, Array]:
     """Number `counts[i]` items for each i: return the i of every item, and its number among those of i.
 

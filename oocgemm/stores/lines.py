@@ -22,6 +22,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_SEGMENT, O_DIRECT, SECTOR, OpenFile, scratch
+from oocgemm.stores.opener import Opener
 
 # Lines of at most this many bytes are read whole, and the needed elements are copied from them. For lines of
 # 8 KiB, this takes about as long as one read per line of only the needed elements.
@@ -122,12 +123,15 @@ def read_part(
     """Read a block of an uncompressed chunk, which begins at the byte `offset` of a file.
 
     The arguments are those of `read_block`. Whole lines that preadv cannot read in place, or only slowly, are
-    copied from a memory map: preadv cannot transpose or byte-swap elements, and it is slow for lines of fewer
-    than `MIN_SEGMENT` bytes that are not adjacent in `out`.
+    copied: preadv cannot transpose or byte-swap elements, and it is slow for lines of fewer than
+    `MIN_SEGMENT` bytes that are not adjacent in `out`. Short lines are copied from scratch memory, which
+    stays in the processor's cache, and others from a memory map.
     """
     size = line * dtype.itemsize
     in_place = copies_bytes(dtype, out) and (out.flags.c_contiguous or size >= MIN_SEGMENT)
-    if part == (0, line) and not in_place:
+    if part == (0, line) and not in_place and size < MIN_SEGMENT:
+        _read_with_gaps(file, offset + lines[0] * size, line, dtype, out)
+    elif part == (0, line) and not in_place:
         stored = file.mapped(offset + lines[0] * size, out.shape[0] * size).view(dtype)
         np.copyto(out, stored.reshape(out.shape), casting="equiv")
     else:
@@ -163,10 +167,12 @@ def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any],
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
         block = out[top : top + height]
-        lines = scratch((len(block) - 1) * stride + block.shape[1] * dtype.itemsize)
-        _fill(file, lines, start + top * stride)
-        stored = np.lib.stride_tricks.as_strided(lines.view(dtype), block.shape, (stride, dtype.itemsize))
-        np.copyto(block, stored, casting="equiv")
+        # The last line is filled up to the end of `block` only: the file may end there.
+        stored = scratch(len(block) * stride)
+        _fill(
+            file, stored[: (len(block) - 1) * stride + block.shape[1] * dtype.itemsize], start + top * stride
+        )
+        np.copyto(block, stored.view(dtype).reshape(len(block), line)[:, : block.shape[1]], casting="equiv")
 
 
 def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:
@@ -175,11 +181,11 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
     """
     # switch readahead off: it would load the unneeded bytes between the rows
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    Opener.without_readahead(file.descriptor)
     size, left = rows.shape[1], np.arange(len(rows))
-    some = left[:: -(-len(rows) // SAMPLES)]
-    if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
-        left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
+    left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
+    if not left.size:
+        return
     _request(file, start + stride * left, size)
     # The rows were requested in ascending order. Read them in descending order: only the first read waits
     # long, and by then the disk has delivered most other rows.

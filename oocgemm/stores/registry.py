@@ -1,9 +1,9 @@
 """Find the store (the class that opens one format) of an operand: the first in a list that matches it.
 
-The stores for .npy files, HDF5 datasets, open zarr arrays and NumPy arrays come first, so no other package
-can replace them. Then come the stores of other packages. The stores for zarr paths, lazy arrays and
-array-likes come last: they match everything else. The store for URLs of object stores is the first of
-these, so another package can replace it.
+The stores for .npy files, files of genetics, HDF5 datasets, open zarr arrays and NumPy arrays come first,
+so no other package can replace them. Then come the stores of other packages. The stores for zarr paths,
+lazy arrays and array-likes come last: they match everything else. The store for URLs of object stores is the
+first of these, so another package can replace it.
 
 A package adds a store by an entry point in its pyproject.toml, which names a subclass of
 `oocgemm.stores.Store` whose constructor takes no arguments::
@@ -19,6 +19,8 @@ from typing import Any
 
 from oocgemm.stores.arrays import ArrayLikes, Arrays
 from oocgemm.stores.base import Store
+from oocgemm.stores.genetics.bed import BedFiles
+from oocgemm.stores.genetics.grm import GrmFiles
 from oocgemm.stores.hdf5.store import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
@@ -29,7 +31,7 @@ from oocgemm.system.version import any_entry_point
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
 # These stores are tried before those of other packages.
-SPECIFIC: tuple[Store, ...] = (NpyFiles(), HDF5Files(), ZarrArrays(), ARRAYS)
+SPECIFIC: tuple[Store, ...] = (NpyFiles(), BedFiles(), GrmFiles(), HDF5Files(), ZarrArrays(), ARRAYS)
 # These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ObjectStores(), ZarrPaths(), LazyArrays(), ArrayLikes())
 

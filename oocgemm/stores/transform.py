@@ -30,7 +30,8 @@ class Transform:
     Args:
         missing: the code of missing elements, such as -1 or NaN. None: there are none.
         impute: what replaces a missing element: "mean" (default), the mean of the other elements at the same
-            index along k, after log1p; or 0; or "raise": an operand with missing elements is refused.
+            index along k, after log1p; or 0; or an ndarray with one number per index along k; or "raise": an
+            operand with missing elements is refused.
         log1p: replace x by log(1 + x).
         center: what is subtracted: "k", the mean of the elements that are not missing, after log1p; or an
             array with one number per index along k; or None.
@@ -61,8 +62,10 @@ class Transform:
             whole = isinstance(missing, int | np.integer) or float(missing).is_integer()
             object.__setattr__(self, "missing", int(missing) if whole else float(missing))
         by_word = isinstance(self.impute, str) and self.impute in ("mean", "raise")
-        if not by_word and not _is_zero(self.impute):
-            raise InputError(f"impute = {self.impute!r}: pass 'mean', 0 or 'raise'")
+        if isinstance(self.impute, np.ndarray):
+            object.__setattr__(self, "impute", _vector("impute", self.impute, ("mean", "raise")))
+        elif not by_word and not _is_zero(self.impute):
+            raise InputError(f"impute = {self.impute!r}: pass 'mean', 0, 'raise' or an ndarray")
         for name, words in (("center", ("k",)), ("scale", ("k", "hwe"))):
             object.__setattr__(self, name, _vector(name, getattr(self, name), words))
         if isinstance(self.scale, str) and self.scale == "hwe" and self.log1p:
@@ -78,12 +81,12 @@ class Transform:
     @property
     def imputes_mean(self) -> bool:
         """Whether missing elements are replaced by means."""
-        return self.missing is not None and self.impute == "mean"
+        return self.missing is not None and isinstance(self.impute, str) and self.impute == "mean"
 
     @property
     def raises(self) -> bool:
         """Whether missing elements are refused."""
-        return self.missing is not None and self.impute == "raise"
+        return self.missing is not None and isinstance(self.impute, str) and self.impute == "raise"
 
     @property
     def needs_stats(self) -> bool:
@@ -93,7 +96,8 @@ class Transform:
     @property
     def is_plain(self) -> bool:
         """Whether elements stay what they are, except that missing ones become 0, and that C is corrected."""
-        kept = not (self.log1p or self.imputes_mean) and self.scale is None
+        imputes = self.imputes_mean or isinstance(self.impute, np.ndarray)
+        kept = not (self.log1p or imputes) and self.scale is None
         return kept and (self.center is None or self.cast == "int8")
 
     @property
@@ -141,8 +145,9 @@ class Transform:
         )
         if self.cast == "int8" and default != "int8":
             raise InputError(
-                f"cast = 'int8' needs an int8 {name} without log1p, scale and impute='mean', which give "
-                f"other numbers; {name} has dtype {stored}: choose another cast, such as float16"
+                f"cast = 'int8' needs an int8 {name} without log1p and scale, and with impute=0 or 'raise', "
+                f"since all else gives other numbers; {name} has dtype {stored}: choose another cast, such "
+                "as float16"
             )
         return _dtype(self.cast or default)
 

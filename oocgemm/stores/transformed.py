@@ -64,7 +64,8 @@ class TransformedMatrix(View):
         self.code = transform.code(matrix.name, matrix.dtype)
         self.shape = matrix.shape
         self.dtype: np.dtype[Any] = transform.result(matrix.name, matrix.dtype)
-        for given, values in (("center", transform.center), ("scale", transform.scale)):
+        for given in ("center", "scale", "impute"):
+            values = getattr(transform, given)
             if isinstance(values, np.ndarray) and len(values) != matrix.shape[k_axis]:
                 raise InputError(
                     f"{given} has {len(values)} elements, and {matrix.name} has {matrix.shape[k_axis]} "

@@ -150,10 +150,10 @@ def _rate_of(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str]) ->
     if kind is Kind.READ and not layout.in_memory:
         return ("decode" if layout.decode_bytes else "read"), places.get(operand, "")
     if kind in (Kind.UPLOAD, Kind.DOWNLOAD) and plan.slots.streams(operand) and not plan.is_direct(operand):
-        if layout.page_cached:
+        if layout.page_cached and not layout.decoded:
             return "read", places.get(operand, "")
-        # The rate of copies back to pageable memory is not in the model.
-        return ("memory", "") if kind is Kind.UPLOAD else ("", "")
+        # The rates of copies back to pageable memory and of decoding on the GPU are not in the model.
+        return ("memory", "") if kind is Kind.UPLOAD and not layout.decoded else ("", "")
     # The rate of writes that encode is not in the model.
     if kind is Kind.WRITE and not layout.in_memory and not layout.encodes:
         return "write", places.get(operand, "")

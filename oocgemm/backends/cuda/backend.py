@@ -9,6 +9,8 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Session
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import pcie
+from oocgemm.backends.cuda.applied import AppliedSession
+from oocgemm.backends.cuda.chained import ChainedSession
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
 from oocgemm.backends.cuda.session import CudaSession
@@ -96,4 +98,6 @@ class CudaBackend:
         return known.describe(kernel, problem.a_dtype, problem.compute)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
-        return CudaSession(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])
+        problem = plan.problem
+        session = ChainedSession if problem.chained else AppliedSession if problem.applied else CudaSession
+        return session(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])

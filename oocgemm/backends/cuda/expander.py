@@ -27,9 +27,9 @@ class Expander:
         self._problem, self._kernels, self._address = problem, kernels, address
         self._b_offset = expanded_bytes(problem, *extents(problem, plan.tile))[0]
         # For the roles of op(A) and op(B) whose panels are transformed: dtypes before and after, and whether
-        # columns of the stored panel are indices along k.
+        # columns of the stored panel are the indices that have numbers of their own.
         kinds = {
-            "A": (problem.stored_a, problem.a_dtype, not problem.trans_a.swaps),
+            "A": (problem.stored_a, problem.a_dtype, problem.trans_a.swaps == bool(problem.chained)),
             "B": (problem.stored_b, problem.b_dtype, problem.trans_b.swaps),
         }
         self._kinds = {role: kind for role, kind in kinds.items() if kind[0]}
@@ -45,7 +45,7 @@ class Expander:
         for operand, size in vector_bytes(self._problem).items():
             given = transforms[operand]
             pinned = cupy.cuda.alloc_pinned_memory(size)
-            numbers = np.frombuffer(pinned, np.float64, 3 * self._problem.depth).reshape(3, -1)
+            numbers = np.frombuffer(pinned, np.float64, 3 * self._problem.vector_length).reshape(3, -1)
             for row, vector in zip(numbers, given.vectors, strict=True):
                 row[...] = vector
             cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
@@ -95,7 +95,8 @@ class Expander:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
         role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
         width, code = 1 if cols % WIDTH else WIDTH, self._transforms[role].code
-        vectors = (self._vectors[role] + 8 * (self._problem.depth * i + panel.k[0]) for i in range(3))
+        first = panel.m[0] if self._problem.chained else panel.k[0]
+        vectors = (self._vectors[role] + 8 * (self._problem.vector_length * i + first) for i in range(3))
         self._kernel(role, width)(
             expand_grid(rows, cols, width),
             *(_pointer(source), _long(rows), _long(cols), ctypes.c_double(0 if code is None else code)),

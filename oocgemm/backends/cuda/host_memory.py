@@ -16,10 +16,13 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.arena import slot_offsets
 from oocgemm.backends.base import Array
+from oocgemm.backends.cuda.decoder import Decoder
+from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError
 from oocgemm.planning import Plan
+from oocgemm.planning.cost.decoding import decoding_shape
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.tiling import round_up
@@ -75,6 +78,7 @@ class HostMemory:
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._own = Kept()
+        self.decoder: Decoder | None = None  # for a plan with compressed operands that the device decodes
 
     @property
     def ring(self) -> Ring:
@@ -82,10 +86,11 @@ class HostMemory:
         assert self._own.ring is not None
         return self._own.ring
 
-    def take(self, plan: Plan) -> Array | None:
+    def take(self, plan: Plan, kernels: Kernels, address: int) -> Array | None:
         """Take what an earlier run has left, if it fits the plan. What does not fit is freed.
 
-        Memory that this run does not use would come on top of its budget.
+        Memory that this run does not use would come on top of its budget. Open the decoder, if the plan has
+        one, which launches `kernels`. Its memory on the device begins at `address`.
 
         Returns:
             Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
@@ -106,6 +111,8 @@ class HostMemory:
         unfit.free(self._device)
         if kept.ring is None and shape is not None:
             kept.ring = Ring(self._device, shape)
+        if (decoding := decoding_shape(plan.setting)) is not None:
+            self.decoder = Decoder(self._device, decoding, address, kernels)
         if not 0 < size <= MAX_KEPT:
             return None
         if kept.arena is None:
@@ -159,6 +166,8 @@ class HostMemory:
 
         No copy may be in flight.
         """
+        if self.decoder is not None:
+            self.decoder.close()
         own, self._own = self._own, Kept()
         if keep:
             other = _kept.setdefault(self._device.id, own)

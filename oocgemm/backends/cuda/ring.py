@@ -25,11 +25,12 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
-from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
@@ -38,11 +39,6 @@ PAGE = 4096
 # Blocks that are copied at the same time in one direction have different streams for their ends, unless there
 # are more blocks than this.
 JOINS = 4
-# A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
-# and to look up a file takes about as long as to read a tenth of it.
-MIN_PART = 256 << 10
-# A piece of a block: its rows, its columns, and the byte at which it starts in the block.
-_Piece = tuple[Range, Range, int]
 
 
 class Buffer:
@@ -107,7 +103,7 @@ class Lane:
 
 # Issues the copy of one piece by the means of a lane. Returns the event after the copy, and what is left to
 # do when the thread has issued its next copy; None if nothing is.
-_Move = Callable[[Lane, _Piece], tuple[Any, Callable[[], None] | None]]
+_Move = Callable[[Lane, Piece], tuple[Any, Callable[[], None] | None]]
 
 
 class Copying:
@@ -132,7 +128,7 @@ class Copying:
         self._left, self._counting, self._ended = pieces, threading.Lock(), threading.Lock()
         self._ended.acquire()
 
-    def copy(self, lane: Lane, piece: _Piece) -> None:
+    def copy(self, lane: Lane, piece: Piece) -> None:
         """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
         late = None
         try:
@@ -206,7 +202,7 @@ class Direction:
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
         self._turns = count()
-        self._queue: SimpleQueue[tuple[Copying, _Piece] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             self._start(shape, name)
@@ -237,16 +233,16 @@ class Direction:
         self._blocks.append(block)
         try:
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
-            pieces = _pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
-            copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(pieces))
-            if len(pieces) == 1 and self._using_single.acquire(blocking=False):
+            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
+            copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(parts))
+            if len(parts) == 1 and self._using_single.acquire(blocking=False):
                 try:
-                    copying.copy(self._single, pieces[0])
+                    copying.copy(self._single, parts[0])
                     self._single.finish()
                 finally:
                     self._using_single.release()
             else:
-                for piece in pieces:
+                for piece in parts:
                     self._queue.put((copying, piece))
         except BaseException:
             self._blocks.pop()
@@ -300,7 +296,7 @@ class Ring:
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: _Piece) -> tuple[Any, None]:
+        def move(lane: Lane, piece: Piece) -> tuple[Any, None]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             block.move(rows, cols, buffer.array(dtype, height, width))
@@ -321,7 +317,7 @@ class Ring:
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: _Piece) -> tuple[Any, Callable[[], None]]:
+        def move(lane: Lane, piece: Piece) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             size = width * dtype.itemsize
@@ -350,41 +346,6 @@ class Ring:
         """Join the threads, and unpin and free the buffers. No copy may be in flight."""
         while self._directions:
             self._directions.popitem()[1].close()
-
-
-def _pieces(block: Pageable, size: int) -> list[_Piece]:
-    """Cut a block into pieces of at most `size` bytes, which has room for an element.
-
-    Pieces consist of whole rows of the block, if at least `MIN_PART` bytes of each chunk fit into a piece
-    then. Otherwise they are cut between chunks in both directions.
-    """
-    (rows, cols), itemsize = block.shape, block.dtype.itemsize
-    row = cols * itemsize
-    (high, wide), (down, along) = block.chunk, block.origin
-    least = max(1, min(high, MIN_PART // (wide * itemsize), size // itemsize))
-    if least * row <= size:
-        height, width = size // row, cols
-        if height >= high:
-            height -= height % high
-    else:
-        height, width = least, size // (least * itemsize)
-        if width >= wide:
-            width -= width % wide
-    return [
-        ((top, bottom), (left, right), top * row + left * itemsize)
-        for top, bottom in _cuts(rows, height, down if height % high == 0 else 0)
-        for left, right in _cuts(cols, width, along if width % wide == 0 else 0)
-    ]
-
-
-def _cuts(extent: int, step: int, start: int) -> list[Range]:
-    """Cut an axis at multiples of `step`, where its first index counts as `start`.
-
-    >>> _cuts(10, 4, 0), _cuts(10, 4, 7)
-    ([(0, 4), (4, 8), (8, 10)], [(0, 1), (1, 5), (5, 9), (9, 10)])
-    """
-    first = -(start % step)
-    return [(max(0, at), min(extent, at + step)) for at in range(first, extent, step)]
 
 
 def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, stream: Any) -> None:

@@ -16,7 +16,7 @@ import cupy
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.arena import device_offsets
+from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
     Correction,
@@ -31,6 +31,7 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work
@@ -57,10 +58,7 @@ _NATIVE = {"emulated": "native"}
 
 
 class CudaSession:
-    """Owns the device memory and the streams of one plan, and runs its operations.
-
-    Implements `oocgemm.backends.base.Session`.
-    """
+    """Owns the device memory and the streams of one plan, and runs its operations. Implements `Session`."""
 
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
@@ -89,24 +87,20 @@ class CudaSession:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 self._offsets, self._vectors = device_offsets(plan, self._number)
-                turned = self._vectors + plan.footprint.device["transform"]
-                self._work = turned + plan.footprint.device["turned"]
-                size = self._work + plan.footprint.device["work"]
-                # None: the session allocates nothing. To ask for the free memory would take longer.
-                self._free_before: int | None = None
+                turned, self._work, decode, size = areas(plan, self._vectors)
+                self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
-                    self.checksums = DeviceChecksums(
-                        plan, self._address, SumsDevice(self._multiplier.kernels)
-                    )
+                    sums = SumsDevice(self._multiplier.kernels)
+                    self.checksums = DeviceChecksums(plan, self._address, sums)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
-                self.host_arena = self._host.take(plan)
+                self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)
                 self._clock = self._warm.clock
                 self._clock.name = f"device {device}" if plan.devices > 1 else ""
                 p = self._problem
@@ -166,8 +160,11 @@ class CudaSession:
                 token.synchronize()
         waits = [token.end for token in after if isinstance(token, CudaToken)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
-        at = self._address((op.writes if uploading else op.reads)[0]), block, waits
-        copy = ring.upload(*at) if uploading else self._turner.download(op, ring.download, *at)
+        address = self._address((op.writes if uploading else op.reads)[0])
+        if isinstance(block, Compressed) and self._host.decoder is not None:
+            return self._host.decoder.upload(address, block, waits, self._clock)
+        given = address, block, waits
+        copy = ring.upload(*given) if uploading else self._turner.download(op, ring.download, *given)
         return partial(self._copied, op, copy)
 
     def _copied(self, op: Operation, ended: Callable[[], Work]) -> CudaToken:
@@ -259,6 +256,9 @@ class CudaSession:
                 measurer = self._expander.measurer
             if self._finisher is not None:
                 self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
+
+    def use_factor(self, factor: Array) -> None:
+        raise AssertionError("subclasses run such products")
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]

@@ -32,11 +32,12 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
+from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
+from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
@@ -58,6 +59,7 @@ class HostSession:
         self._in_place: Mapping[str, Array] = {}
         self._correction: Correction = None
         self._scales: Scales = None
+        self._factor: Array | None = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -106,6 +108,9 @@ class HostSession:
         assert not transforms  # operands are transformed when they are read
         self._correction, self._scales = correction, scales
 
+    def use_factor(self, factor: Array) -> None:
+        self._factor = factor
+
     def kernels_used(self) -> list[str]:
         return ["blas", *describe_steps(self._steps)]
 
@@ -114,7 +119,7 @@ class HostSession:
 
     def close(self, failed: bool = False) -> None:
         del self._arena, self._work
-        self._in_place = {}
+        self._in_place, self._factor = {}, None
 
     def pin(self, host: Sequence[Array]) -> None:
         pass
@@ -169,6 +174,10 @@ class HostSession:
                 return
         elif problem.a_dtype != problem.acc_dtype:
             a, b = self._in_accumulator_dtype(a, b)
+        if self._factor is not None:
+            # Op.C is not needed: chained products are real.
+            adjoint = Op.N if problem.trans_a.swaps else Op.T
+            gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
@@ -213,6 +222,9 @@ class HostSession:
         return wide_a, wide_b
 
     def _finish(self, op: Operation) -> None:
+        if self._problem.applied:
+            self._apply(op)
+            return
         if self._problem.topk:
             sums, scales, at = self._rows(op, op.reads[0]), self._scales, (op.m[0], op.n[0])
             kept = self._rows(op._replace(n=(0, self._problem.topk)), op.writes[0])
@@ -226,6 +238,16 @@ class HostSession:
             rows, cols = self._correction
             finished -= rows[slice(*op.m), None]
             finished -= cols[slice(*op.n)]
+
+    def _apply(self, op: Operation) -> None:
+        """Make a strip of C a strip of a kernel matrix, and multiply it and its rows of V."""
+        assert self._correction is not None
+        assert self._factor is not None
+        rows, cols = self._correction
+        strip, count = self._rows(op, op.reads[0]), self._problem.applied
+        make_gaussian(strip, rows[slice(*op.m)], cols[slice(*op.n)], self._problem.gamma)
+        kept = self._rows(op._replace(n=(0, count)), op.writes[0])
+        gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
 
 
 class HostBackend:

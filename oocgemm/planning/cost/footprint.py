@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
+from oocgemm.planning.cost.decoding import decoding_shape
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.planning.expansion import (
     correction_bytes,
     expanded_bytes,
+    factor_bytes,
     measure_room,
     scale_bytes,
     vector_bytes,
@@ -106,7 +108,7 @@ def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
     """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
     if problem.sparse:
         return found_layout(problem, strip, n).end
-    elements = problem.m * problem.topk if problem.topk else strip * n
+    elements = problem.m * problem.kept if problem.kept else strip * n
     return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 
@@ -124,6 +126,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     reading, writing = 0, layouts.c.encode_bytes
     m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
     for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
+        if source.decoded:
+            continue
         if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
             lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
         else:
@@ -145,6 +149,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
     problem, machine, devices = setting.problem, setting.machine, setting.devices
     tile, slots = candidate.tile, candidate.slots
     size, ring = slot_bytes(problem, tile, slots.strip), ring_shape(setting)
+    decoding = decoding_shape(setting)
     # Slots of operands that are multiplied in place have no memory.
     size |= {("device", operand): 0 for operand in setting.layouts.in_place}
     device = {
@@ -157,9 +162,11 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "transform": sum(vector_bytes(problem).values())
         + sum(correction_bytes(problem))
         + measure_room(problem).end
-        + scale_bytes(problem),
+        + scale_bytes(problem)
+        + factor_bytes(problem),
         # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
         "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,
+        "decode": decoding.device_bytes if decoding is not None else 0,
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.
@@ -170,6 +177,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "C": devices * slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
         "ring": devices * ring.bytes if ring is not None else 0,
+        "decode": decoding.host_bytes if decoding is not None else 0,
         "checks": host_check_bytes(problem, tile, everywhere, candidate.io_threads),
         "reserve": machine.host_reserve,
     }

@@ -4,8 +4,9 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 `oocgemm.planning.cost.clock` decide which operations overlap.
 """
 
-from math import inf
+from math import inf, prod
 
+from oocgemm.planning.cost.decoding import decoding_rate
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRIP_OVERHEAD
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
@@ -111,6 +112,8 @@ class Prices:
         if not self.streams[operand] or self._whole[operand][0].is_direct((rows, cols)):
             return 0.0
         layout = self._whole[operand][0]
+        if layout.decoded:
+            return layout.stored_share * self.bytes(operand, rows, cols) / self.setting.machine.read
         size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
         return size / self.setting.machine.copy_rate(layout, (rows, cols))
 
@@ -143,7 +146,7 @@ class Prices:
     def _stored_bytes(self, rows: int, cols: int) -> float:
         problem = self.setting.problem
         stored = problem.stored(rows, rows * cols) * self._sizes["C"]
-        return stored * cols / max(1, problem.n) if problem.topk else stored
+        return stored * cols / max(1, problem.n) if problem.kept else stored
 
     def _read_rate(self, operand: str, block: Shape) -> float:
         setting, (layout, whole) = self.setting, self._whole[operand]
@@ -169,6 +172,9 @@ class Prices:
         rate = machine.h2d if link == "h2d" else machine.d2h
         if not self.streams[operand]:
             return rate
+        if layout.decoded:
+            rate = min(rate / layout.stored_share, decoding_rate(self.setting, layout, prod(whole)))
+            return rate / layout.read_amplification(whole, block)
         if not layout.is_direct(block):
             return min(rate, machine.copy_rate(layout, block))
         axis = layout.contiguous

@@ -39,7 +39,8 @@ def ring_shape(setting: Setting) -> RingShape | None:
     the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
     layouts = setting.layouts
-    if not (setting.streams(layouts.a) or setting.streams(layouts.b) or setting.streams_c):
+    operands = (x for x in (layouts.a, layouts.b) if not x.decoded)
+    if not (any(map(setting.streams, operands)) or setting.streams_c):
         return None
     machine, devices, piece = setting.machine, setting.devices, PIECE
     lanes = 1 + machine.copy_threads_of(devices)

@@ -22,6 +22,9 @@ For a Gram matrix (`GemmProblem.gram`), B(p,j) is the panel of A that belongs to
 slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because its
 strips differ in width (`TileGrid`).
 
+If two products are chained (`GemmProblem.chained`), each Multiply also changes its panel of B. C is then one
+tile of one strip, so that this happens once for each panel.
+
 If only the largest elements of each row of C are kept, a tile ends otherwise: see
 `oocgemm.planning.schedule.selecting`.
 
@@ -73,7 +76,7 @@ class Schedule:
         take the next group.
         """
         strips_done = prepared = 0
-        selecting = self._selecting() if self.problem.topk else None
+        selecting = self._selecting() if self.problem.kept else None
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
@@ -277,16 +280,12 @@ class Schedule:
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         sums = self._sums(c_slot, tile, rows)
+        if self.problem.chained and inputs:
+            sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
         return Operation(
-            Kind.MULTIPLY,
-            "C",
-            tile,
-            step,
-            (*inputs, c) if keeps_old else inputs,
-            (c, *sums),
-            rows,
-            n,
-            k,
+            *(Kind.MULTIPLY, "C", tile, step),
+            *((*inputs, c) if keeps_old else inputs, (c, *sums)),
+            *(rows, n, k),
             flops=self.problem.step_flops(length(rows), length(n), length(k)),
             first=first,
             device=self.device,

@@ -6,6 +6,7 @@ from math import inf, prod
 from oocgemm.planning.cost.bound import shape_bound
 from oocgemm.planning.cost.footprint import Candidate, extents, scratch_bytes, workspace_per_element
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.search.chained import chained_shapes, smallest_shape
 from oocgemm.planning.search.shapes import shapes
 from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
@@ -26,13 +27,20 @@ PRUNE_FACTOR = 1.3
 def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Iterator[tuple[float, Candidate]]:
     """Yield candidates that fit the budgets, each with a lower bound on its seconds.
 
-    If `tile` is given, all of them have that tile shape. Tile shapes whose lower bound exceeds `PRUNE_FACTOR`
-    times the least bound of a candidate are left out.
+    If `tile` is given, all of them have that tile shape. Otherwise, chained products have the first tile
+    shape that fits. Of other products, tile shapes whose lower bound exceeds `PRUNE_FACTOR` times the least
+    bound of a candidate are left out.
     """
     setting = prices.setting
     problem, machine = setting.problem, setting.machine
     if tile is None and needs_no_memory(setting):
         tile = in_place_tile(setting)
+    if problem.chained:
+        for shape in [tile] if tile else chained_shapes(setting):
+            if found := list(slot_counts(prices, shape, 1, io_threads)):
+                yield from found
+                return
+        return
     best = inf
     # If memory is scarce, all depths (tile.k) are tried: panels of the best ones may leave no room for a
     # tile.
@@ -87,6 +95,8 @@ def in_place_tile(setting: Setting) -> TileShape:
 def min_tile(setting: Setting) -> TileShape:
     """Return the smallest tile shape that the planner uses: 16 x 16 x 16, rounded up to whole chunks of C."""
     problem, unit = setting.problem, setting.layouts.c.write_chunk
+    if problem.chained:
+        return smallest_shape(problem)
     return TileShape(
         max(1, min(problem.m, round_up(16, unit[0]))),
         max(1, min(problem.n, round_up(16, unit[1]))),

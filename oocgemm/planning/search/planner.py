@@ -176,10 +176,10 @@ def _enumerated(setting: Setting, tile: TileShape | None) -> tuple[Prices, Seque
 @lru_cache(64)
 def _planned(setting: Setting, tile: TileShape | None, effort: float = 1.0) -> Plan:
     prices, found = _enumerated(setting, tile)
-    gram = bool(setting.problem.gram)
+    fixed = setting.problem.gram or setting.problem.chained
     search = _Search(prices, effort)
     search.run_best(found)
-    if effort and tile is None and not gram and 0 not in (setting.problem.m, setting.problem.n):
+    if effort and tile is None and not fixed and 0 not in (setting.problem.m, setting.problem.n):
         search.improve()
     scored = search.ranked()
     return Plan(

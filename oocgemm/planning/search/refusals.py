@@ -23,6 +23,10 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
             f"tile {tile} is not square, as the tiles of a Gram matrix must be: write MxMxK, such as "
             f"{tile.m}x{tile.m}x{tile.k}"
         )
+    if problem.chained and (tile.m, tile.n) != (problem.m, problem.n):
+        raise InputError(
+            f"tile {tile} divides C, but chained products need one tile: write {problem.m}x{problem.n}xK"
+        )
     if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
             f"tile {tile} would sum {tile.k} int8 products in int32, which can hold sums of "

@@ -107,6 +107,7 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
             `write` is false; or `write` is true and the root is read-only.
     """
     # This imports NumPy, which starts threads. A process must confine itself before that.
+    from oocgemm.stores.genetics.bed import COMPANIONS, is_bed
     from oocgemm.stores.hdf5.address import MARK, split
 
     root, parts = _parsed(roots, text)
@@ -133,7 +134,19 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
         raise PathError(f"{text}: it links to a name that is not UTF-8: rename that") from None
     if root.folder not in found.parents:
         raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
+    for suffix in COMPANIONS if is_bed(str(found)) else ():  # the server reads them, too
+        _check_beside(root, text, found.with_suffix(suffix))
     return Path(f"{found}{dataset}")
+
+
+def _check_beside(root: Root, text: str, place: Path) -> None:
+    """Raise `PathError` if a file that is read with the array `text` leads out of its root."""
+    if os.path.lexists(place):
+        try:
+            _found(root.folder, list(place.relative_to(root.folder).parts), write=False)
+        except OSError as error:
+            reason = _REASONS.get(error.errno or 0, error.strerror)
+            raise PathError(f"{text}: {place.name} beside it cannot be used: {reason}") from error
 
 
 def display(roots: Mapping[str, Root], path: str | Path) -> str:

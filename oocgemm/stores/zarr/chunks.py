@@ -7,7 +7,7 @@ and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,26 +17,27 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, publish
-from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts
-from oocgemm.stores.lines import copies_bytes, read_part
+from oocgemm.stores.files import MIN_DIRECT, SECTOR, OpenFile, folder_mtime, many_cores, padded, publish
+from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
+from oocgemm.stores.zarr.together import (
+    MAX_COPIED,
+    MAX_DECODED,
+    MAX_OPEN,
+    STORED_BYTES,
+    Place,
+    adjacent,
+    decode,
+    gather,
+    min_line,
+    view,
+)
 
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 MISSING = (1 << 64) - 1
-# Files that a thread has open when it reads many together.
-MAX_OPEN = 32
-# Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
-MAX_LINES = 4096
-# Shorter lines, in bytes, that are not adjacent in their destination are copied one chunk at a time.
-MIN_LINE = 256
 # The number of files that `DirectChunks.in_page_cache` checks.
 SAMPLED_FILES = 8
-# A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
-_Needed = tuple[tuple[int, int], tuple[Range, Range]]
-# The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
-_Place = tuple[int | None, int, tuple[Range, Range]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class DirectChunks:
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
     unchanging: bool = False
     _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
-    _opener: Opener = field(default_factory=Opener, compare=False, repr=False)
+    opener: Opener = field(default_factory=Opener, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.unchanging:
@@ -126,6 +127,30 @@ class DirectChunks:
     def readable_in_place(self) -> bool:
         """Whether rows of chunks can be read straight into rows of the destination."""
         return self.encoding.raw and self.encoding.in_place
+
+    @property
+    def line_bytes(self) -> int:
+        """The size of a line of a chunk before compression, in bytes. Its elements are contiguous."""
+        return self.chunk[self.encoding.order == "C"] * self.encoding.dtype.itemsize
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether the stored bytes of several chunks are read together, and then decoded one by one."""
+        if self.encoding.raw:
+            return self.chunk_bytes <= MAX_COPIED and self.line_bytes < min_line()
+        return self.chunk_bytes <= MAX_DECODED and self.encoding.compressor is not None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The scratch memory of a thread for stored bytes of chunks that are read together."""
+        # An encoded chunk can be a little larger than its elements.
+        together = padded((MAX_OPEN if many_cores() else 2) * self.chunk_bytes + SECTOR)
+        return min(STORED_BYTES, together) if self.decodes_together else 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The scratch memory of a thread that reads uncompressed chunks."""
+        return min(SCRATCH_BYTES, max(MAX_LINE, padded(self.chunk_bytes))) + self.stored_bytes
 
     @property
     def _file_extents(self) -> tuple[int, int]:
@@ -154,11 +179,16 @@ class DirectChunks:
         Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
         too little memory to decode a chunk.
         """
+        gathers = self._gathers(out)
+        if gathers and adjacent(self, (rows, cols), out):
+            return
         needed = list(_cut((rows, cols), self._file_extents))
-        if self._gathers(out):
-            needed = self._gather(needed, (rows, cols), out)
+        if gathers:
+            needed = gather(self, needed, (rows, cols), out)
+        elif self.decodes_together:
+            needed = decode(self, needed, (rows, cols), out)
         for number, block in needed:
-            target = _part(out, (rows, cols), block)
+            target = view(out, (rows, cols), block)
             try:
                 file = OpenFile(self.root / self.key(number))
             except FileNotFoundError:
@@ -177,83 +207,19 @@ class DirectChunks:
         A chunk that extends beyond the edge of the matrix counts as whole.
         """
         for number, block in _cut((rows, cols), self.chunk):
-            part = _part(data, (rows, cols), block)
+            part = view(data, (rows, cols), block)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             publish(self.root / self.key(number), stored, size)
 
     def _gathers(self, out: Array) -> bool:
-        """Return whether `_gather` can read chunks into an array, and is the fastest way to do so."""
-        line = self.chunk[1] * self.encoding.dtype.itemsize
+        """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
         if not (self.readable_in_place and copies_bytes(self.encoding.dtype, out) and out.size):
             return False
         if self.chunk_bytes >= MIN_DIRECT and not (self.cached and many_cores()):
             return False  # on few cores, a mapping is faster
-        return line >= MIN_LINE or out.strides[0] == line
+        return self.line_bytes >= min_line() or out.strides[0] == self.line_bytes
 
-    def _gather(self, needed: Sequence[_Needed], block: tuple[Range, Range], out: Array) -> list[_Needed]:
-        """Read blocks of uncompressed chunks from many files together.
-
-        `out` is for the rows and columns `block`. Returns what must be read from one file at a time, because
-        something about the file is unusual.
-        """
-        itemsize, (height, width) = out.itemsize, self.chunk
-        line, pitch, address = width * itemsize, out.strides[0], out.ctypes.data
-        waiting, owners, lines = list[Part](), list[int](), 0
-        opened, failed = list[int](), set[int]()
-
-        def read() -> None:
-            nonlocal lines
-            if waiting:
-                complete = read_parts(waiting, line, pitch)
-                failed.update(owners[part] for part in np.flatnonzero(~complete))
-            waiting.clear()
-            owners.clear()
-            lines = 0
-
-        try:
-            for at, (number, wanted) in enumerate(needed):
-                if len(opened) == MAX_OPEN:
-                    read()
-                    while opened:
-                        Opener.close(opened.pop())
-                try:
-                    file = OpenFile(f"{self.root}/{self.key(number)}", self._opener)
-                    opened.append(file.descriptor)
-                    places: Iterable[_Place] = ((0, 0, wanted),)
-                    if self.shards or file.size != self.chunk_bytes:
-                        places = list(self._places(number, file, wanted))
-                except (OSError, ExecutionError):
-                    failed.add(at)
-                    continue
-                for offset, _, part in places:
-                    if offset is None:
-                        _part(out, block, part)[...] = self.fill
-                        continue
-                    (r0, r1), (c0, c1) = part
-                    start = offset + r0 % height * line + c0 % width * itemsize
-                    to = address + (r0 - block[0][0]) * pitch + (c0 - block[1][0]) * itemsize
-                    size, left = (c1 - c0) * itemsize, r1 - r0
-                    if size == line == pitch:
-                        size, left = left * line, 1
-                    while left:
-                        count = min(left, MAX_PART_LINES)
-                        waiting.append(Part(file.descriptor, start, to, count, size))
-                        owners.append(at)
-                        start, to = start + count * line, to + count * pitch
-                        left, lines = left - count, lines + count
-                    if lines >= MAX_LINES:
-                        read()
-            read()
-        except OSError:  # the system does not support such reads
-            return list(needed)
-        finally:
-            for descriptor in opened:
-                Opener.close(descriptor)
-        return [needed[at] for at in sorted(failed)]
-
-    def _places(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]
-    ) -> Iterator[_Place]:
+    def places(self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range]) -> Iterator[Place]:
         """Find the chunks of a block in the open file of the chunk or shard `number`, which contains it.
 
         Yields for each chunk its offset in the file (None if it is not stored), its length, and the part of
@@ -283,18 +249,22 @@ class DirectChunks:
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
         """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
-        for offset, length, part in self._places(number, file, block):
-            target = _part(out, block, part)
+        for offset, length, part in self.places(number, file, block):
+            target = view(out, block, part)
             if offset is None:
                 target[...] = self.fill
                 continue
-            (r0, r1), (c0, c1) = part
-            top, left = (start - start % of for start, of in zip((r0, c0), self.chunk, strict=True))
-            wanted = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+            wanted = self.inside(part)
             if self.encoding.raw:
                 self._read_raw(number, file, offset, wanted, target)
             else:
                 self._decode(number, file.mapped(offset, length), wanted, target)
+
+    def inside(self, block: tuple[Range, Range]) -> tuple[slice, slice]:
+        """Return the rows and columns of a chunk that a block of the matrix, inside this chunk, has."""
+        (r0, r1), (c0, c1) = block
+        top, left = r0 % self.chunk[0], c0 % self.chunk[1]
+        return slice(top, top + r1 - r0), slice(left, left + c1 - c0)
 
     def _read_raw(
         self,
@@ -358,16 +328,6 @@ def _cut(
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
-
-
-def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
-    """Return the view of `array` with the rows and columns `part` of the matrix.
-
-    `array` has the rows and columns `block` of the matrix, which include `part`.
-    """
-    (top, _), (left, _) = block
-    (r0, r1), (c0, c1) = part
-    return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:

@@ -9,22 +9,25 @@ Zarr formats 2 and 3 encode a chunk by the same steps. The last two are optional
 Arrays with other codecs are read and written by zarr.
 """
 
+import ctypes
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
 from oocgemm.stores.base import Array
-from oocgemm.stores.compressors import INTO_MEMORY, decoded_size, decompressed
+from oocgemm.stores.compressors import INTO_MEMORY, decompressed, decompresses_in_place
 from oocgemm.stores.files import padded, scratch, sector_aligned
 
 # The compressors of zarr format 2 that this module calls directly, without zarr. All are lossless.
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
 # The size of a CRC (crc32c).
 CHECKSUM_BYTES = 4
-# A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
-# for a whole chunk would stop all other threads for too long.
+# A CRC (crc32c) is computed in parts of this many bytes, if a call keeps the GIL: a single call for a whole
+# chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
 
 
@@ -87,11 +90,12 @@ class Encoding:
         size = shape[0] * shape[1] * self.dtype.itemsize
         if self.compressor is None:
             elements = stored
-        elif self.compressor.codec_id in INTO_MEMORY and decoded_size(self.compressor, stored) == size:
+        elif self.compressor.codec_id in INTO_MEMORY:
             direct = into is not None and self.in_place
             elements = into.reshape(-1).view(np.uint8) if into is not None and direct else scratch(size)
-            self.compressor.decode(stored, out=elements)
-            if into is not None and direct:
+            if not decompresses_in_place(self.compressor, stored, elements):
+                elements = decompressed(self.compressor, stored, size)
+            elif into is not None and direct:
                 return into
         else:
             elements = decompressed(self.compressor, stored, size)
@@ -231,9 +235,29 @@ def checked_content(stored: Array) -> Array:
 
 def _checksum(content: Array) -> bytes:
     """Return the CRC (crc32c) of an array of bytes as four bytes, in little-endian order."""
+    return _extend(content).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _extend(content: Array) -> int:
+    """Return the CRC of a contiguous array of bytes as a number."""
+    if (function := _without_gil()) is not None:
+        found: int = function(0, content.ctypes.data, content.nbytes)
+        return found
     import google_crc32c
 
     value = 0
     for start in range(0, content.nbytes, _CHECKSUM_PART):
         value = google_crc32c.extend(value, content[start : start + _CHECKSUM_PART])
-    return value.to_bytes(CHECKSUM_BYTES, "little")
+    return value
+
+
+@cache
+def _without_gil() -> Any:
+    """Return the C function that google_crc32c calls, which ctypes calls without the GIL; None without it."""
+    try:
+        library = ctypes.CDLL(importlib.import_module("google_crc32c._crc32c").__file__)
+        function = library.crc32c_extend
+    except (ImportError, OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint32
+    return function

@@ -16,13 +16,15 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
+from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
-from oocgemm.stores.lines import SCRATCH_BYTES
+from oocgemm.stores.frames import Fetched
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr.compressed import coding_of, fetch
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
 if TYPE_CHECKING:
@@ -95,17 +97,18 @@ class ZarrMatrix:
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
+            decode_bytes += self.direct.stored_bytes * bool(decode_bytes)
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
-        raw = self.direct.encoding if self.direct and self.direct.encoding.raw else None
+        raw = self.direct if self.direct and self.direct.encoding.raw else None
         self.layout = Layout(
             read_chunk=chunk,
             write_chunk=shard,
             partial_reads=raw is not None,
-            contiguous=0 if raw and raw.order == "F" else 1,
+            contiguous=0 if raw and raw.encoding.order == "F" else 1,
             page_cached=self.direct is not None and self.direct.cached,
             itemsize=size,
-            scratch_bytes=SCRATCH_BYTES if raw else 0,
+            scratch_bytes=raw.scratch_bytes if raw else 0,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
             encodes=not self.raw,
@@ -160,6 +163,16 @@ class ZarrMatrix:
             except Exception:
                 break
         return self._metadata.key(number)
+
+    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        """Read the stored bytes of the chunks of a block, for a GPU that decodes them (`coding`)."""
+        assert self.direct is not None
+        return fetch(self.direct, rows, cols, out)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How chunks are compressed, if a GPU could decode them."""
+        return None if self.direct is None else coding_of(self.direct)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):

@@ -1,0 +1,156 @@
+"""The command pca: principal components of a matrix."""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import click
+
+from oocgemm import stores
+from oocgemm.cli.basics import taking
+from oocgemm.cli.doing import doing
+from oocgemm.cli.interrupts import stopping
+from oocgemm.cli.options import PCA, TRANSFORM
+from oocgemm.cli.output import print_interrupted, print_json, silence_warnings
+from oocgemm.cli.parameters import Place
+from oocgemm.engine.executor import Observer
+from oocgemm.errors import InputError, OocGemmError
+from oocgemm.jobs import pca as jobs
+from oocgemm.jobs import pca_state
+from oocgemm.planning import Plan
+from oocgemm.planning.units import format_size, format_time
+from oocgemm.timeline import Span
+
+# Options that a dry run does not need.
+_RUN_ONLY = ("device", "quiet", "resume", "seed")
+# Of the singular values, this many are shown.
+SHOWN = 5
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place(), required=False)
+@click.option(
+    "--components", metavar="N", type=int, required=True, help="Number of components to find, such as 50."
+)
+@click.option(
+    "--iterations",
+    metavar="N",
+    type=int,
+    default=6,
+    show_default=True,
+    help="How many times X is read. More iterations give more accurate components.",
+)
+@click.option(
+    "--oversampling",
+    metavar="N",
+    type=int,
+    default=10,
+    show_default=True,
+    help="At least this many further directions are kept. More of them need fewer iterations.",
+)
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the random start.")
+@click.option(
+    "--no-center",
+    is_flag=True,
+    help="Do not subtract the mean of each column: find a truncated SVD of X.",
+)
+@click.option(
+    "--scores",
+    is_flag=True,
+    help="Also store the scores, X projected on the components. X is read once more.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Continue a run of the same command that was interrupted or killed."
+)
+@click.option("--dry-run", is_flag=True, help="Show how often X would be read, and how. Write nothing.")
+@TRANSFORM
+@taking(*PCA)
+def pca(
+    x: str,
+    out: str | None,
+    as_json: bool,
+    dry_run: bool,
+    components: int,
+    no_center: bool,
+    **options: Any,
+) -> None:
+    """Find the principal components of X, which is read once per iteration.
+
+    X has samples as rows and features as columns, and may be larger than memory. It is the path or URL of a
+    zarr array, or the path of a .npy file or an HDF5 dataset. OUT is the path of a new zarr group, with the
+    arrays components, singular_values, explained_variance, mean and scale, and with --scores also scores.
+
+    Example: oocgemm pca X.zarr components.zarr --components 50
+    """
+    stores.load_without_cupy(*filter(None, (x, out)))
+    options["center"] = not no_center
+    if dry_run:
+        kept = {name: value for name, value in options.items() if name not in _RUN_ONLY}
+        planned = jobs.plan_pca(x, components, **kept)
+        _print_plan(planned, as_json=as_json)
+        return
+    if out is None:
+        raise click.UsageError("OUT is missing: give a path for it, or pass --dry-run")
+    quiet = options.pop("quiet")
+    if quiet:
+        silence_warnings()
+    started = perf_counter()
+    hint = f"To continue, add --resume ({pca_state.path_of(out)} has the state)."
+    try:
+        with stopping(lambda: print_interrupted(hint)), doing(not (quiet or as_json)) as say:
+            progress = _counting(options["iterations"], options["scores"], say)
+            found = jobs.pca(x, components, out, progress=progress, **options)
+    except (OocGemmError, MemoryError, KeyboardInterrupt) as error:
+        if pca_state.path_of(out).exists() and not isinstance(error, InputError):
+            error.add_note(hint)
+        raise
+    if as_json:
+        print_json(
+            {
+                "out": out,
+                "passes": found.passes,
+                "singular_values": found.singular_values.tolist(),
+                "explained_variance": found.explained_variance.tolist(),
+            }
+        )
+    elif not quiet:
+        values = ", ".join(f"{value:.6g}" for value in found.singular_values[:SHOWN])
+        more = ", ..." if components > SHOWN else ""
+        click.echo(f"X was read {found.passes} times in {format_time(perf_counter() - started)}")
+        click.echo(f"singular values: {values}{more}")
+        click.echo(f"\nComponents: {out}")
+
+
+def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
+    """Return a callback for the progress, which says the number of the pass and the share that is done."""
+    number = 0
+
+    def begin(planned: Plan) -> Observer:
+        nonlocal number
+        number += 1
+        pass_name = f"pass {number} of {iterations + scores} over X"
+        say(pass_name)
+        done = 0
+
+        def observe(span: Span) -> None:
+            nonlocal done
+            done += span.flops
+            say(f"{pass_name}, {100 * done // max(1, planned.flops)}%")
+
+        return observe
+
+    return begin
+
+
+def _print_plan(planned: jobs.PCAPlan, *, as_json: bool) -> None:
+    """Print how often X is read, and the plan of a pass."""
+    if as_json:
+        read = {"passes": planned.passes, "statistics": planned.statistics, "bytes_read": planned.bytes_read}
+        print_json(read | {"pass": planned.pass_plan.to_dict()})
+        return
+    from oocgemm.cli.display import print_plan
+
+    more = ", and once for its statistics" if planned.statistics else ""
+    click.echo(f"X is read {planned.passes} times{more}: {format_size(planned.bytes_read)} in all. A pass:\n")
+    print_plan(planned.pass_plan)

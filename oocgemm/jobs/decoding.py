@@ -1,0 +1,18 @@
+"""Find out which operands a GPU could decode."""
+
+from oocgemm.backends.cuda.nvcomp import available
+from oocgemm.jobs.transforms import as_read
+from oocgemm.planning import Coding, GemmProblem
+from oocgemm.stores import Matrix
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+
+
+def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
+    """Return how the chunks of A and B are compressed, by operand, if nvCOMP is installed for them."""
+    found = {}
+    for operand, matrix in zip("AB", (a, b), strict=True):
+        read = as_read(problem, matrix)
+        coding = read.coding if isinstance(read, ZarrMatrix) else None
+        if coding is not None and available():
+            found[operand] = coding
+    return found

@@ -1,0 +1,173 @@
+"""The function `grm`: the genetic relationship matrix of the individuals in a matrix of genotypes."""
+
+import logging
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.api import run_request
+from oocgemm.jobs.options import DenseOptions, Operand, Output
+from oocgemm.jobs.request import DENSE_OPTIONS, check_names, parse_gram
+from oocgemm.jobs.result import Result
+from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.jobs.transforms import memory_of
+from oocgemm.planning import Op
+from oocgemm.stores.genetics.bed import MISSING, individuals_of, is_bed
+from oocgemm.stores.genetics.grm import companions, is_grm, write_companions
+from oocgemm.stores.transform import Transform
+
+logger = logging.getLogger("oocgemm")
+
+METHODS = ("gcta", "vanraden")
+# Floating-point dtypes to which genotypes may be cast.
+CASTS = ("float32", "float64", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, repr=False)
+class Relationships(Result):
+    """The `Result` of `grm`, with the numbers of variants.
+
+    Attributes:
+        variants: number of variants that the matrix was computed from.
+        excluded: number of variants that were left out: all known genotypes are homozygous for the same
+            allele, or none is known.
+    """
+
+    variants: int = 0
+    excluded: int = 0
+
+
+def grm(
+    x: Operand,
+    out: Output = None,
+    *,
+    method: str = "gcta",
+    axis: int = 0,
+    uplo: str | None = None,
+    missing: float | None = MISSING,
+    cast: str | None = None,
+    **options: Unpack[DenseOptions],
+) -> Relationships:
+    """Compute the genetic relationship matrix (GRM) of the individuals in a matrix of genotypes.
+
+    A genotype is the number of copies of one allele: 0, 1 or 2. With the frequency p of this allele among the
+    known genotypes of a variant, the relationship of the individuals j and k is, over all variants::
+
+        gcta        mean of (x_j - 2 p) (x_k - 2 p) / (2 p (1 - p))
+        vanraden    sum of (x_j - 2 p) (x_k - 2 p), divided by the sum of 2 p (1 - p)
+
+    A missing genotype is replaced by 2 p. Variants with p = 0 or 1 and those without any known genotype are
+    left out. The genotypes are read twice: the frequencies come from `stats`, which caches them for files.
+
+    Args:
+        x: the genotypes, individuals x variants: a PLINK 1 .bed file, or any real operand of `gemm`. It may
+            have elements between 0 and 2 (dosages).
+        out: where the matrix is stored, as for `gram`, or the path of a new .grm.bin file of GCTA, such as
+            "x.grm.bin". Then x.grm.id and x.grm.N.bin are written beside it. The IDs are those in the .fam
+            file of x, or row numbers from 1 if x is no .bed file.
+        method: "gcta" (default) or "vanraden". They are the algorithms 0 and 1 of GCTA's --make-grm-alg.
+        axis: 0 (default) if the rows of x are individuals, 1 if its columns are.
+        uplo: the triangle that is stored, as for `gram`: "lower", "upper" or "full" (default). A .grm.bin
+            file has the lower triangle.
+        missing: the code of missing genotypes, -1 by default; NaN is one too. None: there are none.
+        cast: dtype in which genotypes are multiplied: "float32", "float64", "float16" or "bfloat16". By
+            default float32 for int8, as in a .bed file, and else as for `Transform`. A GPU is fastest with
+            float16 and bfloat16; the matrix is then float32.
+        options: those of `gram`, except alpha, beta, transform and out_dtype.
+
+    Returns:
+        The `Relationships`, a `Result` with the number of variants. `out` of a .grm.bin file is a memory map
+            of the elements on and below the diagonal, row by row.
+
+    Raises:
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if an element
+            that is not missing is below 0 or above 2, and if all variants are left out.
+
+    >>> import oocgemm
+    >>> oocgemm.grm([[0, 2], [1, 2], [2, -1]], backend="host").out
+    array([[ 2.,  0., -2.],
+           [ 0.,  0.,  0.],
+           [-2.,  0.,  2.]])
+    """
+    check_names("grm", options, DENSE_OPTIONS)
+    if method not in METHODS:
+        raise InputError(f"method = {method!r}: choose one of {', '.join(METHODS)}")
+    if cast is not None and cast not in CASTS:
+        raise InputError(f"cast = {cast!r}: choose one of {', '.join(CASTS)}")
+    x, out = stores.located("X", x), stores.located("C", out)
+    gcta = Path(out) if isinstance(out, str) and is_grm(out) else None
+    if gcta is not None and uplo not in (None, "lower"):
+        raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
+    triangle = uplo or ("full" if gcta is None else "lower")
+    request = parse_gram(x, out, axis, triangle, dict[str, Any](options))  # type: ignore[arg-type]
+    matrix, op = stores.by_rows(stores.open_matrix("X", x), Op.T if axis else Op.N)
+    individuals: list[tuple[str, str]] = []
+    if gcta is not None:
+        individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
+        if not (request.resume or request.overwrite):
+            _check_free(gcta)
+    known = Transform(missing=missing)
+    known.result("X", matrix.dtype)  # refuses complex operands
+    found = stats_of(matrix, int(op.swaps), known, memory_of(request))
+    _check(found, ("column", "row")[axis])
+    change, divisor, variants = _standardizing(found, method)
+    excluded = len(found.count) - variants
+    logger.info("%d of %d variants have one allele or no known genotype", excluded, len(found.count))
+    del found  # 48 bytes per variant
+    transform = Transform(missing=missing, cast=cast, **change)
+    result = run_request(replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform))
+    if gcta is not None:
+        write_companions(gcta, individuals, variants)
+    facts = {field.name: getattr(result, field.name) for field in fields(Result)}
+    return Relationships(**facts, variants=variants, excluded=excluded)
+
+
+def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, int]:
+    """Return how genotypes are transformed, what the product is divided by, and the number of variants.
+
+    Raises:
+        InputError: all variants are left out.
+    """
+    # 2 p (1 - p), where the mean is 2 p. It is NaN if no genotype is known.
+    variance = found.mean * (1 - found.mean / 2)
+    used = variance > 0
+    count = int(used.sum())
+    if not count:
+        raise InputError(f"none of the {used.size} variants of X has two alleles among its known genotypes")
+    center = np.where(found.count > 0, found.mean, 0)
+    change: dict[str, Any] = {"impute": center, "center": center}
+    if method == "vanraden":
+        return change, float(variance[used].sum()), count
+    # Centered elements of the variants that are left out are 0, by whatever they are divided.
+    return change | {"scale": np.sqrt(np.where(used, variance, 1))}, float(count), count
+
+
+def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:
+    """Return the IDs of the individuals for a .grm.id file: those of a .bed file, else numbers from 1."""
+    if isinstance(x, str) and is_bed(x) and axis == 0:
+        return individuals_of(Path(x))
+    return [(str(number), str(number)) for number in range(1, count + 1)]
+
+
+def _check_free(path: Path) -> None:
+    """Raise `InputError` if a file exists that belongs to a new .grm.bin file at `path`."""
+    for place in companions(path):
+        if place.exists():
+            raise InputError(f"{place} exists, and would be replaced: remove it, or give C another path")
+
+
+def _check(found: Stats, line: str) -> None:
+    """Raise `InputError` for known elements that are no genotypes. `line` is what X calls a variant."""
+    with np.errstate(invalid="ignore"):
+        fine = (found.count == 0) | ((found.min >= 0) & (found.max <= 2))
+    if (wrong := np.flatnonzero(~fine)).size:
+        first = wrong[0]
+        raise InputError(
+            f"{line} {first} of X has elements from {found.min[first]:g} to {found.max[first]:g} (one of "
+            f"{wrong.size} such {line}s), and genotypes are 0, 1 and 2: pass the code of missing genotypes, "
+            "such as missing=-9 (--missing -9), or replace these elements"
+        )

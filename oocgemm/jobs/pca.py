@@ -1,0 +1,263 @@
+"""The function `pca`: principal components of a matrix that is read once per iteration."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm.errors import InputError
+from oocgemm.jobs import pca_state
+from oocgemm.jobs.options import Operand, PathLike, PcaOptions
+from oocgemm.jobs.pca_passes import Passes, State
+from oocgemm.jobs.plan import Plan
+from oocgemm.jobs.request import PCA_OPTIONS, check_names
+from oocgemm.jobs.subspace import completed
+from oocgemm.planning.units import format_size
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.zarr.saving import check_free, save_arrays
+
+# Version of the arithmetic: a run of another one is not resumed.
+VERSION = 1
+
+logger = logging.getLogger("oocgemm")
+
+
+@dataclass(frozen=True, eq=False)
+class PCA:
+    """The principal components of an n x d matrix X, after its transform: X = scores @ components + mean.
+
+    Attributes:
+        components: k x d, orthonormal rows. The element of largest magnitude of each row is positive.
+        singular_values: the k largest singular values of the transformed X, in descending order, float64.
+        explained_variance: their squares divided by n - 1.
+        mean: what was subtracted from each column, float64; zeros if X was not centered.
+        scale: what each column was divided by, float64; ones if X was not scaled.
+        scores: n x k, the coordinates of the rows of X; None unless they were asked for.
+        passes: how many times X was read, besides a pass for its statistics if its transform needs them.
+    """
+
+    components: NDArray[np.floating]
+    singular_values: NDArray[np.float64]
+    explained_variance: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    scale: NDArray[np.float64]
+    scores: NDArray[np.floating] | None
+    passes: int
+
+    def save(self, path: PathLike) -> None:
+        """Write the arrays to a new zarr group at a local path, by their names.
+
+        Raises:
+            InputError: something exists at the path, or nothing can be written there.
+        """
+        arrays = {"components": self.components, "singular_values": self.singular_values}
+        arrays |= {"explained_variance": self.explained_variance, "mean": self.mean, "scale": self.scale}
+        save_arrays(os.fspath(path), arrays | ({} if self.scores is None else {"scores": self.scores}))
+
+
+def pca(
+    x: Operand,
+    k: int,
+    out: PathLike | None = None,
+    *,
+    center: bool = True,
+    transform: Transform | None = None,
+    iterations: int = 6,
+    oversampling: int = 10,
+    seed: int = 0,
+    scores: bool = False,
+    resume: bool = False,
+    **options: Unpack[PcaOptions],
+) -> PCA:
+    """Find the k principal components of X, by a randomized method that reads X once per iteration.
+
+    They are the right singular vectors of X with its columns centered. X stays as it is stored: the mean is
+    subtracted from the products, by a matrix of rank one.
+
+    Args:
+        x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.
+            A few matrices of d x (k + oversampling) must fit into device memory, and about ten in float64
+            into host memory.
+        k: number of components, at most min(n, d).
+        out: path of a new zarr group, to which the result is also saved (`PCA.save`). During the run, the
+            state is kept beside it, so that a run that was killed can be resumed.
+        center: subtract the mean of each column (default). False gives a truncated SVD of X.
+        transform: further changes of the elements on load, such as ``Transform(log1p=True, scale="k")``, or
+            ``Transform(missing=-1)``. Means and scales are per column. int8, float16 and bfloat16 elements
+            are multiplied as float32, int32 and int64 as float64; `cast` may be float32 or float64.
+        iterations: how many times X is read. With slowly decaying singular values, six iterations (default)
+            find 50 of them with errors of about 1e-4.
+        oversampling: at least this many further directions are kept, 10 by default. More of them need fewer
+            iterations.
+        seed: of the random start. With the same seed, budgets and backend, results are equal in every bit.
+        scores: also compute the scores, X projected on the components, by one more read of X.
+        resume: continue the run with the same arguments that was killed while it wrote to `out`. Nothing to
+            continue is no error.
+        options: those of `gemm` that are listed here: backend, kernel, memory, device_memory, host_memory,
+            requests, device and progress.
+
+    Returns:
+        The `PCA`.
+
+    Raises:
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if k is above
+            min(n, d), if X has NaN or Inf elements, or if a scale is zero.
+
+    >>> import oocgemm
+    >>> found = oocgemm.pca([[1.0, 2.0], [3.0, 6.0], [5.0, 10.0]], 1, backend="host")
+    >>> found.singular_values.round(6)
+    array([6.324555])
+    """
+    check_names("pca", options, PCA_OPTIONS)
+    passes = _opened(x, k, transform, iterations, oversampling, seed, options, center=center)
+    path, target = None, None if out is None else os.fspath(out)
+    identity = _identity(passes, k, iterations, seed)
+    saved = None
+    if target is not None:
+        check_free(target)
+        path = pca_state.path_of(target)
+        saved = pca_state.load(path, identity, resume=resume)
+    elif resume:
+        raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
+    state = passes.begin(seed)
+    state = saved or state
+    while state.subspace.passes < iterations or state.subspace.values is None:
+        logger.info("pass %d of %d over X", state.subspace.passes + 1, iterations)
+        state = passes.advance(state)
+        if path is not None:
+            pca_state.save(path, identity, state)
+    found = _result(passes, state, k)
+    if scores:
+        logger.info("reading X for the scores")
+        projected = passes.scores(state, found.components.astype(np.float64))
+        found = replace(found, scores=projected, passes=found.passes + 1)
+    if path is not None and target is not None:
+        found.save(target)
+        path.unlink(missing_ok=True)
+    return found
+
+
+@dataclass(frozen=True)
+class PCAPlan:
+    """How `pca` would compute components. `str` describes it.
+
+    Attributes:
+        pass_plan: the plan of one pass over X.
+        passes: how many times X is read, with the pass for its scores.
+        statistics: whether X is also read once for statistics, unless they are cached.
+    """
+
+    pass_plan: Plan
+    passes: int
+    statistics: bool
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of X that are read in all passes, as they are stored before compression."""
+        problem = self.pass_plan.problem
+        return (self.passes + self.statistics) * problem.m * problem.k * problem.itemsizes["A"]
+
+    def __str__(self) -> str:
+        more = ", and once for its statistics" if self.statistics else ""
+        return (
+            f"X is read {self.passes} times{more}: {format_size(self.bytes_read)} in all. A pass:\n"
+            f"{self.pass_plan}"
+        )
+
+
+def plan_pca(
+    x: Operand,
+    k: int,
+    *,
+    center: bool = True,
+    transform: Transform | None = None,
+    iterations: int = 6,
+    oversampling: int = 10,
+    scores: bool = False,
+    **options: Unpack[PcaOptions],
+) -> PCAPlan:
+    """Return how `pca` would compute components. Nothing is read or written, and no device is used.
+
+    Args:
+        x, k, center, transform, iterations, oversampling, scores: as for `pca`.
+        options: those of `pca`, except device and progress. The cuda backend requires `device_memory`.
+
+    Returns:
+        A `PCAPlan`.
+
+    Raises:
+        InputError, BudgetError: as `pca` does.
+    """
+    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress"})
+    passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
+    return PCAPlan(passes.plan(), iterations + scores, passes.transform.needs_stats and passes.reads_first)
+
+
+def _opened(
+    x: Any,
+    k: int,
+    transform: Transform | None,
+    iterations: int,
+    oversampling: int,
+    seed: int,
+    options: PcaOptions,
+    *,
+    center: bool,
+) -> Passes:
+    """Open X. Raises `InputError` for arguments that cannot be used."""
+    for name, value, least in (
+        ("k", k, 1),
+        ("iterations", iterations, 1),
+        ("oversampling", oversampling, 0),
+        ("seed", seed, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise InputError(f"{name} = {value!r}: pass an integer of at least {least}")
+    passes = Passes(x, int(k) + int(oversampling), transform, options, center=center)
+    most = min(passes.matrix.shape)
+    if k > most:
+        rows, cols = passes.matrix.shape
+        raise InputError(
+            f"k = {k}, but X has {rows} rows and {cols} columns, and so at most {most} components: pass a k "
+            f"from 1 to {most}"
+        )
+    return passes
+
+
+def _identity(passes: Passes, k: int, iterations: int, seed: int) -> dict[str, Any]:
+    """Return what the bits of a result depend on, besides the budgets, for messages by name."""
+    return {
+        "version": VERSION,
+        "x": passes.matrix.fingerprint() or passes.matrix.describe(),
+        "transform": f"{passes.transform} to {passes.dtype}",
+        "k": int(k),
+        "columns": passes.columns,
+        "iterations": int(iterations),
+        "seed": int(seed),
+        "backend": passes.backend,
+    }
+
+
+def _result(passes: Passes, state: State, k: int) -> PCA:
+    """Return the components that a state has found, with signs that do not depend on rounding."""
+    subspace, rows = state.subspace, passes.matrix.shape[0]
+    assert subspace.components is not None
+    assert subspace.values is not None
+    assert state.center is not None
+    # If the rank of X is below k, further components are any directions, of singular value 0.
+    vectors, values = completed(subspace.components, k), np.zeros(k)
+    values[: len(subspace.values)] = subspace.values[:k]
+    largest = np.abs(vectors).argmax(axis=0)
+    vectors = vectors * np.where(vectors[largest, np.arange(k)] < 0, -1.0, 1.0)
+    return PCA(
+        components=np.ascontiguousarray(vectors.T).astype(passes.dtype),
+        singular_values=values,
+        explained_variance=values**2 / max(1, rows - 1),
+        mean=state.center,
+        scale=passes.scale,
+        scores=None,
+        passes=subspace.passes,
+    )

@@ -1,0 +1,233 @@
+"""The passes over X of `oocgemm.pca`: what is multiplied, and how the products are corrected.
+
+With centers c and scales s of the columns, the transformed matrix is Xc = (X - 1 c^T) S, S = diag(1 / s). A
+pass computes ``Z = X^T Y`` with Y = X S Q - 1 b^T and b = Q^T S c. Then ``Xc^T Xc Q = S (Z - c t^T)``, with
+the column sums t of Y. Y has one more column, of ones. Its product has the column sums of X, from which t
+follows, and after the first pass c. So centers and scales change neither X nor its panels.
+
+Means that are far larger than what X varies by would lose its digits in these sums. Then, as if elements were
+missing, each element is centered and scaled on its own when it is multiplied: c = 0 and S = 1 above.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from oocgemm import backends, stores
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.jobs.api import gemm, plan_request, run_request
+from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.plan import Plan
+from oocgemm.jobs.request import Chain, Request
+from oocgemm.jobs.subspace import MAX_MATRICES, Subspace, advance, start
+from oocgemm.jobs.transforms import memory_of, readable
+from oocgemm.planning.tiling import round_up
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import TransformedMatrix, Vectors
+
+# The width of Y is a multiple of this, so that rows of Q and of Z are aligned on a GPU.
+WIDTH = 8
+# Centers are subtracted from products as long as this bounds the relative rounding error of Xc^T Xc.
+MAX_ROUNDING = 1e-4
+# Dtypes in which X is multiplied.
+DTYPES = ("float32", "float64")
+
+logger = logging.getLogger("oocgemm")
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What is known after some passes.
+
+    Attributes:
+        subspace: the state of the iteration.
+        center: what is subtracted from the columns of X; None until the first pass has computed it.
+        folded: whether it is subtracted from the products. If not, it is subtracted from each element.
+        tile: the tile shape of the first pass, MxNxK. With another one, later passes would be rounded
+            differently.
+    """
+
+    subspace: Subspace
+    center: Array | None
+    folded: bool
+    tile: str | None = None
+
+
+class Passes:
+    """An open X, and the arguments of its products.
+
+    Attributes:
+        matrix: X as it is stored.
+        transform: the whole transform, with the centers.
+        columns: the width of Q.
+        dtype: the dtype in which X is multiplied.
+        scale: what columns are divided by.
+    """
+
+    def __init__(
+        self, x: Any, columns: int, transform: Transform | None, options: Mapping[str, Any], *, center: bool
+    ) -> None:
+        """Open X. Nothing is read.
+
+        Args:
+            x: the operand.
+            columns: the least width of Q, unless X has fewer rows or columns.
+            transform: of X, per column.
+            options: of `gemm`.
+            center: whether the transform centers columns by their means, unless it has other centers.
+
+        Raises:
+            InputError: X or the transform cannot be used.
+        """
+        self._x, self._options = x, dict(options)
+        self.matrix = stores.open_matrix("X", x)
+        self.transform = _centered(transform or Transform(), center=center)
+        self.dtype = _multiplied(self.matrix, self.transform)
+        rows, cols = self.matrix.shape
+        self._width = round_up(columns + 1, WIDTH)
+        self.columns = max(1, min(self._width - 1, rows, cols))
+        self.scale = np.ones(cols)
+        self._means = isinstance(self.transform.center, str)  # whether means are subtracted
+        self._vectors: Vectors | None = None  # of the transform, for missing elements
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether the transform needs numbers per column before the first pass."""
+        given = self.transform.scale is not None or isinstance(self.transform.center, np.ndarray)
+        return self.transform.missing is not None or given
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return backends.resolve(self._options.get("backend", "auto"))
+
+    def plan(self) -> Plan:
+        """Return the plan of a pass."""
+        state = State(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
+        return plan_request(self._request(state, Chain(self.columns, np.zeros(self._width))))
+
+    def begin(self, seed: int) -> State:
+        """Return the state before the first pass. X is read if its transform needs statistics."""
+        whole, cols = self.transform, self.matrix.shape[1]
+        center = np.zeros(cols) if whole.center is None else None
+        folded = whole.missing is None
+        if self.reads_first:
+            request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
+            view = readable(TransformedMatrix(self.matrix, whole, 1, "columns"), memory_of(request))
+            assert isinstance(view, TransformedMatrix)
+            assert view.vectors is not None
+            center, self.scale = view.vectors.center, 1 / view.vectors.inverse
+            self._vectors = None if folded else view.vectors
+        return State(start(cols, self.columns, seed), center, folded)
+
+    def advance(self, state: State) -> State:
+        """Return the state after one more pass over X.
+
+        Raises:
+            InputError: X has elements that are NaN or Inf.
+        """
+        rows, cols = self.matrix.shape
+        factor, row = np.zeros((cols, self._width), self.dtype), np.zeros(self._width, self.dtype)
+        used, (center, inverse) = slice(self.columns), self._folded(state)
+        factor[:, used] = state.subspace.basis * inverse[:, None]
+        row[-1] = 1
+        if state.center is not None:
+            row[used] = -(center @ factor[:, used])
+        resident = MAX_MATRICES * cols * self._width * 8
+        chain = Chain(self.columns, row, factor, self._vectors, resident)
+        result = run_request(replace(self._request(state, chain), tile=state.tile))
+        product = np.asarray(result.out).astype(np.float64)
+        sums = product[:, -1]
+        self._check(product, sums)
+        if state.center is None:
+            center = sums / rows
+        if state.folded and self._means:
+            sums = rows * center  # more accurate than the product
+        # From here on in float64, with Q as it was multiplied.
+        multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
+        product = product[:, used] - np.outer(center, sums @ multiplied + rows * offset)
+        block, rounding = (
+            (multiplied / inverse[:, None], product * inverse[:, None]),
+            np.finfo(self.dtype).eps,
+        )
+        subspace = advance(state.subspace, block, float(rounding))
+        if not state.folded and state.center is not None:
+            # What is left of the means of the first pass.
+            rest = sums / rows * self.scale if self._vectors is None and self._means else 0.0
+            state = replace(state, center=state.center + rest)
+        else:
+            state = replace(state, center=center)
+        state = replace(state, subspace=subspace, tile=str(result.plan.tile))
+        assert subspace.values is not None
+        if (
+            rounding * rows * np.square(center * inverse).sum()
+            > MAX_ROUNDING * subspace.values.max(initial=0) ** 2
+        ):
+            logger.info("the means of X are so large that they are subtracted from each element")
+            # The products so far are inaccurate. But they give a good next Q.
+            state = State(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
+        return state
+
+    def scores(self, state: State, components: Array) -> Array:
+        """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""
+        center, inverse = self._folded(state)
+        factor = (components.T * inverse[:, None]).astype(self.dtype)
+        found: Array = np.asarray(gemm(self._x, factor, transform_a=self._each(state), **self._options).out)
+        found -= (center @ factor).astype(self.dtype)
+        return found
+
+    def _folded(self, state: State) -> tuple[Array, Array]:
+        """Return c and the diagonal of S; c is 0 as long as it is unknown."""
+        cols = self.matrix.shape[1]
+        if not state.folded:
+            return np.zeros(cols), np.ones(cols)
+        return np.zeros(cols) if state.center is None else state.center, 1 / self.scale
+
+    def _each(self, state: State) -> Transform | None:
+        """Return what happens to each element when it is multiplied; None if nothing does."""
+        whole = self.transform
+        if whole.missing is not None:
+            return whole
+        numbers: dict[str, Any] = {} if state.folded else {"center": state.center, "scale": self.scale}
+        each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
+        return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
+
+    def _request(self, state: State, chain: Chain) -> Request:
+        x, each = stores.located("X", self._x), self._each(state)
+        return Request(a=x, b=x, c=Destination.parse(None), transform_a=each, chain=chain, **self._options)
+
+    def _check(self, product: Array, sums: Array) -> None:
+        """Raise an error if a product is not finite."""
+        if np.isfinite(product).all():
+            return
+        if (wrong := np.flatnonzero(~np.isfinite(sums))).size:
+            hint = (
+                "" if self._vectors is not None else ": if NaN stands for missing elements, pass missing=nan"
+            )
+            raise InputError(
+                f"column {wrong[0]} of X has elements that are NaN or Inf (one of {wrong.size} such "
+                f"columns){hint}"
+            )
+        raise ExecutionError(
+            f"the elements of X are so large that X^T X overflows {self.dtype}: pass cast='float64'"
+        )
+
+
+def _centered(transform: Transform, *, center: bool) -> Transform:
+    if not center and transform.center is not None:
+        raise InputError("center = False, but the transform has centers: drop one of them")
+    return replace(transform, center="k") if center and transform.center is None else transform
+
+
+def _multiplied(matrix: Matrix, transform: Transform) -> np.dtype[Any]:
+    """Return the dtype in which a matrix is multiplied. Raises `InputError` if it cannot be."""
+    if transform.cast is not None and transform.cast not in DTYPES:
+        raise InputError(
+            f"cast = {transform.cast!r}, but components are computed in float32 or float64: pass one"
+        )
+    found = transform.result("X", matrix.dtype)
+    return found if found.name in DTYPES else np.dtype(np.float32)

@@ -1,0 +1,162 @@
+"""Choose which operands a GPU decodes, and the memory for that.
+
+A GPU decodes many independent streams at once, slower than a CPU core each, but many times as many. A chunk
+of blosc consists of many streams, a chunk of zstd of one. So the rate depends on the number of streams that
+are decoded together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from oocgemm.planning.setting import Layouts, Setting
+from oocgemm.planning.tiling import Layout, round_up
+
+ALIGNMENT = 4096
+# Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.
+LANES, BATCH = 8, 128 << 20
+MIN_LANES, MIN_BATCH = 2, 16 << 20
+# All lanes together take at most this part of the budgets.
+SHARE = 4
+# Room for compressed chunks, relative to what they are expected to take. Batches that need more are halved.
+FRAMES_MARGIN = 1.5
+# Temporary device memory of nvCOMP's zstd decoder, per byte of decoded data. It takes 3.06 bytes, and 6.4 KiB
+# per stream.
+TEMPORARY = 3.6
+# Minimum mean decoded bytes of a stream. The tables of the streams have room for so many.
+MIN_CONTENT = 2 << 10
+# Bytes of the tables per stream, and besides per lane: the tables of chunks.
+STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
+# Rates of a GPU by compressor, in decoded bytes per second: per stream, and at most.
+RATES = {"zstd": (30e6, 60e9), "lz4": (6e6, 40e9)}
+# The GPU decodes an operand if it is predicted to be faster than the host by this factor, and besides by so
+# many seconds, which it takes to load nvCOMP and to pin memory.
+MARGIN, START_SECONDS = 1.5, 0.3
+
+
+class Coding(NamedTuple):
+    """How the chunks of an array are compressed. The fields are those of `Layout`."""
+
+    decoded: str
+    stream_bytes: int
+    stored_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingShape:
+    """`lanes` threads decode batches of chunks. A batch has at most `batch` bytes when it is decoded.
+
+    `frames` are the bytes of the room for the compressed chunks of a batch. Without `zstd`, no stream is
+    compressed with zstd.
+    """
+
+    lanes: int
+    batch: int
+    frames: int
+    zstd: bool = True
+
+    @property
+    def streams(self) -> int:
+        """Maximum number of streams of a batch."""
+        return self.batch // MIN_CONTENT
+
+    @property
+    def tables(self) -> int:
+        """Bytes of the room for the tables of a batch."""
+        return round_up(STREAM_BYTES * self.streams + TABLE_BYTES, ALIGNMENT)
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of temporary memory of the decoder of a lane."""
+        return round_up(int(TEMPORARY * self.batch), ALIGNMENT) if self.zstd else 0
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes of a lane on the device."""
+        return self.frames + round_up(self.batch, ALIGNMENT) + self.temporary + self.tables
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all lanes on the device."""
+        return self.lanes * self.lane_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all lanes in pinned host memory, and scratch memory for a chunk that the host decodes."""
+        return self.lanes * (self.frames + self.tables) + self.batch
+
+
+@lru_cache(64)
+def decoding_shape(setting: Setting) -> DecodingShape | None:
+    """Choose the lanes of each device; None if it decodes no operand, or if the budgets are too small."""
+    decoded = [x for x in (setting.layouts.a, setting.layouts.b) if x.decoded]
+    if not decoded:
+        return None
+    chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x in decoded), ALIGNMENT)
+    zstd = any(_compressor(x.decoded) == "zstd" for x in decoded)
+    share = min(1.0, FRAMES_MARGIN * max(x.stored_share for x in decoded))
+
+    def shaped(lanes: int, batch: int) -> DecodingShape:
+        # A compressed chunk may be larger than its content, and the host may decode it there.
+        frames = max(int(share * batch), chunk) + chunk // 128 + (64 << 10)
+        return DecodingShape(lanes, batch, round_up(frames, ALIGNMENT), zstd)
+
+    def fits(shape: DecodingShape) -> bool:
+        budgets = setting.budgets
+        return shape.device_bytes <= budgets.device // SHARE and shape.host_bytes <= budgets.host // SHARE
+
+    batch, lanes = max(BATCH, chunk), LANES
+    while batch > max(MIN_BATCH, chunk) and not fits(shaped(MIN_LANES, batch)):
+        batch = max(MIN_BATCH, chunk, batch // 2)
+    while lanes > MIN_LANES and not fits(shaped(lanes, batch)):
+        lanes -= 1
+    shape = shaped(lanes, batch)
+    return shape if fits(shape) else None
+
+
+def decoding_rate(setting: Setting, layout: Layout, elements: int) -> float:
+    """Return the decoded bytes per second at which a GPU decodes an operand of so many elements.
+
+    The result is 0 if the budgets are too small for that.
+    """
+    shape = decoding_shape(setting)
+    if shape is None:
+        return 0.0
+    each, most = RATES[_compressor(layout.decoded)]
+    together = min(shape.lanes * shape.batch, elements * layout.itemsize)
+    return min(most, each * together / layout.stream_bytes)
+
+
+def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
+    """Return the layouts of a setting, where those of the operands that a GPU shall decode say so.
+
+    `codings` are those of the operands that it could decode.
+    """
+    layouts, problem, machine = setting.layouts, setting.problem, setting.machine
+    if machine.unified or problem.checked:  # the host computes digests of what it has read
+        return layouts
+    found = layouts
+    for operand, coding in codings.items():
+        layout = layouts.by_operand[operand]
+        wanted = replace(layout, page_cached=True, **coding._asdict())
+        elements = problem.m * problem.depth if operand == "A" else problem.depth * problem.n
+        tried = replace(layouts, a=wanted) if operand == "A" else replace(layouts, b=wanted)
+        rate = decoding_rate(replace(setting, layouts=tried), wanted, elements)
+        rate = min(rate, machine.h2d / coding.stored_share)
+        size = elements * layout.itemsize
+        if rate >= MARGIN * machine.decode and size / machine.decode >= START_SECONDS + size / rate:
+            found = replace(found, a=wanted) if operand == "A" else replace(found, b=wanted)
+    # With both, the lanes may be larger, and not fit any more.
+    return found if decoding_shape(replace(setting, layouts=found)) or found is layouts else layouts
+
+
+def describe(layouts: Layouts) -> str:
+    """Return which operands the GPU decodes, such as "A (zstd)"; "" if none."""
+    found = {operand: layout.decoded for operand, layout in layouts.by_operand.items()}
+    return ", ".join(f"{operand} ({decoded})" for operand, decoded in found.items() if decoded)
+
+
+def _compressor(decoded: str) -> str:
+    return decoded.removeprefix("blosc-")

@@ -1,0 +1,247 @@
+"""Use the genotypes in a PLINK 1 .bed file as a read-only matrix of int8, with a row per individual.
+
+The file has two bits per genotype, and a line of whole bytes per variant::
+
+    bits    genotype                    element
+    00      homozygous for allele 1     2
+    10      heterozygous                1
+    11      homozygous for allele 2     0
+    01      missing                     MISSING
+
+An element counts copies of allele 1 (A1, column 5 of the .bim file), as PLINK 1 does. The individual whose
+number in a byte is j has the bits 2 j and 2 j + 1. The .fam and .bim files beside the .bed file have a line
+per individual and per variant. Only their lines are counted.
+
+https://www.cog-genomics.org/plink/1.9/formats#bed describes the format.
+"""
+
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError, InputError, NotFoundError
+from oocgemm.planning import Layout
+from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, pieces
+from oocgemm.stores.durable import fingerprints, found_locally
+from oocgemm.stores.files import OpenFile, worth_caching
+from oocgemm.stores.formats import check_found
+from oocgemm.stores.lines import read_block, scratch_bytes
+from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.opener import Opener
+
+SUFFIX = ".bed"
+# Files beside a .bed file, with the same name but for the suffix, and what each of their lines describes.
+COMPANIONS = {".fam": "individual", ".bim": "variant"}
+MISSING = -1
+# Elements by their two bits, the high one first.
+ELEMENTS = (2, MISSING, 1, 0)
+
+_MAGIC, _BY_VARIANT, _BY_INDIVIDUAL = b"\x6c\x1b", b"\x01", b"\x00"
+_HEADER = 3  # bytes
+PER_BYTE = 4  # individuals
+# About this many bytes of the file are decoded at a time. Temporary arrays for them take nine bytes per byte:
+# the bytes, their elements, and the indices into which `numpy.take` converts pairs of bytes.
+_SLAB = 128 << 10
+_SLAB_BYTES = 2 * 9 * _SLAB  # a slab has less than twice its nominal bytes
+
+
+class BedFiles(Store):
+    """Open PLINK 1 .bed files. A path belongs to this store if it ends in .bed."""
+
+    kind = "a PLINK .bed file"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand) and is_bed(os.fspath(operand))
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise InputError(f"{name} at {operand} is read-only: give a path that ends in .zarr or .npy")
+        return open_bed(name, Path(operand))
+
+    def exists(self, path: str) -> bool:
+        return found_locally(path)
+
+
+class BedMatrix:
+    """The genotypes in a .bed file: a row per individual, or after `transposed` a row per variant."""
+
+    def __init__(
+        self, name: str, path: Path, individuals: int, variants: int, *, by_variant: bool = False
+    ) -> None:
+        self.name, self._path, self._by_variant = name, path, by_variant
+        self._individuals, self._variants = individuals, variants
+        shape = (variants, individuals) if by_variant else (individuals, variants)
+        self.shape, self.dtype = checked(name, shape, np.dtype(np.int8))
+        self._line = ceil_div(individuals, PER_BYTE)
+        self._size = _HEADER + variants * self._line
+        self._past_cache = not worth_caching(self._size)
+        self._opener = Opener()
+        self.layout = Layout(
+            contiguous=1 if by_variant else 0,
+            line=individuals,
+            itemsize=1,
+            decode_bytes=scratch_bytes(past_cache=self._past_cache) + _SLAB_BYTES,
+        )
+
+    def transposed(self) -> Self:
+        """Return the transpose. With a row per variant, rows are contiguous in the file."""
+        return type(self)(
+            *(self.name, self._path, self._individuals, self._variants), by_variant=not self._by_variant
+        )
+
+    @property
+    def variant_axis(self) -> int:
+        """The axis that numbers the variants."""
+        return 0 if self._by_variant else 1
+
+    def packed(self) -> Matrix:
+        """Return the bytes of the file as a matrix, with a row per variant."""
+        return NpyMatrix(self.name, self._path, (self._variants, self._line), self.dtype, _HEADER)
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        variants, individuals, block = (rows, cols, out) if self._by_variant else (cols, rows, out.T)
+        if not block.size:
+            return
+        first, last = individuals[0] // PER_BYTE, ceil_div(individuals[1], PER_BYTE)
+        with OpenFile(self._path, self._opener) as file:
+            if file.size < self._size:
+                raise EOFError(f"the file was truncated from {self._size} bytes to {file.size}")
+            for (v0, v1), (b0, b1) in pieces(variants, (first, last), (1, _SLAB), _SLAB):
+                raw = np.empty((v1 - v0) * (b1 - b0) + 1, np.uint8)  # the last byte completes a pair
+                raw[-1] = 0
+                lines = raw[:-1].reshape(v1 - v0, b1 - b0)
+                read_block(
+                    *(file, _HEADER, self._line, lines.dtype, (v0, v1), (b0, b1), lines),
+                    past_cache=self._past_cache,
+                )
+                decoded = _decoded(raw)[: PER_BYTE * lines.size].reshape(v1 - v0, -1)
+                start, stop = max(individuals[0], PER_BYTE * b0), min(individuals[1], PER_BYTE * b1)
+                np.copyto(
+                    block[
+                        v0 - variants[0] : v1 - variants[0], start - individuals[0] : stop - individuals[0]
+                    ],
+                    decoded[:, start - PER_BYTE * b0 : stop - PER_BYTE * b0],
+                )
+
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        """Raise `ExecutionError`: .bed files are read-only."""
+        raise ExecutionError(f"{self.name} is a .bed file, which is read-only")
+
+    def sync(self) -> None:
+        """Do nothing: the file is read-only."""
+
+    def set_finished(self, finished: bool) -> None:
+        """Do nothing: the file is never the result of a run."""
+
+    def fingerprint(self) -> dict[str, object]:
+        metadata = f"{self.shape} genotypes, {'variants' if self._by_variant else 'individuals'} as rows"
+        return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "store": "bed",
+            "path": str(self._path),
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "codecs": ["plink"],  # decoding has a rate of its own, which is not that of the disk
+        }
+
+    def identities(self) -> set[object]:
+        with suppress(OSError):  # the file was deleted or renamed: its identity is unknown
+            status = os.stat(self._path)
+            return {("file", status.st_dev, status.st_ino)}
+        return set()
+
+
+def is_bed(path: str) -> bool:
+    """Return whether a path is that of a .bed file, by its suffix."""
+    return path.endswith(SUFFIX) and "://" not in path
+
+
+def open_bed(name: str, path: Path) -> BedMatrix:
+    """Open a .bed file. Raises `InputError` if it or a file beside it is missing, or does not fit."""
+    check_found(name, str(path))
+    individuals, variants = (_count_lines(name, path, suffix) for suffix in COMPANIONS)
+    try:
+        with open(path, "rb") as file:
+            head, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise InputError(f"{name}: {path} cannot be read: {error.strerror}") from error
+    stem = path.with_suffix("")
+    if head[:2] != _MAGIC:
+        raise InputError(
+            f"{name}: {path} is not a PLINK 1 .bed file, which begins with the bytes 6c 1b: it begins with "
+            f"{head[:2].hex(' ') or 'nothing'}; write one by plink2 --make-bed"
+        )
+    if head[2:] == _BY_INDIVIDUAL:
+        raise InputError(
+            f"{name}: {path} stores genotypes individual by individual, and only files that store them "
+            f"variant by variant are read: convert it by plink --bfile {stem} --make-bed --out "
+            f"{stem}-new (PLINK 1.9)"
+        )
+    if head[2:] != _BY_VARIANT:
+        raise InputError(
+            f"{name}: byte 3 of {path} is {head[2:].hex() or 'missing'} and must be 01: it is damaged"
+        )
+    matrix = BedMatrix(name, path, individuals, variants)
+    wanted = _HEADER + variants * ceil_div(individuals, PER_BYTE)
+    if size != wanted:
+        raise InputError(
+            f"{name}: {path} has {size} bytes, and {variants} variants ({stem.name}.bim) of {individuals} "
+            f"individuals ({stem.name}.fam) take {wanted}: it is truncated, or the three files do not belong "
+            "together"
+        )
+    return matrix
+
+
+def individuals_of(path: Path) -> list[tuple[str, str]]:
+    """Return the family ID and the individual ID of each individual in a .bed file. Raises `InputError`."""
+    place = path.with_suffix(".fam")
+    try:
+        lines = place.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError as error:
+        raise InputError(f"{place} cannot be read: {error.strerror}") from error
+    found = [line.split(maxsplit=2) for line in lines]
+    for number, words in enumerate(found, 1):
+        if len(words) < 2:
+            raise InputError(f"line {number} of {place} has no family and individual ID: add them")
+    return [(words[0], words[1]) for words in found]
+
+
+def _count_lines(name: str, path: Path, suffix: str) -> int:
+    """Count the lines of a file beside a .bed file. Raises `InputError` if it cannot be read."""
+    place, count, last = path.with_suffix(suffix), 0, b"\n"
+    try:
+        with open(place, "rb") as file:
+            while part := file.read(1 << 20):
+                count, last = count + part.count(b"\n"), part
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"{name}: there is no {place}, which has a line per {COMPANIONS[suffix]}: put it beside "
+            f"{path.name}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{name}: {place} cannot be read: {error.strerror}") from error
+    return count + (not last.endswith(b"\n"))
+
+
+def _decoded(raw: Array) -> Array:
+    """Return the elements in bytes of a file, four per byte. An odd last byte is ignored."""
+    pairs = raw[: len(raw) // 2 * 2].view("<u2")
+    elements = np.empty(len(pairs), np.uint64)
+    # With another mode, NumPy would check the indices and buffer the result.
+    np.take(_elements_of_pairs(), pairs, out=elements, mode="clip")
+    return elements.view(np.int8)
+
+
+@cache
+def _elements_of_pairs() -> Array:
+    """Return the eight elements in each pair of bytes, in one word of eight bytes."""
+    pairs = np.arange(1 << 16)
+    each = np.array(ELEMENTS, np.int8)[pairs[:, np.newaxis] >> np.arange(0, 16, 2) & 3]
+    return np.asarray(each.view(np.uint64).reshape(-1))

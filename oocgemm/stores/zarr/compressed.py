@@ -1,0 +1,131 @@
+"""Read the compressed chunks of local zarr arrays as they are stored, for a GPU that decodes them."""
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError
+from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array
+from oocgemm.stores.files import OpenFile
+from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
+from oocgemm.stores.gather import Part, read_parts
+from oocgemm.stores.opener import Opener
+from oocgemm.stores.zarr.chunks import DirectChunks, _cut
+from oocgemm.stores.zarr.codecs import checked_content
+
+# Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
+ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
+
+# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if
+# a checksum was stored with them.
+ROBUST = ("lz4",)
+# Files that a thread has open at a time: it reads these together.
+MAX_OPEN = 48
+_Block = tuple[Range, Range]
+
+
+def coding_of(chunks: DirectChunks) -> Coding | None:
+    """Return how chunks are compressed; None if a GPU cannot decode them. This reads the first chunk."""
+    encoding = chunks.encoding
+    decoded, itemsize = _name(encoding.compressor), encoding.dtype.itemsize
+    if not (decoded and encoding.in_place and itemsize in ITEM_BYTES and chunks.chunk_bytes <= MAX_CHUNK):
+        return None
+    codec = Codec.of(decoded, itemsize)
+    if not (encoding.checksum or codec.compressor in ROBUST):
+        return None
+    rows, cols = (min(pair) for pair in zip(chunks.chunk, chunks.shape, strict=True))
+    frame = np.empty(2 * chunks.chunk_bytes, np.uint8)
+    found = fetch(chunks, (0, rows), (0, cols), frame)[0]
+    if found.size <= 0:
+        return None
+    place = np.array([found.start]), np.array([found.size])
+    streams = find_streams(frame, *place, chunks.chunk_bytes, codec)
+    if streams.refused[0] or streams.raw.all():
+        return None
+    return Coding(decoded, int(streams.length.max()), found.size / chunks.chunk_bytes)
+
+
+def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+    """Read the stored bytes of the chunks of a block, one after another, into `out`.
+
+    A CRC behind a chunk is verified and left out. The size in the result is 0 for a chunk that is not stored
+    or cannot be read: `DirectChunks.read` says what is wrong.
+    """
+    found, end = {part: (0, 0) for _, part in _cut((rows, cols), chunks.chunk)}, 0
+    across = chunks.shards.chunks if chunks.shards else (1, 1)
+    waiting, opened = list[tuple[Part, _Block]](), list[int]()
+
+    def read() -> None:
+        for complete, (part, block) in zip(_read([part for part, _ in waiting], out), waiting, strict=True):
+            start = part.address - out.ctypes.data
+            if complete and (size := _content(chunks, out[start : start + part.size])):
+                found[block] = start, size
+        waiting.clear()
+        while opened:
+            Opener.close(opened.pop())
+
+    try:
+        for number, block in _cut((rows, cols), (chunks.chunk[0] * across[0], chunks.chunk[1] * across[1])):
+            try:
+                file = OpenFile(f"{chunks.root}/{chunks.key(number)}", chunks.opener)
+                opened.append(file.descriptor)
+                for offset, length, part in chunks.places(number, file, block):
+                    if offset is not None and end + length > out.size:
+                        found[part] = 0, NO_ROOM
+                    elif offset is not None:
+                        read_to = out.ctypes.data + end
+                        waiting.append((Part(file.descriptor, offset, read_to, 1, length), part))
+                        end += length
+            except (OSError, EOFError, ExecutionError):
+                pass
+            if len(opened) >= MAX_OPEN:
+                read()
+    finally:
+        read()
+    high, wide = chunks.chunk
+    return [Fetched(r, c, (r[0] % high, c[0] % wide), *place) for (r, c), place in found.items()]
+
+
+def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
+    """Read parts of files into `out`. Return for each part whether it was read as a whole."""
+    if not parts:
+        return []
+    apart = max(part.size for part in parts)
+    try:
+        complete: list[bool] = read_parts(parts, apart, apart).tolist()
+        return complete
+    except OSError:  # the system does not support such reads
+        return [_read_one(part, out) for part in parts]
+
+
+def _read_one(part: Part, out: Array) -> bool:
+    start = part.address - out.ctypes.data
+    try:
+        return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size
+    except OSError:
+        return False
+
+
+def _content(chunks: DirectChunks, stored: Array) -> int:
+    """Return the bytes of a stored chunk without its CRC; 0 if that does not match."""
+    if not chunks.encoding.checksum:
+        return stored.nbytes
+    try:
+        return checked_content(stored).nbytes
+    except ValueError:
+        return 0
+
+
+def _name(compressor: object) -> str:
+    """Return the name of a compressor in layouts; "" if a GPU cannot decode it."""
+    match getattr(compressor, "codec_id", ""), getattr(compressor, "cname", ""):
+        case "zstd", _:
+            return "zstd"
+        case "blosc", "zstd":
+            return "blosc-zstd"
+        case "blosc", "lz4" | "lz4hc":
+            return "blosc-lz4"
+    return ""

@@ -1,0 +1,103 @@
+"""Which operands a GPU decodes, and within which budgets."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oocgemm.planning import (
+    Budgets,
+    Coding,
+    GemmProblem,
+    Layout,
+    Layouts,
+    Setting,
+    default_model,
+    with_decoding,
+)
+from oocgemm.planning.cost.decoding import DecodingShape, decoding_rate, decoding_shape, describe
+
+GIB, MIB = 1 << 30, 1 << 20
+MACHINE = default_model("cuda", 16)
+BLOSC = Coding("blosc-zstd", 256 << 10, 0.12)
+CHUNK = 1024, 1024
+
+
+def setting(k: int = 1 << 20, device: int = 40 * GIB, host: int = 20 * GIB, decode: float = 9e9) -> Setting:
+    problem = GemmProblem(4096, 4096, k, "float64", "float64", "float64", "float64")
+    x = Layout(CHUNK, CHUNK, partial_reads=False, decode_bytes=8 * MIB)
+    return Setting(problem, replace(MACHINE, decode=decode), Layouts(x, x, Layout()), Budgets(device, host))
+
+
+def chosen(given: Setting, coding: Coding = BLOSC) -> str:
+    return describe(with_decoding(given, {"A": coding, "B": coding}))
+
+
+def test_the_gpu_decodes_many_streams_of_large_operands() -> None:
+    assert chosen(setting()) == "A (blosc-zstd), B (blosc-zstd)"
+    assert describe(with_decoding(setting(), {"B": BLOSC})) == "B (blosc-zstd)"
+    assert chosen(setting(), Coding("zstd", MIB, 0.2)) == "A (zstd), B (zstd)"
+
+
+@pytest.mark.parametrize(
+    "why", ["few streams", "small", "fast host", "incompressible", "device", "host", "checked"]
+)
+def test_the_host_decodes_otherwise(why: str) -> None:
+    given, coding = setting(), BLOSC
+    match why:
+        case "few streams":
+            coding = Coding("zstd", 32 * MIB, 0.2)
+        case "small":
+            given = setting(k=16384)
+        case "fast host":
+            given = setting(decode=50e9)
+        case "incompressible":
+            given, coding = setting(decode=40e9), BLOSC._replace(stored_share=1.0)
+        case "device":
+            given = setting(device=GIB // 4)
+        case "host":
+            given = setting(host=64 * MIB)
+        case "checked":
+            given = replace(given, problem=replace(given.problem, checked="device"))
+    found = with_decoding(given, {"A": coding, "B": coding})
+    assert found == given.layouts
+    assert describe(found) == ""
+
+
+def test_an_operand_that_is_decoded_needs_no_host_slots() -> None:
+    given = setting()
+    found = replace(given, layouts=with_decoding(given, {"A": BLOSC}))
+    assert found.streams(found.layouts.a)
+    assert not found.streams(found.layouts.b)
+    assert describe(found.layouts.cached_as(a=False, b=False)) == ""
+
+
+@given(
+    st.integers(MIB, 100 * GIB),
+    st.integers(MIB, 100 * GIB),
+    st.integers(1, 4096),
+    st.sampled_from(["zstd", "blosc-lz4"]),
+)
+def test_the_lanes_fit_the_budgets_and_a_batch_has_room_for_a_chunk(
+    device: int, host: int, side: int, decoded: str
+) -> None:
+    given = setting(device=device, host=host)
+    layout = replace(
+        given.layouts.a, decoded=decoded, page_cached=True, read_chunk=(side, side), stream_bytes=MIB
+    )
+    given = replace(given, layouts=replace(given.layouts, a=layout))
+    shape = decoding_shape(given)
+    rate = decoding_rate(given, layout, 1 << 30)
+    assert (shape is None) == (rate == 0)
+    if shape is not None:
+        assert min(shape.batch, shape.frames) >= side * side * 8
+        assert shape.device_bytes <= device // 4
+        assert shape.host_bytes <= host // 4
+
+
+def test_the_parts_of_a_lane_do_not_overlap() -> None:
+    for zstd in (True, False):
+        shape = DecodingShape(4, 128 * MIB, 32 * MIB, zstd)
+        assert shape.frames + shape.batch + shape.temporary + shape.tables == shape.lane_bytes
+        assert shape.device_bytes == 4 * shape.lane_bytes

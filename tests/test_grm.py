@@ -1,0 +1,206 @@
+"""Genetic relationship matrices agree with NumPy, in arrays and in GCTA's files."""
+
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm.errors import InputError
+from oocgemm.stores.genetics.grm import GrmFiles, GrmMatrix, companions
+from tests.backends_here import ENGINES, Engine, running_on
+from tests.command import command
+from tests.plink import Array, genotypes, reference, write_bed
+from tests.suite import examples
+from tests.unfinished_runs import TOP, failing_after
+
+RNG = np.random.default_rng(12)
+# Two variants with one allele and one without any known genotype are left out. One is heterozygous in all.
+X = genotypes(RNG, 60, 200)
+X[:, [3, 17, 40, 60]] = 0, 2, -1, 1
+X[5, 17] = -1
+EXCLUDED = 3
+METHODS = ["gcta", "vanraden"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", METHODS)
+def test_relationships_agree_with_numpy(engine: Engine, method: str, tmp_path: Path) -> None:
+    path, (expected, excluded) = write_bed(tmp_path / "x.bed", X), reference(X, method)
+    assert excluded == EXCLUDED
+    by_variant = np.where(X.T == -1, np.nan, X.T.astype(np.float32))
+    with running_on(engine) as options:
+        given: Any = {"method": method, "tile": "24x24x50", **options}
+        for x, more in (
+            (path, {}),
+            (X, {"cast": "float64"}),
+            (by_variant, {"axis": 1, "missing": np.nan}),
+            (np.where(X == -1, 9, X).astype(np.int32), {"missing": 9}),
+        ):
+            found = oocgemm.grm(x, **given, **more)
+            assert (found.variants, found.excluded) == (200 - EXCLUDED, EXCLUDED)
+            tolerance = 1e-13 if found.out.dtype == np.float64 else 2e-6
+            np.testing.assert_allclose(found.out, expected, rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(found.out, found.out.T)
+
+
+def test_half_precision_gives_float32() -> None:
+    with running_on("fake-cuda") as options:
+        found = oocgemm.grm(X, cast="float16", uplo="lower", **options)
+    assert found.out.dtype == np.float32
+    expected = reference(X, "gcta")[0]
+    np.testing.assert_allclose(np.tril(found.out), np.tril(expected), atol=2e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_grm_bin_file_has_the_lower_triangle_by_rows(method: str, tmp_path: Path) -> None:
+    path, out = write_bed(tmp_path / "x.bed", X), tmp_path / "new" / "g.grm.bin"
+    found = oocgemm.grm(path, out, method=method, backend="host", tile="24x24x50", verify=True)
+    expected = reference(X, method)[0]
+    stored = np.fromfile(out, "<f4")
+    np.testing.assert_allclose(stored, expected[np.tril_indices(60)], rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(found.out, stored)
+    ids = (tmp_path / "new" / "g.grm.id").read_text().splitlines()
+    assert (len(ids), ids[:3]) == (60, ["F0\tI0", "F0\tI1", "F1\tI2"])
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "new" / "g.grm.N.bin", "<f4"), np.full(1830, 197))
+    assert sorted(place.name for place in out.parent.iterdir()) == ["g.grm.N.bin", "g.grm.bin", "g.grm.id"]
+    # It is an operand, too: a symmetric matrix.
+    again = oocgemm.matmul(out, np.eye(60, dtype=np.float32), backend="host", tile="16x16x16")
+    np.testing.assert_array_equal(again[np.tril_indices(60)], stored)
+    np.testing.assert_array_equal(again, again.T)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pandas_plink_reads_the_files(tmp_path: Path) -> None:
+    reader = pytest.importorskip("pandas_plink")
+    path, out = write_bed(tmp_path / "x.bed", X), tmp_path / "g.grm.bin"
+    oocgemm.grm(path, out, backend="host")
+    found, counts = reader.read_grm(*(str(place) for place in (out, *companions(out))))
+    np.testing.assert_allclose(found, reference(X, "gcta")[0], rtol=0, atol=2e-6)
+    assert found.coords["iid"].values.tolist() == [f"I{i}" for i in range(60)]
+    assert (np.asarray(counts) == 200 - EXCLUDED).all()
+
+
+def test_an_array_without_ids_gets_row_numbers(tmp_path: Path) -> None:
+    oocgemm.grm(X[:3], tmp_path / "g.grm.bin", backend="host")
+    assert (tmp_path / "g.grm.id").read_text() == "1\t1\n2\t2\n3\t3\n"
+
+
+def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    path, out, right = write_bed(tmp_path / "x.bed", X), tmp_path / "g.grm.bin", tmp_path / "r.grm.bin"
+    given: Any = {"backend": "host", "tile": "16x16x50"}
+    with failing_after(3), pytest.raises(oocgemm.ExecutionError):
+        oocgemm.grm(path, out, **given)
+    assert not out.exists()
+    assert len(oocgemm.grm(path, out, resume=True, **given).plan.done) == 3
+    oocgemm.grm(path, right, **given)
+    assert out.read_bytes() == right.read_bytes()
+    assert not oocgemm.grm(path, out, resume=True, **given).plan.steps
+    with pytest.raises(InputError, match="the transform of A is"):
+        oocgemm.grm(path, out, method="vanraden", resume=True, **given)
+
+
+def test_a_run_may_end_before_any_step() -> None:
+    """`test_killed_runs` ends it before each step."""
+    with tempfile.TemporaryDirectory() as work:
+        line = [sys.executable, "-m", "tests.crash_points", "new.grm.bin", work, "29"]
+        done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 15
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(data=st.data())
+def test_blocks_of_a_triangle_are_written_and_read(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    extent = data.draw(st.integers(1, 12))
+    symmetric: Array = np.arange(extent * extent, dtype=np.float32).reshape(extent, extent)
+    symmetric += symmetric.T
+    path = tmp_path_factory.mktemp("grm") / "g.grm.bin"
+    matrix = GrmFiles().create("C", str(path), (extent, extent), np.dtype("f4"), (1, 1), None)
+    cuts = sorted({0, extent, *data.draw(st.lists(st.integers(0, extent), max_size=3))})
+    spans = list(pairwise(cuts))
+    for rows in spans:
+        for cols in spans:
+            matrix.write(rows, cols, symmetric[slice(*rows), slice(*cols)])
+    np.testing.assert_array_equal(np.fromfile(path, "<f4"), symmetric[np.tril_indices(extent)])
+    found = GrmFiles().open("G", str(path))
+    assert isinstance(found, GrmMatrix)
+    for rows in spans:
+        for cols in spans:
+            out = np.empty((rows[1] - rows[0], cols[1] - cols[0]), np.float32)
+            found.read(rows, cols, out)
+            np.testing.assert_array_equal(out, symmetric[slice(*rows), slice(*cols)])
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (X, {"method": "king"}, "method = 'king': choose one of gcta, vanraden"),
+        (X, {"cast": "int8"}, "cast = 'int8': choose one of float32"),
+        (X, {"missing": -9}, r"column \d+ of X has elements from -1 to 2 .* missing=-9"),
+        (X.T, {"missing": -9, "axis": 1}, r"row \d+ of X has elements from -1 to 2"),
+        (np.array([[0.5, np.nan], [1, 2]]), {}, "column 1 of X has elements from nan"),
+        (X[:, [3, 17, 40]], {}, "none of the 3 variants of X has two alleles"),
+        (X * 1j, {}, "transforms are for real operands"),
+        (X, {"axis": 2}, "axis = 2"),
+        (X, {"out": "g.grm.bin", "uplo": "full"}, "uplo = 'full': a .grm.bin file has the lower"),
+        (X, {"out": "g.grm.bin", "cast": "float64"}, "stores float32, and C has dtype float64: pass another"),
+        (X, {"out": "g.grm.bin", "chunks": (2, 2)}, "chunks and compressor are for zarr"),
+    ],
+)
+def test_bad_input_is_refused(
+    x: Any, options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        oocgemm.grm(x, backend="host", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_gcta_are_not_overwritten_and_must_be_whole(tmp_path: Path) -> None:
+    x, out = np.eye(6, dtype=np.float32), tmp_path / "g.grm.bin"
+    with pytest.raises(InputError, match="stores the lower triangle of a Gram matrix: use grm, or gram with"):
+        oocgemm.gemm(x, x, out, backend="host")
+    oocgemm.gram(x, out, backend="host")
+    np.testing.assert_array_equal(np.fromfile(out, "<f4"), x[np.tril_indices(6)])
+    for more in ({}, {"overwrite": True}, {"beta": 1.0}):
+        with pytest.raises(InputError, match=r"g.grm.bin, and .grm.bin files are not overwritten: remove"):
+            oocgemm.gram(x, out, backend="host", **more)
+    out.rename(tmp_path / "h.grm.bin")
+    (tmp_path / "g.grm.id").write_text("of another matrix")
+    with pytest.raises(InputError, match=r"g.grm.id exists, and would be replaced"):
+        oocgemm.grm(X, out, backend="host")
+    with (tmp_path / "h.grm.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(InputError, match=r"has 85 bytes, and the triangle of 6 x 6 elements takes 84"):
+        oocgemm.matmul(tmp_path / "h.grm.bin", x, backend="host")
+
+
+def test_the_command_computes_plans_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_bed(Path("x.bed"), X)
+    done = command("grm", "x.bed", "g.grm.bin", "--dry-run", "--backend", "host", "--json")
+    assert done.json()["problem"]["gram"] == "lower"
+    assert not Path("g.grm.bin").exists()
+    done = command("grm", "x.bed", "g.grm.bin", "--backend", "host")
+    assert (done.code, "C: g.grm.bin" in done.out) == (0, True), done.err
+    assert "3 of 200 variants were left out" in done.err
+    assert command("grm", "x.bed", "g.zarr", "--method", "vanraden", "--backend", "host", "--quiet").code == 0
+    found: Any = zarr.open_array("g.zarr", mode="r")[:]
+    np.testing.assert_allclose(found, reference(X, "vanraden")[0], atol=2e-6)
+    np.save("nan.npy", np.where(X == -1, np.nan, X.astype(float)))
+    line = "nan.npy", "g.npy", "--missing", "nan", "--uplo", "lower", "--backend", "host", "--quiet"
+    assert command("grm", *line).code == 0
+    np.testing.assert_allclose(np.tril(np.load("g.npy")), np.tril(reference(X, "gcta")[0]), atol=1e-12)
+    done = command("grm", "x.bed", "g.zarr", "--backend", "host")
+    assert (done.code, "C exists at g.zarr" in done.err) == (2, True)
