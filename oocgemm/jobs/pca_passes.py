@@ -109,7 +109,7 @@ class Passes:
     def plan(self) -> Plan:
         """Return the plan of a pass."""
         state = State(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
-        return plan_request(self._request(state, Chain(self.columns, np.zeros(self._width))))
+        return plan_request(self._request(state, np.zeros(self._width), None))
 
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
@@ -132,9 +132,7 @@ class Passes:
             InputError: X has elements that are NaN or Inf.
         """
         factor, row = self._multiplied(state)
-        resident = MAX_MATRICES * 8 * factor.size
-        chain = Chain(self.columns, row, factor, self._vectors, resident)
-        result = run_request(replace(self._request(state, chain), tile=state.tile))
+        result = run_request(replace(self._request(state, row, factor), tile=state.tile))
         product = np.asarray(result.out).astype(np.float64)
         self._check(product)
         center, block = self._corrected(state, factor, row, product)
@@ -200,8 +198,10 @@ class Passes:
         each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
         return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
 
-    def _request(self, state: State, chain: Chain) -> Request:
+    def _request(self, state: State, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
+        resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
+        chain = Chain(self.columns, row, factor, self._vectors, resident)
         return Request(a=x, b=x, c=Destination.parse(None), transform_a=each, chain=chain, **self._options)
 
     def _check(self, product: Array) -> None:
