@@ -134,7 +134,7 @@ def _requests(
         else:
             width = _divisor(width, -(-width // count))
     elif reading:
-        height, width = height * layout.request_chunks[0], width * layout.request_chunks[1]
+        height, width = max(height, layout.request_chunk[0]), max(width, layout.request_chunk[1])
     return pieces(rows, cols, (height, width), 1)
 
 
