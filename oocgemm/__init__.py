@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.grm import Relationships, grm
+    from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
@@ -78,6 +79,7 @@ __all__ = [
     "gemm",
     "gram",
     "grm",
+    "kernel_matmul",
     "matmul",
     "pca",
     "plan",
@@ -101,6 +103,7 @@ _HOMES = {
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
     "jobs.grm": ("Relationships", "grm"),
+    "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),

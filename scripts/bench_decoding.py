@@ -22,6 +22,7 @@ from keeping import keep, output, work
 from zarr.codecs import BloscCodec, ZstdCodec
 
 import oocgemm
+from oocgemm import backends
 from oocgemm.stores import Array
 
 DISTINCT = 8  # chunks with different elements
@@ -140,11 +141,13 @@ def main(
 ) -> None:
     """Measure the products, and print and store their times."""
     found: dict[str, Any] = {}
+    device = backends.open_backend("cuda").describe()["device"]
     for name in names or CASES:
         with TemporaryDirectory(dir=work) as folder:
             depth = k if CASES[name].dtype == "f8" else k_int8
             found[name] = measure(name, Path(folder), depth, memory, repeats)
-        keep(output, "decoding", {"k": k, "k_int8": k_int8, "memory": memory, "products": found})
+        about = {"device": device, "k": k, "k_int8": k_int8, "memory": memory}
+        keep(output, "decoding", about | {"products": found})
 
 
 if __name__ == "__main__":

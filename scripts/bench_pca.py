@@ -35,6 +35,8 @@ Array = NDArray[Any]
 MEMORY, BATCH = "600MiB", 4000
 # Directions of the matrix besides noise.
 RANK = 200
+# Up to this many columns, the exact singular values are computed.
+MAX_EXACT = 4000
 # Power iterations of the other libraries: 4 is scikit-learn's default for 50 of 2000 components and above.
 POWER = 4
 
@@ -119,25 +121,26 @@ CONTENDERS: dict[str, dict[str, tuple[str, Callable[[str, int, str], Array]]]] =
 }
 
 
-def write(path: Path, rows: int, cols: int) -> Array:
-    """Write the matrix, band by band. Return X^T X of the centered matrix, in float64."""
+def write(path: Path, rows: int, cols: int) -> Array | None:
+    """Write the matrix, band by band. Return X^T X of the centered matrix, or None if that takes long."""
+    exact = cols <= MAX_EXACT
     rng = np.random.default_rng(0)
     right = np.linalg.qr(rng.standard_normal((cols, RANK)))[0].T.astype(np.float32)
     right *= (100 / np.sqrt(np.arange(1, RANK + 1))).astype(np.float32)[:, None]
     mean = rng.uniform(0, 10, cols).astype(np.float32)
     noise = rng.standard_normal((BATCH, cols), np.float32) / 10
     x = np.lib.format.open_memmap(path, "w+", np.float32, (rows, cols))
-    gram, total = np.zeros((cols, cols)), np.zeros(cols)
+    gram, total = np.zeros((cols, cols) if exact else 0), np.zeros(cols)
     for top in range(0, rows, BATCH):
         band = x[top : top + BATCH]
         band[...] = rng.standard_normal((len(band), RANK), np.float32) @ right
         band += np.roll(noise, top // BATCH, axis=1)[: len(band)]
         band += mean
-        wide = band - mean
-        gram += wide.T @ wide  # of band x band in float32, added in float64
-        total += wide.sum(0, dtype=np.float64)
-    x.flush()
-    return gram - np.outer(total, total) / rows
+        if exact:
+            wide = band - mean
+            gram += wide.T @ wide  # of a band in float32, added in float64
+            total += wide.sum(0, dtype=np.float64)
+    return gram - np.outer(total, total) / rows if exact else None
 
 
 def _memory(field: str) -> int:
@@ -188,7 +191,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=work) as folder:
         path, exact = Path(folder) / "x.npy", Path(folder) / "exact.npy"
         gram = write(path, rows, cols)
-        if cols <= 4000:  # the eigenvalues of larger ones take too long
+        if gram is not None:
             np.save(exact, np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1], 0)))
         del gram
         command = [sys.executable, __file__, "--backend", backend, "--components", str(components), "--child"]

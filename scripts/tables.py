@@ -312,6 +312,32 @@ def chunks() -> list[str]:
     ]
 
 
+def decoding() -> list[str]:
+    """Return the sentences and the table of `bench_decoding.py`: products whose chunks the GPU decodes."""
+    found = load("bench_decoding.json")["decoding"]
+    rows = []
+    for name, case in found["products"].items():
+        gpu, host = (case["seconds"][decoder] for decoder in ("gpu", "host"))
+        rows.append(
+            [
+                name,
+                f"{case['stored'] / case['bytes']:.2f}",
+                "GPU" if case["decoded"] else "host",
+                seconds(gpu),
+                seconds(host),
+                f"{median(host) / median(gpu):.1f}",
+            ]
+        )
+    heads = ["operands, chunks", "stored share", "the plan chooses", "T", "T, decoded by the host", "ratio"]
+    machine = found["machine"]
+    return [
+        f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
+        f"4096 x {found['k']} x 4096, and the Gram matrix of int8 20480 x {found['k_int8']}.",
+        "",
+        *table(heads, rows),
+    ]
+
+
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []

@@ -15,6 +15,7 @@ import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
 from oocgemm.planning.cost import decoding
+from oocgemm.stores.zarr import compressed
 from tests.fake_cuda import Device, fake_cuda
 from tests.fake_cuda.nvcomp import fake_nvcomp
 from tests.problems import integers
@@ -34,6 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the GPU decode small arrays, in small batches."""
     for name, value in {"BATCH": 128 << 10, "MIN_BATCH": 64 << 10, "START_SECONDS": 0}.items():
         monkeypatch.setattr(decoding, name, value)
+    monkeypatch.setattr(compressed, "ROBUST", ("lz4", "zstd"))
     monkeypatch.setattr(decoding, "RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
     decoding.decoding_shape.cache_clear()
     yield
@@ -100,7 +102,7 @@ def test_a_transform_and_a_gram_matrix(tmp_path: Path) -> None:
     assert decodes(result.plan)
 
 
-@pytest.mark.parametrize("why", ["no nvCOMP", "verify", "slow", "codec", "small budget"])
+@pytest.mark.parametrize("why", ["no nvCOMP", "verify", "slow", "codec", "no checksum", "small budget"])
 def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -111,6 +113,8 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
         monkeypatch.setattr(decoding, "RATES", {"zstd": (1e6, 1e6)})
     if why == "no nvCOMP":
         monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
+    if why == "no checksum":
+        monkeypatch.setattr(compressed, "ROBUST", ())
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}
     with decoding_gpu():
         result = oocgemm.gemm(place, b, verify=why == "verify", backend="cuda", kernel="cublas", **budget)

@@ -267,16 +267,15 @@ class Session(Protocol):
 
         Args:
             transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
-            correction: of C.
+            correction: of C; for an `applied` problem, the squared norms of rows and columns.
             scales: what rows and columns of C are multiplied by, if the problem is `scaled`.
         """
 
     def use_factor(self, factor: Array) -> None:
-        """Set Q of a `chained` problem. Called before the first `submit`.
+        """Set Q of a `chained` problem, or V of an `applied` one. Called before the first `submit`.
 
         Args:
-            factor: m x n, of the dtype in which panels of A are multiplied. Its first `chained` columns
-                are Q.
+            factor: of the accumulator's dtype. It is V, or an m x n matrix whose first columns are Q.
         """
 
     def kernels_used(self) -> list[str]:

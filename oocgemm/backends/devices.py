@@ -162,7 +162,7 @@ class DevicesSession:
             session.use_transforms(transforms, correction, scales)
 
     def use_factor(self, factor: Array) -> None:
-        raise AssertionError("one device runs chained products")
+        raise AssertionError("one device runs such products")
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

@@ -7,7 +7,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.jobs.streaming import reduced
-from oocgemm.planning import Op
+from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transformed import SLAB
@@ -24,12 +24,7 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int) -> Array:
         InputError: a row is zero, or has elements that are Inf or NaN.
         ExecutionError: the matrix cannot be read.
     """
-    logger.info("reading %s for the norms of its rows", matrix.name)
-    axis = 0 if op.swaps else 1
-    squares = np.zeros(matrix.shape[1 - axis])
-    with np.errstate(all="ignore"):
-        for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, partial(_of_block, axis)):
-            squares[slice(*(rows if axis else cols))] += part
+    squares = _squares(matrix, 0 if op.swaps else 1, memory)
     for wrong, what in (
         (squares == 0, "is zero"),
         (~np.isfinite(squares), "has elements that are Inf or NaN"),
@@ -40,6 +35,22 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int) -> Array:
                 f"(one of {lines.size} such rows): leave them out, or pass metric='dot' (--metric dot)"
             )
     return np.asarray(1 / np.sqrt(squares))
+
+
+def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
+    """Return the squared norms of the rows of op(A) and of the columns of op(B), as `inverse_norms` does."""
+    rows = _squares(a, int(not problem.trans_a.swaps), memory)
+    return rows, rows if b is a else _squares(b, int(problem.trans_b.swaps), memory)
+
+
+def _squares(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the sums of squares along an axis of a matrix, by a pass over it."""
+    logger.info("reading %s for the norms of its %s", matrix.name, ("columns", "rows")[axis])
+    squares = np.zeros(matrix.shape[1 - axis])
+    with np.errstate(all="ignore"):
+        for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, partial(_of_block, axis)):
+            squares[slice(*(rows if axis else cols))] += part
+    return squares
 
 
 def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:

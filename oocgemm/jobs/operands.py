@@ -5,7 +5,7 @@ from dataclasses import replace
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
-from oocgemm.jobs.request import Chain, Request, Selection
+from oocgemm.jobs.request import Chain, Gaussian, Request, Selection
 from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
@@ -27,6 +27,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_selection(request, request.selection, backend)
     if request.chain is not None:
         return _open_chain(request, request.chain)
+    if request.gaussian is not None:
+        return _open_kernel_matrix(request, request.gaussian)
     a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
@@ -102,6 +104,25 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)
     problem = problem_of(x, added, 1, 0, trans, Op.N)
     return x, added, replace(problem, chained=chain.columns)
+
+
+def _open_kernel_matrix(request: Request, gaussian: Gaussian) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open X and Y, and describe the product of their Gaussian kernel matrix and V."""
+    x, trans = by_rows(stores.open_matrix("X", request.a), None, Op.N, left=True)
+    if gaussian.same:
+        y, other = x, Op.N if trans.swaps else Op.T
+    else:
+        y, other = by_rows(stores.open_matrix("Y", request.b), None, Op.T, left=False)
+    if x.shape[int(not trans.swaps)] != y.shape[int(other.swaps)]:
+        raise InputError(
+            f"X has {x.shape[int(not trans.swaps)]} columns and Y has {y.shape[int(other.swaps)]}: pass rows "
+            "of one length"
+        )
+    problem = problem_of(x, y, 1, 0, trans, other, request.compute, None)
+    rows, columns = gaussian.factor.shape
+    if rows != problem.n:
+        raise InputError(f"V has {rows} rows, but {y.name} has {problem.n} rows: pass one row for each")
+    return x, y, replace(problem, c_dtype=problem.acc_dtype, applied=columns, gamma=gaussian.gamma)
 
 
 def _check_topk(name: str, selection: Selection, rows: int) -> None:

@@ -15,7 +15,7 @@ from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.decoding import codings
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.measuring import measured
-from oocgemm.jobs.norms import inverse_norms
+from oocgemm.jobs.norms import inverse_norms, squared_norms
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
@@ -80,12 +80,10 @@ class Job:
     scales: Array | None = None
 
     @property
-    def factor(self) -> Array:
-        """Q of a chained product, in the dtype in which panels of A are multiplied."""
-        chain = self.request.chain
-        assert chain is not None
-        assert chain.factor is not None
-        return chain.factor.astype(numpy_dtype(self.plan.problem.a_dtype), copy=False)
+    def factor(self) -> Array | None:
+        """Q of a chained product, or V of a product of a kernel matrix; None without one."""
+        chain, gaussian = self.request.chain, self.request.gaussian
+        return chain.factor if chain is not None else None if gaussian is None else gaussian.factor
 
     @property
     def read(self) -> dict[str, Matrix]:
@@ -125,7 +123,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     memory = memory_of(request)
     scaled = request.selection is not None and request.selection.cosine
     scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
-    return Job(request, a, b, output, plan, correction(problem, a, b, memory), scales)
+    corrected = squared_norms(problem, a, b, memory) if problem.applied else correction(problem, a, b, memory)
+    return Job(request, a, b, output, plan, corrected, scales)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -269,8 +268,8 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
-    # The device does not copy strips of a Gram matrix into C: the host mirrors them.
-    of_c = replace(of_c, pinned=False) if problem.gram else of_c
+    # Strips that are transposed pass through the ring.
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}

@@ -73,6 +73,21 @@ class Chain:
     resident_bytes: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """The product K V of the Gaussian kernel matrix of the rows of A and of B (`GemmProblem.applied`).
+
+    Attributes:
+        gamma: the factor of squared distances.
+        factor: V, in the accumulator's dtype. It has a row for each row of B.
+        same: whether B is A.
+    """
+
+    gamma: float
+    factor: Array
+    same: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
@@ -83,7 +98,8 @@ class Request:
     computed, of which some are kept. `standardize` says what happens to the rows of op(A) when they are read:
     "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`, the product
     is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a `chain`, A is X,
-    and `transform_a` has one center and one scale per column of X.
+    and `transform_a` has one center and one scale per column of X. With a `gaussian`, the rows of A and
+    of B are compared.
     """
 
     a: Any
@@ -123,6 +139,7 @@ class Request:
     selection: Selection | None = None
     standardize: str = ""
     chain: Chain | None = None
+    gaussian: Gaussian | None = None
 
     @property
     def requests_by_operand(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ NOT_GRAM = "no"
 # The values that journals of older versions, which lack these names, stand for.
 _OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False", "topk": "0"} | {
     **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute", "measured"), "False"),
-    **{"threshold": "0.0", "chained": "0"},
+    **{"threshold": "0.0", "chained": "0", "applied": "0", "gamma": "0.0"},
 }
 
 

@@ -73,9 +73,12 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
 
 
 def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
-    """Return the bytes on the device of what is subtracted from the rows and the columns of C, aligned."""
+    """Return the bytes on the device of the numbers of rows and of columns with which C is finished, aligned.
+
+    They are subtracted from C, or they are the squared norms of an `applied` problem.
+    """
     rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
-    return (rows, cols) if problem.centered else (0, 0)
+    return (rows, cols) if problem.centered or problem.applied else (0, 0)
 
 
 def scale_bytes(problem: GemmProblem) -> int:
@@ -92,6 +95,9 @@ def vector_bytes(problem: GemmProblem) -> dict[str, int]:
 
 
 def factor_bytes(problem: GemmProblem) -> int:
-    """Return the bytes on the device of Q, of a `chained` problem, aligned. Its rows are those of C."""
-    itemsize = DTYPES[problem.a_dtype].itemsize
-    return round_up(problem.m * problem.n * itemsize, _ALIGNMENT) if problem.chained else 0
+    """Return the bytes on the device of Q of a `chained` problem, or of V of an `applied` one, aligned.
+
+    Q is as wide as C.
+    """
+    elements = problem.m * problem.n if problem.chained else problem.n * problem.applied
+    return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)

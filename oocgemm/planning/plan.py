@@ -141,9 +141,9 @@ class Plan:
 
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of C that are written for a tile, or for its row of tiles if elements are selected."""
-        if self.problem.topk:
+        if self.problem.kept:
             rows = self.grid.rows(tile[0])
-            return (rows[1] - rows[0]) * self.problem.topk * self.problem.itemsizes["C"]
+            return (rows[1] - rows[0]) * self.problem.kept * self.problem.itemsizes["C"]
         return self.grid.written(tile) * self.problem.itemsizes["C"]
 
     @property

@@ -110,6 +110,10 @@ class GemmProblem:
     If `chained` is not 0, two products are computed for each panel, by one read of op(A). The product of the
     adjoint of a panel of op(A) and a matrix Q, m x `chained`, is added to the first columns of the panel of B
     before it is multiplied: ``C = op(A) @ (B + op(A)^H Q)``. C is then one tile.
+
+    If `applied` is not 0, C is not stored, but multiplied by a matrix V, n x `applied`. Each element c of it
+    first becomes exp(-gamma (r[i] + s[j] - 2 c)). With the squared norms r of the rows of op(A) and s of the
+    columns of op(B), this is a Gaussian kernel matrix.
     """
 
     m: int
@@ -136,12 +140,19 @@ class GemmProblem:
     threshold: float = 0.0
     absolute: bool = False
     chained: int = 0
+    applied: int = 0
+    gamma: float = 0.0
     measured: bool = False
 
     @property
     def selects(self) -> bool:
-        """Whether only some elements of C are kept, as scores with indices."""
-        return self.sparse or self.topk > 0
+        """Whether C is not stored: only some of its elements are, or a product of it."""
+        return self.sparse or self.kept > 0
+
+    @property
+    def kept(self) -> int:
+        """How many elements are kept for each row of C, and updated by each tile; 0 if C is stored."""
+        return self.topk or self.applied
 
     @property
     def operands(self) -> str:
@@ -217,17 +228,17 @@ class GemmProblem:
         = 1 and beta = 0, because partial sums must stay exact.
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
-        return self.acc_dtype != self.c_dtype or scales or self.centered
+        return self.acc_dtype != self.c_dtype or scales or self.centered or self.applied > 0
 
     @property
     def finish_slots(self) -> int:
         """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
-        return (1 if self.topk else 2) if self.finishes else 0
+        return (1 if self.kept else 2) if self.finishes else 0
 
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Rows and columns of the array that is stored: C, or the selected elements of its rows."""
-        return self.m, self.topk or self.n
+        return self.m, self.kept or self.n
 
     def stored(self, rows: int, elements: int) -> int:
         """Count the elements that are stored of `rows` rows of C, which have `elements` elements.
@@ -236,7 +247,7 @@ class GemmProblem:
         """
         if self.sparse:
             return elements // SPARSE
-        return rows * self.topk if self.topk else elements
+        return rows * self.kept if self.kept else elements
 
     @property
     def flops(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from oocgemm.backends.base import SEGMENTS, SELECTED, numpy_dtype
+from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.backends.host.selection import select
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.selection import MIN_SEGMENT
@@ -244,6 +245,24 @@ def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [*read, block], [block])
 
 
+def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/transforms/gaussian.cu, which makes a strip of C one of a kernel matrix."""
+    height, width, *at, gamma, to = values((_LONG, _LONG, _POINTER, _POINTER, _REAL, _POINTER), pointers)
+    dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
+    c = memory.matrix(to, dtype, height, width, width)
+    rows, cols = (
+        memory.matrix(start, np.float64, 1, extent, extent)
+        for start, extent in zip(at, (height, width), strict=True)
+    )
+
+    def run() -> None:
+        make_gaussian(c, rows[0], cols[0], gamma)
+
+    read = [block_of(x, np.float64, 1, n, n) for x, n in zip(at, (height, width), strict=True)]
+    block = block_of(to, dtype, height, width, width)
+    return Work(run, [*read, block], [block])
+
+
 def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/selection/topk.cu, which selects the largest elements of rows of C."""
     kinds = (_POINTER, *(_LONG for _ in range(7)), _POINTER, _POINTER)
@@ -332,6 +351,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "measure_products": (6, measuring.measure_products),
     "measure_square": (3, measuring.measure_square),
     "measure_center": (7, measuring.measure_center),
+    "gaussian": (6, _gaussian),
     "threshold": (11, _threshold),
     "topk": (10, _topk),
     "place": (4, place),

@@ -9,6 +9,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Session
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import pcie
+from oocgemm.backends.cuda.applied import AppliedSession
 from oocgemm.backends.cuda.chained import ChainedSession
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
@@ -97,5 +98,6 @@ class CudaBackend:
         return known.describe(kernel, problem.a_dtype, problem.compute)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
-        session = ChainedSession if plan.problem.chained else CudaSession
+        problem = plan.problem
+        session = ChainedSession if problem.chained else AppliedSession if problem.applied else CudaSession
         return session(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import cupy
-import numpy as np
-
 from oocgemm.backends.base import Array, Pinned
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.copies import upload
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Kind, Op, Operation
@@ -25,12 +23,8 @@ class ChainedSession(CudaSession):
         # Q is behind the numbers of the transform, just before the workspace. Its rows are as long as those
         # of C, so that they are aligned alike.
         self._factor = self._arena + self._work - factor_bytes(self._problem)
-        stream = self._streams["compute"]
         with self._device:
-            pinned = cupy.cuda.alloc_pinned_memory(factor.nbytes)
-            np.frombuffer(pinned, factor.dtype, factor.size).reshape(factor.shape)[...] = factor
-            cuda_calls.make(cuda_calls.copy(self._factor, pinned.ptr, factor.nbytes, stream))
-            stream.synchronize()
+            upload(self._factor, factor, self._streams["compute"])
 
     def _launches(
         self, op: Operation, host: Sequence[Array] | Pinned, stream: Any

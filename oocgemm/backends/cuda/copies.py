@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import cupy
+import numpy as np
+
 from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.borders import cut
@@ -55,3 +58,11 @@ def slot_copies(
             launches.append(cuda_calls.copy_rows(onto, origin, width, len(rows), stream))
         device += group.shape[1] * group.itemsize
     return launches
+
+
+def upload(address: int, array: Array, stream: Any) -> None:
+    """Copy an array to the device; return when it is there."""
+    pinned = cupy.cuda.alloc_pinned_memory(max(1, array.nbytes))
+    np.frombuffer(pinned, array.dtype, array.size).reshape(array.shape)[...] = array
+    cuda_calls.make(cuda_calls.copy(address, pinned.ptr, array.nbytes, stream))
+    stream.synchronize()

@@ -149,8 +149,7 @@ class CudaSession:
         if isinstance(host, Pageable):
             return self.begin(operation, host, after)()
         launches = self._launches(operation, host, self._streams[operation.stream])
-        waits = operation.kind not in self.asynchronous
-        with nullcontext() if waits else self._host.submitting():
+        with self._host.submitting() if operation.kind in self.asynchronous else nullcontext():
             return self._enqueue(operation, launches, after)
 
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
@@ -259,7 +258,7 @@ class CudaSession:
                 self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
 
     def use_factor(self, factor: Array) -> None:
-        raise AssertionError("ChainedSession runs chained products")
+        raise AssertionError("subclasses run such products")
 
     def kernels_used(self) -> list[str]:
         return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
@@ -315,7 +314,8 @@ class CudaSession:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         if isinstance(host, Pinned):
-            return [array_copy(device, host.array, stream, uploading=uploading)]
+            copy = array_copy(device, host.array, stream, uploading=uploading)
+            return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)

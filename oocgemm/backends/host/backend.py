@@ -32,6 +32,7 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
+from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
@@ -221,6 +222,9 @@ class HostSession:
         return wide_a, wide_b
 
     def _finish(self, op: Operation) -> None:
+        if self._problem.applied:
+            self._apply(op)
+            return
         if self._problem.topk:
             sums, scales, at = self._rows(op, op.reads[0]), self._scales, (op.m[0], op.n[0])
             kept = self._rows(op._replace(n=(0, self._problem.topk)), op.writes[0])
@@ -234,6 +238,16 @@ class HostSession:
             rows, cols = self._correction
             finished -= rows[slice(*op.m), None]
             finished -= cols[slice(*op.n)]
+
+    def _apply(self, op: Operation) -> None:
+        """Make a strip of C a strip of a kernel matrix, and multiply it and its rows of V."""
+        assert self._correction is not None
+        assert self._factor is not None
+        rows, cols = self._correction
+        strip, count = self._rows(op, op.reads[0]), self._problem.applied
+        make_gaussian(strip, rows[slice(*op.m)], cols[slice(*op.n)], self._problem.gamma)
+        kept = self._rows(op._replace(n=(0, count)), op.writes[0])
+        gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
 
 
 class HostBackend:

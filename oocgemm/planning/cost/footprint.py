@@ -108,7 +108,7 @@ def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
     """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
     if problem.sparse:
         return found_layout(problem, strip, n).end
-    elements = problem.m * problem.topk if problem.topk else strip * n
+    elements = problem.m * problem.kept if problem.kept else strip * n
     return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 

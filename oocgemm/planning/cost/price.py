@@ -146,7 +146,7 @@ class Prices:
     def _stored_bytes(self, rows: int, cols: int) -> float:
         problem = self.setting.problem
         stored = problem.stored(rows, rows * cols) * self._sizes["C"]
-        return stored * cols / max(1, problem.n) if problem.topk else stored
+        return stored * cols / max(1, problem.n) if problem.kept else stored
 
     def _read_rate(self, operand: str, block: Shape) -> float:
         setting, (layout, whole) = self.setting, self._whole[operand]

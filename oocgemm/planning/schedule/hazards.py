@@ -141,11 +141,11 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                     tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
-            case Kind.FINISH if schedule.problem.topk:
+            case Kind.FINISH if schedule.problem.kept:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
                 selected[op.m].add(op.tile[1])
-            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.topk:
+            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.kept:
                 _require(len(selected[op.m]) == grid.shape[1], op)
                 _note_written(op, written, chunks, extents)
             case Kind.FINISH | Kind.DOWNLOAD:
@@ -169,7 +169,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
     stored = schedule.elements_written if schedule.slots.streams("C") else schedule.elements
-    _check_area(written, schedule.elements_stored if schedule.problem.topk else stored)
+    _check_area(written, schedule.elements_stored if schedule.problem.kept else stored)
 
 
 def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:

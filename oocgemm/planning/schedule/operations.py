@@ -76,7 +76,7 @@ class Schedule:
         take the next group.
         """
         strips_done = prepared = 0
-        selecting = self._selecting() if self.problem.topk else None
+        selecting = self._selecting() if self.problem.kept else None
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)

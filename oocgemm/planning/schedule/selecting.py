@@ -1,4 +1,4 @@
-"""The end of a tile of which only the largest elements of each row are kept (`GemmProblem.topk`).
+"""The end of a tile of which only the largest elements of each row are kept (`GemmProblem.kept`).
 
 The device keeps the largest elements so far of every row of C in one slot, D. The Finish of a tile updates
 the rows of this tile. When the last tile of a tile row has been finished, the elements of its rows are
@@ -40,7 +40,7 @@ class Selecting:
     def _strip(
         self, tile: Tile, rows: Range, elements: Region, *, first: bool, last: bool
     ) -> Iterator[Operation]:
-        count, step, device = self._problem.topk, self._grid.steps - 1, self._device
+        count, step, device = self._problem.kept, self._grid.steps - 1, self._device
         kept = Region(slot_of(Tier.DEVICE, "D", 0, device), rows[0] * count, rows[1] * count)
         reads = (elements,) if first else (elements, kept)
         cols = self._grid.cols(tile[1])

@@ -201,10 +201,10 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     wanted = max(strip_bytes // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
-    if setting.layouts.c.in_place or problem.topk or problem.chained:
+    if setting.layouts.c.in_place or problem.kept or problem.chained:
         wanted = tile.m  # no strip is written, so that strips would only take more operations
     max_rows = tile.m
-    if setting.host_caches_panels and not (problem.topk or problem.chained):
+    if setting.host_caches_panels and not (problem.kept or problem.chained):
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
     sizes = (wanted, strip_bytes // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted(
