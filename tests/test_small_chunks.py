@@ -146,6 +146,16 @@ def test_many_chunks_are_decompressed_at_once_if_each_is_one_frame(
     assert bool(alone) == (damage != "no")
 
 
+def test_a_damaged_blosc_chunk_among_many_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAPPING_CORES", 0)
+    values = integers(rng, SHAPE, "float64")
+    matrix = opened(tmp_path, values, **ARRAYS["blosc"])
+    path = tmp_path / "A.zarr" / "c" / "5" / "4"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ExecutionError, match="chunk c/5/4"):
+        read(matrix)
+
+
 @pytest.mark.parametrize("lacking", ["io_submit", "symbols"])
 @pytest.mark.parametrize("name", ["zstd", "blosc"])
 def test_other_systems_read_the_same(

@@ -17,8 +17,8 @@ T = TypeVar("T")
 # the data, and the address and the size of the memory. Returns whether the memory was filled. It is not if
 # the data is damaged or has another decompressed size.
 Decompress = Callable[[int, int, int, int], bool]
-# Does the same with several pieces of data that follow each other, in one call. The arguments are the address
-# of the data, the size of each piece, the address of the memory, and the decompressed size of every piece.
+# Does the same with several pieces of data that follow each other. The arguments are the address of the data,
+# the size of each piece, the address of the memory, and the decompressed size of every piece.
 DecompressMany = Callable[[int, Sequence[int], int, int], bool]
 _of_thread = threading.local()
 
@@ -33,11 +33,12 @@ def decompresser(codec_id: str) -> Decompress | None:
 
 
 def many_decompresser(codec_id: str) -> DecompressMany | None:
-    """Return the function that decompresses many pieces of data at once, for use in this thread only.
+    """Return the function that decompresses many pieces of data, for use in this thread only.
 
-    Returns None for a codec other than zstd, or if the C library cannot be called.
+    Returns None for a codec other than zstd and blosc, or if the C library cannot be called.
     """
-    return _made(_zstd_frames) if codec_id == "zstd" else None
+    make = {"zstd": _zstd_frames, "blosc": _blosc_buffers}.get(codec_id)
+    return _made(make) if make else None
 
 
 def decompress(codec_id: str, stored: Array, out: Array) -> bool:
@@ -116,6 +117,21 @@ def _blosc() -> Decompress | None:
         # The decoder itself would read beyond the end of truncated data.
         valid = validate(stored, size, place) == 0 and found.value == expected
         return bool(valid and call(stored, memory, expected, 1) == expected)
+
+    return decompress
+
+
+def _blosc_buffers() -> DecompressMany | None:
+    one = _made(_blosc)
+    if one is None:
+        return None
+
+    def decompress(stored: int, sizes: Sequence[int], memory: int, expected: int) -> bool:
+        for number, size in enumerate(sizes):
+            if not one(stored, size, memory + number * expected, expected):
+                return False
+            stored += size
+        return True
 
     return decompress
 

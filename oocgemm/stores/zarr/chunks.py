@@ -150,10 +150,10 @@ class DirectChunks:
 
     @property
     def decoded_at_once(self) -> int:
-        """How many small chunks one call decompresses."""
+        """How many small chunks are decompressed before they are copied to their destination."""
         plain = self.encoding.in_place and not self.encoding.checksum
         codec = self.encoding.compressor if plain and self.decodes_together else None
-        if codec is None or codec.codec_id != "zstd" or not many_cores():
+        if codec is None or codec.codec_id not in ("zstd", "blosc") or not many_cores():
             return 1
         return max(1, min(MAX_OPEN, DECODED_AT_ONCE // self.chunk_bytes))
 

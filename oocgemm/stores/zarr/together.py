@@ -30,9 +30,9 @@ MAX_LINES = 4096
 # Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
 # are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
 MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
-# On many cores the GIL is contended. So one call reads stored bytes of about BATCH_BYTES_ON_MANY_CORES, and
-# one call decompresses about DECODED_AT_ONCE, where the codec can do that. On few cores, each chunk is
-# decoded as soon as it is read, while its stored bytes are in the processor's cache.
+# On many cores the GIL is contended. So stored bytes of about BATCH_BYTES_ON_MANY_CORES are read by one call,
+# and about DECODED_AT_ONCE are decompressed, by one call if the codec is zstd, and then copied. On few cores,
+# each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
 BATCH_BYTES_ON_MANY_CORES, DECODED_AT_ONCE = 512 << 10, 1 << 20
 # On many cores, lines of at least this many bytes are read straight into a destination with gaps. On few
 # cores, this is `MIN_SEGMENT`: a copy is faster than many buffers in one system call.
