@@ -19,7 +19,7 @@ import click
 import numpy as np
 import zarr
 from keeping import keep, output, work
-from zarr.codecs import BloscCodec, ZstdCodec
+from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import oocgemm
 from oocgemm import backends
@@ -41,17 +41,17 @@ class Case:
     codecs: Any
 
 
+SHUFFLED = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
 BITS = BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle")
+LZ4 = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")
+CHECKED = Crc32cCodec()
 CASES = {
-    "float64, blosc-zstd, 8 MiB": Case(
-        "f8", (1024, 1024), [BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")]
-    ),
-    "float64, zstd, 1 MiB": Case("f8", (512, 256), [ZstdCodec(level=0)]),
-    "float64, blosc-lz4, 8 MiB": Case(
-        "f8", (1024, 1024), [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")]
-    ),
-    "float64, zstd, 8 MiB": Case("f8", (1024, 1024), [ZstdCodec(level=0)]),
-    "int8, blosc-zstd with bitshuffle, 8 MiB": Case("i1", (2048, 4096), [BITS]),
+    "float64, blosc-zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED, CHECKED]),
+    "float64, zstd and crc32c, 1 MiB": Case("f8", (512, 256), [ZstdCodec(level=0), CHECKED]),
+    "float64, zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [ZstdCodec(level=0), CHECKED]),
+    "float64, blosc-zstd, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED]),
+    "float64, blosc-lz4, 8 MiB": Case("f8", (1024, 1024), [LZ4]),
+    "int8, blosc-zstd with bitshuffle and crc32c, 8 MiB": Case("i1", (2048, 4096), [BITS, CHECKED]),
     "int8, uncompressed, 8 MiB": Case("i1", (2048, 4096), None),
 }
 

@@ -73,7 +73,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "served": tables.served,
         "queued": tables.queued,
         "hdf5": storage_tables.hdf5,
-        "chunks": tables.chunks,
+        "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "diagnosed": tables.diagnosed,
