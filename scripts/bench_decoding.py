@@ -6,6 +6,7 @@ int8 genotypes are also multiplied uncompressed, from the page cache. Arrays are
 chunks, since only their number matters.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,7 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
     for decoder, times in seconds.items():
         each = ", ".join(f"{t:.3f}" for t in times)
         print(f"    {decoder:5} {min(times):.3f} s ({each}), {size / min(times) / 1e9:.1f} GB/s", flush=True)
-    return {"bytes": size, "stored": stored, "decoded": decoded, "seconds": seconds}
+    return {"k": k, "bytes": size, "stored": stored, "decoded": decoded, "seconds": seconds}
 
 
 @click.command()
@@ -140,14 +141,15 @@ def main(
     output: Path | None,
 ) -> None:
     """Measure the products, and print and store their times."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {}  # with what earlier calls have added to the file
+    if output is not None and output.exists():
+        found = json.loads(output.read_text())["decoding"]["products"]
     device = backends.open_backend("cuda").describe()["device"]
     for name in names or CASES:
         with TemporaryDirectory(dir=work) as folder:
             depth = k if CASES[name].dtype == "f8" else k_int8
             found[name] = measure(name, Path(folder), depth, memory, repeats)
-        about = {"device": device, "k": k, "k_int8": k_int8, "memory": memory}
-        keep(output, "decoding", about | {"products": found})
+        keep(output, "decoding", {"device": device, "memory": memory, "products": found})
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def decoding() -> list[str]:
         rows.append(
             [
                 name,
+                f"{case['k']:,}",
                 f"{case['stored'] / case['bytes']:.2f}",
                 "GPU" if case["decoded"] else "host",
                 seconds(gpu),
@@ -65,11 +66,19 @@ def decoding() -> list[str]:
                 f"{median(host) / median(gpu):.1f}",
             ]
         )
-    heads = ["operands, chunks", "stored share", "the plan chooses", "T", "T, decoded by the host", "ratio"]
+    heads = [
+        "operands, chunks",
+        "k",
+        "stored share",
+        "the plan chooses",
+        "T",
+        "T, decoded by the host",
+        "ratio",
+    ]
     machine = found["machine"]
     return [
         f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
-        f"4096 x {found['k']} x 4096, and the Gram matrix of int8 20480 x {found['k_int8']}.",
+        "4096 x k x 4096, and the Gram matrix of int8 20480 x k.",
         "",
         *table(heads, rows),
     ]
