@@ -104,6 +104,7 @@ def test_a_transform_and_a_gram_matrix(tmp_path: Path) -> None:
     x = np.where(values == -1, 0, values).astype(np.float32)
     np.testing.assert_array_equal(result.out, x @ x.T)
     assert decodes(result.plan)
+    assert result.plan.decoded == "A (blosc-lz4)"
 
 
 def test_batches_that_need_more_room_than_expected_are_halved(
