@@ -139,7 +139,9 @@ def test_plans_and_reports_say_what_the_gpu_decodes(tmp_path: Path) -> None:
     assert "decoded by the GPU" in page([("run", result.timeline)])
 
 
-@pytest.mark.parametrize("why", ["no nvCOMP", "verify", "slow", "codec", "no checksum", "small budget"])
+@pytest.mark.parametrize(
+    "why", ["no nvCOMP", "verify", "slow", "codec", "no checksum", "small budget", "large"]
+)
 def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -152,6 +154,8 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
         monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
     if why == "no checksum":
         monkeypatch.setattr(compressed, "ROBUST", ())
+    if why == "large":
+        monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", 0)
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}
     with decoding_gpu():
         result = oocgemm.gemm(place, b, verify=why == "verify", backend="cuda", kernel="cublas", **budget)
