@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import chunk_tables
 import grid_tables
 import ladder_tables
 import tables
@@ -72,7 +73,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "served": tables.served,
         "queued": tables.queued,
         "hdf5": tables.hdf5,
-        "chunks": tables.chunks,
+        "chunks": chunk_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "diagnosed": tables.diagnosed,
