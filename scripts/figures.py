@@ -16,9 +16,9 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
-import chunk_tables
 import grid_tables
 import ladder_tables
+import storage_tables
 import tables
 
 from oocgemm.cli.display import print_plan, print_report
@@ -72,8 +72,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "safeguards": tables.safeguards,
         "served": tables.served,
         "queued": tables.queued,
-        "hdf5": tables.hdf5,
-        "chunks": chunk_tables.chunks,
+        "hdf5": storage_tables.hdf5,
+        "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "diagnosed": tables.diagnosed,

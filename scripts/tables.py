@@ -266,56 +266,6 @@ def similar() -> list[str]:
     return table(["product", "T", "plain product in core", "rate, relative to it"], rows)
 
 
-def hdf5() -> list[str]:
-    """Return the sentences and the table of `bench_hdf5.py`: how fast datasets are read, beside h5py."""
-    found = load("bench_hdf5.json")["hdf5"]
-    rows = []
-    for layout, case in found["layouts"].items():
-        rates = {name: f"{rate / 1e9:.2f}" for name, rate in case["rates"].items()}
-        size = 4 * found["panel"] ** 2
-        costs = [f"{size / case['seconds'][name]['cpu'] / 1e9:.2f}" for name in ("ours", "h5py, 1 thread")]
-        h5py = max(rate for name, rate in case["rates"].items() if name.startswith("h5py"))
-        rows.append(
-            [layout, rates["ours"], f"{h5py / 1e9:.2f}", f"{case['ratio']:.1f}", *costs, rates.get("npy", "")]
-        )
-    heads = ["dataset", "oocgemm", "h5py", "ratio", "oocgemm, per core", "h5py, per core", "`.npy`"]
-    index, machine = found["index"], found["machine"]
-    return [
-        f"Reading panels of {found['panel']} x {found['panel']} float32 into slots, in GB/s of elements, on "
-        f"{machine['cores']} cores with a warm page cache. Chunks have 4 MiB where nothing else is said.",
-        "h5py is the faster of one and two threads with `read_direct`. Per core: divided by processor time.",
-        f"Opening a dataset of {index['chunks']:,} chunks takes {index['cpu']:.2f} s of processor time.",
-        "",
-        *table(heads, rows),
-    ]
-
-
-def decoding() -> list[str]:
-    """Return the sentences and the table of `bench_decoding.py`: products whose chunks the GPU decodes."""
-    found = load("bench_decoding.json")["decoding"]
-    rows = []
-    for name, case in found["products"].items():
-        gpu, host = (case["seconds"][decoder] for decoder in ("gpu", "host"))
-        rows.append(
-            [
-                name,
-                f"{case['stored'] / case['bytes']:.2f}",
-                "GPU" if case["decoded"] else "host",
-                seconds(gpu),
-                seconds(host),
-                f"{median(host) / median(gpu):.1f}",
-            ]
-        )
-    heads = ["operands, chunks", "stored share", "the plan chooses", "T", "T, decoded by the host", "ratio"]
-    machine = found["machine"]
-    return [
-        f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
-        f"4096 x {found['k']} x 4096, and the Gram matrix of int8 20480 x {found['k_int8']}.",
-        "",
-        *table(heads, rows),
-    ]
-
-
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []

@@ -9,7 +9,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import OpenFile
+from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
 from oocgemm.stores.gather import Part, read_parts
 from oocgemm.stores.opener import Opener
@@ -45,7 +45,11 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     streams = find_streams(frame, *place, chunks.chunk_bytes, codec)
     if streams.refused[0] or streams.raw.all():
         return None
-    return Coding(decoded, int(streams.length.max()), found.size / chunks.chunk_bytes)
+    share = found.size / chunks.chunk_bytes
+    # Panels that are used again are read again: the page cache must have room for the files.
+    if not worth_caching(int(share * chunks.shape[0] * chunks.shape[1] * itemsize)):
+        return None
+    return Coding(decoded, int(streams.length.max()), share)
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:
