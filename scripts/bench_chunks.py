@@ -11,11 +11,15 @@ cache warm:
   processor's cache. This is the most that numcodecs allows.
 
 Rates are in bytes of elements per second. The ways take turns, and each counts with its fastest panel.
+
+With --product, T of a product of arrays with zarr's default codec and chunks is compared with T of the same
+product of uncompressed arrays.
 """
 
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +33,7 @@ from keeping import keep, output, work
 from panel_reads import PANEL, THREADS, in_threads, ours, panels, seconds
 from zarr.codecs import BloscCodec
 
+import oocgemm
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, open_matrix, pieces
 
@@ -120,7 +125,29 @@ def measure(
     }
 
 
+def product(n: int, turns: int, folder: Path) -> dict[str, Any]:
+    """Multiply matrices as zarr stores them by default, and uncompressed ones. Return the times T of each."""
+    paths = {kind: [str(folder / f"{kind}-{name}.zarr") for name in "AB"] for kind in ("default", "raw")}
+    for number in range(2):
+        values = data("12 bits", (n, n)) + np.float32(number)
+        zarr.create_array(paths["default"][number], data=values)
+        zarr.create_array(paths["raw"][number], data=values, compressors=None)
+    found: dict[str, Any] = {"n": n, "chunk": zarr.open_array(paths["default"][0]).chunks, "seconds": {}}
+    c = np.ones((n, n), "f4")
+    for turn in range(turns + 1):
+        for kind, (a, b) in paths.items():
+            started = time.perf_counter()
+            oocgemm.gemm(a, b, c, backend="host")
+            if turn:  # the first turn faults memory in
+                found["seconds"].setdefault(kind, []).append(time.perf_counter() - started)
+                print(f"{kind} {found['seconds'][kind][-1]:.2f} s", flush=True)
+    times = found["seconds"]
+    return found | {"ratios": [x / y for x, y in zip(times["default"], times["raw"], strict=True)]}
+
+
 @click.command()
+@click.option("--product", "n", type=int, help="Measure only a product of this size.")
+@click.option("--turns", default=3, show_default=True, help="How often the product is measured.")
 @click.option(
     "--size", default=4096, show_default=True, help="Columns of the matrix; it has half as many rows."
 )
@@ -129,8 +156,12 @@ def measure(
 )
 @work
 @output
-def main(size: int, budget: float, work: Path | None, output: Path | None) -> None:
-    """Measure all codecs and chunk sizes, and print and store the rates."""
+def main(n: int | None, turns: int, size: int, budget: float, work: Path | None, output: Path | None) -> None:
+    """Measure all codecs and chunk sizes, or a product, and print and store the rates or times."""
+    if n is not None:
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            keep(output, "product", product(n, turns, Path(folder)) | {"load": os.getloadavg()[1]})
+        return
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for kind in ("12 bits", "mostly zeros"):
