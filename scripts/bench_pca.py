@@ -71,7 +71,8 @@ def _dask_compressed(path: str, k: int, backend: str) -> Array:
     import dask.array as da
 
     x = da.from_array(np.load(path, mmap_mode="r"), chunks=(BATCH, -1))
-    _, values, _ = da.linalg.svd_compressed(x - x.mean(0), k, n_power_iter=POWER, seed=0)
+    options = {"iterator": "QR", "n_power_iter": POWER, "seed": 0}  # plain powers overflow float32
+    _, values, _ = da.linalg.svd_compressed(x - x.mean(0), k, **options)
     return np.asarray(values.compute())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oocgemm
-from oocgemm.errors import InputError
+from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs import api, pca_passes, subspace
 from tests.backends_here import BACKENDS, running_on
 
@@ -178,6 +178,20 @@ def test_x_is_read_once_per_iteration(tmp_path: Path) -> None:
     planned = oocgemm.plan_pca(f"{tmp_path}/x.zarr", 5, iterations=4, backend="host")
     assert planned.bytes_read == read
     assert "X is read 4 times" in str(planned)
+
+
+def test_budgets_cover_the_matrices_between_passes(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((20, 5000), np.float32))
+    for call in (oocgemm.plan_pca, oocgemm.pca):
+        with pytest.raises(BudgetError, match="host memory 25 MiB cannot hold"):
+            cast(Any, call)(
+                tmp_path / "x.npy", 15, backend="host", device_memory="64MiB", host_memory="25MiB"
+            )
+    planned = oocgemm.plan_pca(
+        tmp_path / "x.npy", 15, backend="host", device_memory="64MiB", host_memory="32MiB"
+    )
+    width = planned.pass_plan.problem.n
+    assert planned.pass_plan.footprint.host_total >= subspace.MAX_MATRICES * 8 * 5000 * width
 
 
 class KilledError(Exception):

@@ -1,5 +1,9 @@
 """The command pca."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import oocgemm
 from oocgemm.jobs import pca_passes
 from tests.command import command
 from tests.test_pca import low_rank
+from tests.unfinished_runs import TOP
 
 X = low_rank(120, 30).astype(np.float32)
 
@@ -78,6 +83,46 @@ def test_a_failed_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     done = command(*given, "--resume")
     assert (done.code, done.out) == (0, ""), done.err
     assert saved("scores").shape == (120, 3)
+
+
+# Runs a command, and kills it in the middle or at the end of saving a state: the one with this number.
+KILLED = """
+import os, signal, sys
+from oocgemm.jobs import pca_state
+name, left = sys.argv.pop(1), int(sys.argv.pop(1))
+owner = os if name == "replace" else pca_state
+usual = getattr(owner, name)
+
+def dying(*arguments):
+    global left
+    ours = name == "save" or "pca-state" in str(arguments[1])
+    left -= ours
+    if name == "save":
+        usual(*arguments)
+    if ours and not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name != "save":
+        usual(*arguments)
+
+setattr(owner, name, dying)
+from oocgemm.cli.main import main
+main()
+"""
+
+
+def test_a_run_that_is_killed_again_and_again_gives_the_same_bits() -> None:
+    given = "--components", "4", "--scores", "--backend", "host", "--quiet", "--iterations", "5"
+    assert command("pca", "x.zarr", "whole.zarr", *given).code == 0
+    for step in (("save", 1), ("replace", 1), ("save", 2), ("replace", 2)):
+        line = [sys.executable, "-c", KILLED, *map(str, step), "pca", "x.zarr", "p.zarr", *given, "--resume"]
+        done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(TOP)}, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert Path("p.zarr.pca-state.npz").exists()
+        assert not Path("p.zarr").exists()
+    assert command("pca", "x.zarr", "p.zarr", *given, "--resume").code == 0
+    for name in ("components", "singular_values", "mean", "scores"):
+        np.testing.assert_array_equal(saved(name), zarr.open_array(f"whole.zarr/{name}", mode="r")[:])
+    assert sorted(path.name for path in Path().iterdir()) == ["p.zarr", "whole.zarr", "x.zarr"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from oocgemm.jobs.api import gemm, plan_request, run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import Chain, Request
-from oocgemm.jobs.subspace import MAX_MATRICES, Subspace, advance, start
+from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
 from oocgemm.jobs.transforms import memory_of, readable
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Matrix
@@ -45,7 +45,8 @@ class State:
 
     Attributes:
         subspace: the state of the iteration.
-        center: what is subtracted from the columns of X; None until the first pass has computed it.
+        center: what is subtracted from the columns of X; None until the first pass has computed it. With
+            missing elements, their transform subtracts it.
         folded: whether it is subtracted from the products. If not, it is subtracted from each element.
         tile: the tile shape of the first pass, MxNxK. With another one, later passes would be rounded
             differently.
@@ -108,7 +109,7 @@ class Passes:
     def plan(self) -> Plan:
         """Return the plan of a pass."""
         state = State(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
-        return plan_request(self._request(state, Chain(self.columns, np.zeros(self._width))))
+        return plan_request(self._request(state, np.zeros(self._width), None))
 
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
@@ -130,47 +131,48 @@ class Passes:
         Raises:
             InputError: X has elements that are NaN or Inf.
         """
-        rows, cols = self.matrix.shape
-        factor, row = np.zeros((cols, self._width), self.dtype), np.zeros(self._width, self.dtype)
-        used, (center, inverse) = slice(self.columns), self._folded(state)
-        factor[:, used] = state.subspace.basis * inverse[:, None]
-        row[-1] = 1
-        if state.center is not None:
-            row[used] = -(center @ factor[:, used])
-        resident = MAX_MATRICES * cols * self._width * 8
-        chain = Chain(self.columns, row, factor, self._vectors, resident)
-        result = run_request(replace(self._request(state, chain), tile=state.tile))
+        factor, row = self._multiplied(state)
+        result = run_request(replace(self._request(state, row, factor), tile=state.tile))
         product = np.asarray(result.out).astype(np.float64)
-        sums = product[:, -1]
-        self._check(product, sums)
-        if state.center is None:
-            center = sums / rows
-        if state.folded and self._means:
-            sums = rows * center  # more accurate than the product
-        # From here on in float64, with Q as it was multiplied.
-        multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
-        product = product[:, used] - np.outer(center, sums @ multiplied + rows * offset)
-        block, rounding = (
-            (multiplied / inverse[:, None], product * inverse[:, None]),
-            np.finfo(self.dtype).eps,
-        )
-        subspace = advance(state.subspace, block, float(rounding))
-        if not state.folded and state.center is not None:
-            # What is left of the means of the first pass.
-            rest = sums / rows * self.scale if self._vectors is None and self._means else 0.0
-            state = replace(state, center=state.center + rest)
-        else:
-            state = replace(state, center=center)
-        state = replace(state, subspace=subspace, tile=str(result.plan.tile))
-        assert subspace.values is not None
-        if (
-            rounding * rows * np.square(center * inverse).sum()
-            > MAX_ROUNDING * subspace.values.max(initial=0) ** 2
-        ):
+        self._check(product)
+        center, block = self._corrected(state, factor, row, product)
+        rounding = float(np.finfo(self.dtype).eps)
+        subspace = advance(state.subspace, block, rounding)
+        found = State(subspace, center, state.folded, str(result.plan.tile))
+        if state.folded and self._hides(center, subspace, rounding):
             logger.info("the means of X are so large that they are subtracted from each element")
             # The products so far are inaccurate. But they give a good next Q.
-            state = State(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
-        return state
+            found = State(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
+        return found
+
+    def _multiplied(self, state: State) -> tuple[Array, Array]:
+        """Return S Q, with further columns of zeros, and the row that is added: -b, and 1 at its end."""
+        (center, inverse), used = self._folded(state), slice(self.columns)
+        factor = np.zeros((len(inverse), self._width), self.dtype)
+        factor[:, used] = state.subspace.basis * inverse[:, None]
+        row = np.zeros(self._width, self.dtype)
+        row[used], row[-1] = -(center @ factor[:, used]), 1
+        return factor, row
+
+    def _corrected(self, state: State, factor: Array, row: Array, product: Array) -> tuple[Array, Block]:
+        """Return the centers, and the block of Q, as it was multiplied, and Xc^T Xc Q."""
+        (center, inverse), used, rows = self._folded(state), slice(self.columns), self.matrix.shape[0]
+        sums = product[:, -1]
+        found = sums / rows if state.center is None else state.center
+        if state.folded:
+            center = found
+            sums = rows * center if self._means else sums  # more accurate than the product
+        elif self._means and self._vectors is None:
+            found = found + sums / rows * self.scale  # rounding errors of the first pass are left
+        multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
+        product = product[:, used] - np.outer(center, sums @ multiplied + rows * offset)
+        return found, (multiplied / inverse[:, None], product * inverse[:, None])
+
+    def _hides(self, center: Array, subspace: Subspace, rounding: float) -> bool:
+        """Tell whether rounding errors of the means may hide digits of Xc^T Xc."""
+        assert subspace.values is not None
+        square = self.matrix.shape[0] * np.square(center / self.scale).sum()
+        return bool(rounding * square > MAX_ROUNDING * subspace.values.max(initial=0) ** 2)
 
     def scores(self, state: State, components: Array) -> Array:
         """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""
@@ -196,15 +198,17 @@ class Passes:
         each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
         return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
 
-    def _request(self, state: State, chain: Chain) -> Request:
+    def _request(self, state: State, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
+        resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
+        chain = Chain(self.columns, row, factor, self._vectors, resident)
         return Request(a=x, b=x, c=Destination.parse(None), transform_a=each, chain=chain, **self._options)
 
-    def _check(self, product: Array, sums: Array) -> None:
-        """Raise an error if a product is not finite."""
+    def _check(self, product: Array) -> None:
+        """Raise an error if a product is not finite. Its last column has the column sums of X."""
         if np.isfinite(product).all():
             return
-        if (wrong := np.flatnonzero(~np.isfinite(sums))).size:
+        if (wrong := np.flatnonzero(~np.isfinite(product[:, -1]))).size:
             hint = (
                 "" if self._vectors is not None else ": if NaN stands for missing elements, pass missing=nan"
             )

@@ -78,6 +78,8 @@ class Plan(planning.Plan):
         problem, tile, prediction = self.problem, self.tile, self.prediction
         right = f"its adjoint, {problem.gram}" if problem.gram else f"op(B) {problem.k} x {problem.n}"
         left = f"op({'X' if problem.gram else 'A'}) {problem.m} x {problem.k}"
+        if problem.chained:
+            left, right = f"X^T {problem.m} x {problem.k}", f"(X Q + 1 row) {problem.k} x {problem.n}"
         yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.described_dtype}"
         down, across = self.grid.shape
         yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"
