@@ -1,6 +1,6 @@
 """Markdown tables about reading and decoding operands, from the measurements in scripts/results/."""
 
-from tables import load, median, seconds, table
+from tables import load, table
 
 
 def hdf5() -> list[str]:
@@ -46,39 +46,4 @@ def chunks() -> list[str]:
         "The codec alone decodes with numcodecs from memory into the processor's cache.",
         "",
         *table([*heads, "oocgemm, chunks/s"], rows),
-    ]
-
-
-def decoding() -> list[str]:
-    """Return the sentences and the table of `bench_decoding.py`: products whose chunks the GPU decodes."""
-    found = load("bench_decoding.json")["decoding"]
-    rows = []
-    for name, case in found["products"].items():
-        gpu, host = (case["seconds"][decoder] for decoder in ("gpu", "host"))
-        rows.append(
-            [
-                name,
-                f"{case['k']:,}",
-                f"{case['stored'] / case['bytes']:.2f}",
-                "GPU" if case["decoded"] else "host",
-                seconds(gpu),
-                seconds(host),
-                f"{median(host) / median(gpu):.1f}",
-            ]
-        )
-    heads = [
-        "operands, chunks",
-        "k",
-        "stored share",
-        "the plan chooses",
-        "T",
-        "T, decoded by the host",
-        "ratio",
-    ]
-    machine = found["machine"]
-    return [
-        f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
-        "4096 x k x 4096, and the Gram matrix of int8 20480 x k.",
-        "",
-        *table(heads, rows),
     ]

@@ -132,7 +132,7 @@ def damaged(rng: np.random.Generator, whole: bytes) -> bytes:
     if rng.random() < 0.1:
         return whole[: rng.integers(1, len(whole))]
     content = bytearray(whole)
-    for at in rng.integers(0, rng.choice([24, 64, len(whole)]), rng.integers(1, 4)):
+    for at in rng.choice(rng.choice([24, 64, len(whole)]), rng.integers(1, 4), replace=False):
         content[at] ^= rng.integers(1, 256)
     return bytes(content)
 

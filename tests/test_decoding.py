@@ -40,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"BATCH": 128 << 10, "MIN_BATCH": 64 << 10, "START_SECONDS": 0}.items():
         monkeypatch.setattr(decoding, name, value)
     monkeypatch.setattr(compressed, "ROBUST", ("lz4", "zstd"))
+    monkeypatch.setattr(decoding, "STORED_RATE", 1e12)
     monkeypatch.setattr(decoding, "RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
     decoding.decoding_shape.cache_clear()
     yield
