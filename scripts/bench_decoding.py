@@ -6,6 +6,7 @@ int8 genotypes are also multiplied uncompressed, from the page cache. Arrays are
 chunks, since only their number matters.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,10 @@ import click
 import numpy as np
 import zarr
 from keeping import keep, output, work
-from zarr.codecs import BloscCodec, ZstdCodec
+from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import oocgemm
+from oocgemm import backends
 from oocgemm.stores import Array
 
 DISTINCT = 8  # chunks with different elements
@@ -40,17 +42,17 @@ class Case:
     codecs: Any
 
 
+SHUFFLED = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
 BITS = BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle")
+LZ4 = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")
+CHECKED = Crc32cCodec()
 CASES = {
-    "float64, blosc-zstd, 8 MiB": Case(
-        "f8", (1024, 1024), [BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")]
-    ),
-    "float64, zstd, 1 MiB": Case("f8", (512, 256), [ZstdCodec(level=0)]),
-    "float64, blosc-lz4, 8 MiB": Case(
-        "f8", (1024, 1024), [BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")]
-    ),
-    "float64, zstd, 8 MiB": Case("f8", (1024, 1024), [ZstdCodec(level=0)]),
-    "int8, blosc-zstd with bitshuffle, 8 MiB": Case("i1", (2048, 4096), [BITS]),
+    "float64, blosc-zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED, CHECKED]),
+    "float64, zstd and crc32c, 1 MiB": Case("f8", (512, 256), [ZstdCodec(level=0), CHECKED]),
+    "float64, zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [ZstdCodec(level=0), CHECKED]),
+    "float64, blosc-zstd, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED]),
+    "float64, blosc-lz4, 8 MiB": Case("f8", (1024, 1024), [LZ4]),
+    "int8, blosc-zstd with bitshuffle and crc32c, 8 MiB": Case("i1", (2048, 4096), [BITS, CHECKED]),
     "int8, uncompressed, 8 MiB": Case("i1", (2048, 4096), None),
 }
 
@@ -100,7 +102,7 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
     """Run a product in turns with both decoders. Return the seconds of each run, and what was planned."""
     multiply, size, stored = product(folder, CASES[name], k, memory)
     seconds: dict[str, list[float]] = {"gpu": [], "host": []}
-    decoded, sums = "", set[float]()
+    decoded, traces = "", set[float]()
     for turn in range(repeats + 1):  # the first turn loads libraries, and is left out
         for decoder, times in seconds.items():
             started = time.perf_counter()
@@ -112,13 +114,13 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
                 decoded = result.plan.decoded
             if turn:
                 times.append(time.perf_counter() - started)
-            sums.add(float(np.asarray(result.out).sum(dtype=np.float64)))
-    assert len(sums) == 1, f"the products differ: {sums}"
+            traces.add(float(np.trace(np.asarray(result.out), dtype=np.float64)))
+    assert len(traces) == 1, f"the products differ: {traces}"
     print(f"{name:42} stored {stored / size:.3f}, decoded by the GPU: {decoded or '-'}")
     for decoder, times in seconds.items():
         each = ", ".join(f"{t:.3f}" for t in times)
         print(f"    {decoder:5} {min(times):.3f} s ({each}), {size / min(times) / 1e9:.1f} GB/s", flush=True)
-    return {"bytes": size, "stored": stored, "decoded": decoded, "seconds": seconds}
+    return {"k": k, "bytes": size, "stored": stored, "decoded": decoded, "seconds": seconds}
 
 
 @click.command()
@@ -139,12 +141,15 @@ def main(
     output: Path | None,
 ) -> None:
     """Measure the products, and print and store their times."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {}  # with what earlier calls have added to the file
+    if output is not None and output.exists():
+        found = json.loads(output.read_text())["decoding"]["products"]
+    device = backends.open_backend("cuda").describe()["device"]
     for name in names or CASES:
         with TemporaryDirectory(dir=work) as folder:
             depth = k if CASES[name].dtype == "f8" else k_int8
             found[name] = measure(name, Path(folder), depth, memory, repeats)
-        keep(output, "decoding", {"k": k, "k_int8": k_int8, "memory": memory, "products": found})
+        keep(output, "decoding", {"device": device, "memory": memory, "products": found})
 
 
 if __name__ == "__main__":

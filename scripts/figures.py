@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grid_tables
 import ladder_tables
+import storage_tables
 import tables
 
 from oocgemm.cli.display import print_plan, print_report
@@ -71,8 +72,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "safeguards": tables.safeguards,
         "served": tables.served,
         "queued": tables.queued,
-        "hdf5": tables.hdf5,
-        "chunks": tables.chunks,
+        "hdf5": storage_tables.hdf5,
+        "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "diagnosed": tables.diagnosed,

@@ -14,6 +14,7 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, Sharding
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import files
+from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr import codecs as encoding
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 
@@ -164,12 +165,17 @@ def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
     array = zarr.create_array(
         tmp_path / "A", data=np.ones((16, 16)), chunks=(16, 16), compressors=compressors
     )
-    matrix, right = ZarrMatrix("A", array), files.OpenFile.__init__
+    matrix = ZarrMatrix("A", array)
 
-    def cut(self: files.OpenFile, path: Path, *rest: Any) -> None:
-        right(self, path, *rest)
-        os.truncate(path, 0)
+    def cut_after(right: Callable[..., Any]) -> Callable[..., Any]:
+        def cut(self: Any, path: Path, *rest: Any) -> Any:
+            found = right(self, path, *rest)
+            os.truncate(path, 0)
+            return found
 
-    monkeypatch.setattr(files.OpenFile, "__init__", cut)
+        return cut
+
+    monkeypatch.setattr(files.OpenFile, "__init__", cut_after(files.OpenFile.__init__))
+    monkeypatch.setattr(Opener, "open", cut_after(Opener.open))
     with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A (ends|has 0 bytes) .*damaged or truncated"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))

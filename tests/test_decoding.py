@@ -15,6 +15,11 @@ import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
 from oocgemm.planning.cost import decoding
+from oocgemm.reports.page import page
+from oocgemm.stores.frames import NO_ROOM, Fetched
+from oocgemm.stores.zarr import compressed
+from oocgemm.stores.zarr.compressed import fetch
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.fake_cuda import Device, fake_cuda
 from tests.fake_cuda.nvcomp import fake_nvcomp
 from tests.problems import integers
@@ -34,6 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the GPU decode small arrays, in small batches."""
     for name, value in {"BATCH": 128 << 10, "MIN_BATCH": 64 << 10, "START_SECONDS": 0}.items():
         monkeypatch.setattr(decoding, name, value)
+    monkeypatch.setattr(compressed, "ROBUST", ("lz4", "zstd"))
     monkeypatch.setattr(decoding, "RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
     decoding.decoding_shape.cache_clear()
     yield
@@ -98,9 +104,44 @@ def test_a_transform_and_a_gram_matrix(tmp_path: Path) -> None:
     x = np.where(values == -1, 0, values).astype(np.float32)
     np.testing.assert_array_equal(result.out, x @ x.T)
     assert decodes(result.plan)
+    assert result.plan.decoded == "A (blosc-lz4)"
 
 
-@pytest.mark.parametrize("why", ["no nvCOMP", "verify", "slow", "codec", "small budget"])
+def test_batches_that_need_more_room_than_expected_are_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "BATCH", 1 << 20)
+    monkeypatch.setattr(decoding, "FRAMES_MARGIN", 0.01)
+    a, b = rng.integers(0, 1 << 20, SHAPE).astype(float), integers(rng, (SHAPE[1], 70), "float64")
+    place, shards = stored(tmp_path, a), tmp_path / "shards"
+    shards.mkdir()
+    right = stored(shards, b, shards=(80, 128))
+    fetched = []
+    monkeypatch.setattr(ZarrMatrix, "fetch", lambda self, *given: noted(fetch(self.direct, *given)))
+
+    def noted(found: list[Fetched]) -> list[Fetched]:
+        fetched.append([each.size for each in found])
+        return found
+
+    with decoding_gpu():
+        result = oocgemm.gemm(place, right, backend="cuda", kernel="cublas")
+    np.testing.assert_array_equal(result.out, a @ b)
+    assert any(NO_ROOM in sizes for sizes in fetched)
+    assert any(len(sizes) > 1 and NO_ROOM not in sizes for sizes in fetched)
+
+
+def test_plans_and_reports_say_what_the_gpu_decodes(tmp_path: Path) -> None:
+    place = stored(tmp_path, integers(rng, SHAPE, "float64"))
+    with decoding_gpu():
+        plan = oocgemm.plan(place, np.ones((SHAPE[1], 70)), device_memory="128MiB", backend="cuda")
+        result = oocgemm.gemm(place, np.ones((SHAPE[1], 70)), backend="cuda", kernel="cublas")
+    assert "decoded by the GPU: A (blosc-zstd)" in str(plan)
+    assert "decoded by the GPU" in page([("run", result.timeline)])
+
+
+@pytest.mark.parametrize(
+    "why", ["no nvCOMP", "verify", "slow", "codec", "no checksum", "small budget", "large"]
+)
 def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -111,6 +152,10 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
         monkeypatch.setattr(decoding, "RATES", {"zstd": (1e6, 1e6)})
     if why == "no nvCOMP":
         monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
+    if why == "no checksum":
+        monkeypatch.setattr(compressed, "ROBUST", ())
+    if why == "large":
+        monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", 0)
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}
     with decoding_gpu():
         result = oocgemm.gemm(place, b, verify=why == "verify", backend="cuda", kernel="cublas", **budget)

@@ -8,6 +8,7 @@ from numcodecs import LZ4, Blosc, Zstd
 
 from oocgemm.stores.compressors import decompress_into
 from oocgemm.stores.frames import Codec, Streams, find_streams
+from oocgemm.stores.zarr import codecs
 from tests.decoding import Batch, batch, blosc, decoded, samples, zstd
 from tests.suite import examples, slow
 
@@ -113,3 +114,13 @@ def test_damaged_frames_are_refused_or_decode_to_what_the_host_decodes(kind: str
         decompress_into(compressor, given.buffer, expected)
         np.testing.assert_array_equal(content, expected)
     assert refused > count // 10
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_checksums_are_those_of_crc32c(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
+    if not library:
+        monkeypatch.setattr(codecs, "_without_gil", lambda: None)
+    content = np.frombuffer(b"123456789" + (0xE3069283).to_bytes(4, "little"), np.uint8)
+    assert codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
+    with pytest.raises(ValueError, match="does not match"):
+        codecs.checked_content(content[::-1].copy())

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,19 @@ def test_a_mirrored_matrix_reads_as_the_whole_one(upper: bool, dtype: str) -> No
             out = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype)
             matrix.read(rows, cols, out)
             np.testing.assert_array_equal(out, whole[slice(*rows), slice(*cols)])
+
+
+def test_the_product_that_loads_kernels_stays_in_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile on the diagonal has less room than a whole tile. A GPU would report the error much later."""
+    loads = []
+    with fake_cuda():
+        from oocgemm.backends.cuda.loading import Loading
+
+        def begin(self: Loading, kind: Any, multiply: Callable[[], None]) -> None:
+            multiply()
+            loads.append(kind)
+
+        monkeypatch.setattr(Loading, "begin", begin)
+        x = operand((1300, 20), "float16")
+        check(oocgemm.gram(x, backend="cuda").out, x, "lower")
+    assert len(loads) == 1

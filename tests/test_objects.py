@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores import open_matrix
 from oocgemm.stores.base import ChangedError
+from oocgemm.stores.objects import chunks as object_chunks
 from oocgemm.stores.objects.address import redacted, scrubbed
 from oocgemm.stores.objects.bucket import Bucket
 from tests.command import command, run
@@ -38,6 +41,48 @@ def test_blocks_of_all_alignments_are_read(s3: Proxy, layout: str) -> None:
         out = np.full((rows[1] - rows[0], cols[1] - cols[0]), np.nan)
         matrix.read(rows, cols, out)
         np.testing.assert_array_equal(out, x[slice(*rows), slice(*cols)])
+
+
+@pytest.mark.parametrize("compressors", ["auto", None])
+def test_small_chunks_of_a_shard_are_read_by_few_requests(s3: Proxy, compressors: str | None) -> None:
+    x = np.tile(A, (4, 4))
+    place = store("A", x, chunks=(4, 4), shards=(32, 64), compressors=compressors)  # 3 x 2 shards
+    c = np.empty((96, 20))
+    s3.requests.clear()
+    oocgemm.gemm(place, np.tile(B, (4, 1)), c, backend="host", tile="96x20x64")
+    np.testing.assert_array_equal(c, x @ np.tile(B, (4, 1)))
+    gets = [path for method, path in s3.requests if method == "GET" and "/c/" in path]
+    assert len(gets) == 2 * 6  # an index and all chunks of each shard
+
+
+def test_a_shard_that_is_deleted_during_a_run_is_an_error(s3: Proxy) -> None:
+    matrix = open_matrix("A", store("A", A, **LAYOUTS["sharded"]))
+    matrix.read((0, 8), (0, 5), np.empty((8, 5)))
+    Bucket(url("A")).delete(["c/0/0"])
+    with pytest.raises(ExecutionError, match="damaged or truncated: the shard is missing"):
+        matrix.read((0, 8), (0, 5), np.empty((8, 5)))
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)))
+
+
+@given(SPANS, st.integers(0, 200), st.integers(1, 300))
+def test_requests_for_spans_of_a_shard_are_few_and_small(
+    pairs: list[tuple[int, int]], gap: int, limit: int
+) -> None:
+    nothing: Any = ((0, 0), ((0, 0), (0, 0)), np.empty(0))
+    spans = sorted((start, start + size) for start, size in pairs)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(object_chunks, "MAX_GAP", gap)
+        patches.setattr(object_chunks, "GROUP_BYTES", limit)
+        runs = object_chunks.runs([(*span, *nothing) for span in spans])
+        found = [[span[:2] for span in one] for one in runs]
+    assert [span for one in found for span in one] == spans
+    ends = [max(end for _, end in one) for one in found]
+    for one, end in zip(found, ends, strict=True):
+        assert len(one) == 1 or end - one[0][0] <= limit
+    for one, end, after in zip(found, ends, found[1:], strict=False):
+        assert after[0][0] > end + gap or max(end, after[0][1]) - one[0][0] > limit
 
 
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs")

@@ -213,6 +213,27 @@ def copied(case: str, owned: bool, host: str, engine: dict[str, Any]) -> None:
         runtime.hostUnregister(x.ctypes.data)
 
 
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu), "fake-cuda"])
+@pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
+def test_a_gram_matrix_in_pinned_memory_is_exactly_symmetric(backend: str, uplo: str) -> None:
+    x = np.random.default_rng(4).standard_normal((700, 300))
+    c = on_its_own_pages(np.full((700, 700), np.nan))
+    kept: Any = {"lower": np.tril, "upper": np.triu, "full": np.asarray}[uplo]
+    with running_on(backend) as engine:
+        from cupy.cuda import runtime
+
+        runtime.hostRegister(c.ctypes.data, c.nbytes, 0)
+        result = oocgemm.gram(x, c, uplo=uplo, tile="256x256x128", **engine)
+        oocgemm.release()
+        runtime.hostUnregister(c.ctypes.data)
+    assert ("C" in direct(result)) == (uplo != "full")
+    np.testing.assert_allclose(kept(np.nan_to_num(c)), kept(x @ x.T), atol=1e-10)
+    for top in range(0, 700, 256):
+        for first in range(top, min(700, top + 256), result.plan.slots.strip):
+            at = slice(first, min(first + result.plan.slots.strip, top + 256))
+            np.testing.assert_array_equal(c[at, at], c[at, at].T)
+
+
 def on_its_own_pages(array: Array) -> Array:
     copy = allocate(array.nbytes).view(array.dtype)[: array.size].reshape(array.shape)
     copy[...] = array

@@ -94,6 +94,68 @@ def test_many_chunks_take_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(calls) <= 400 // together.MAX_OPEN + 1
 
 
+@pytest.mark.parametrize("damage", ["no", "cut", "longer", "swapped", "two frames", "no size", "other size"])
+def test_many_chunks_are_decompressed_at_once_if_each_is_one_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Frames of other sizes could add up to the size of all chunks, with their bytes in wrong places."""
+    alone = list[int]()
+    right = native._zstd
+
+    def counted() -> Any:
+        call = right()
+        assert call
+
+        def count(*given: int) -> bool:
+            alone.append(1)
+            return call(*given)
+
+        return count
+
+    monkeypatch.setattr(native, "_zstd", counted)
+    monkeypatch.setattr(native, "_of_thread", threading.local())
+    monkeypatch.setattr(files, "MAPPING_CORES", 0)
+    values = integers(rng, (40, 64), "float64")
+    matrix = opened(tmp_path, values)  # four chunks
+    one, other = (tmp_path / "A.zarr" / "c" / "0" / name for name in "01")
+    first, second = values[:20, :32].tobytes(), values[:20, 32:].tobytes()
+    codec = numcodecs.Zstd()
+    match damage:
+        case "cut":
+            one.write_bytes(one.read_bytes()[:-3])
+        case "longer":
+            one.write_bytes(one.read_bytes() + b"abc")
+        case "swapped":  # one chunk is too long by as many bytes as the next one is too short
+            one.write_bytes(codec.encode(first + second[:8]))
+            other.write_bytes(codec.encode(second[8:]))
+        case "two frames":
+            one.write_bytes(codec.encode(first[:80]) + codec.encode(first[80:]))
+        case "no size":
+            stored = one.read_bytes()
+            assert (
+                stored[4] == 0x60
+            )  # the size follows in two bytes; instead, let it be the size of the window
+            one.write_bytes(stored[:4] + b"\x00\x60" + stored[7:])
+        case "other size":
+            one.write_bytes(codec.encode(first[:-8]))
+    if damage in ("no", "two frames", "no size"):
+        np.testing.assert_array_equal(read(matrix), values)
+    else:
+        with pytest.raises(ExecutionError, match=r"chunk c/0/[01]"):
+            read(matrix)
+    assert bool(alone) == (damage != "no")
+
+
+def test_a_damaged_blosc_chunk_among_many_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAPPING_CORES", 0)
+    values = integers(rng, SHAPE, "float64")
+    matrix = opened(tmp_path, values, **ARRAYS["blosc"])
+    path = tmp_path / "A.zarr" / "c" / "5" / "4"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ExecutionError, match="chunk c/5/4"):
+        read(matrix)
+
+
 @pytest.mark.parametrize("lacking", ["io_submit", "symbols"])
 @pytest.mark.parametrize("name", ["zstd", "blosc"])
 def test_other_systems_read_the_same(
@@ -106,7 +168,7 @@ def test_other_systems_read_the_same(
     if lacking == "io_submit":
         monkeypatch.setattr(aio, "_free_context", refuse)
     else:
-        monkeypatch.setattr(native, "_library", lambda name: None)
+        monkeypatch.setattr(native, "_library", lambda name, keep_gil=False: None)
         monkeypatch.setattr(native, "_of_thread", threading.local())
     values = integers(rng, SHAPE, "float64")
     np.testing.assert_array_equal(read(opened(tmp_path, values, **ARRAYS[name])), values)

@@ -1,4 +1,4 @@
-// turn, complete: strips of a Gram matrix at its diagonal, and in its other triangle.
+// turn: transposes strips of a Gram matrix, for its other triangle and at its diagonal.
 //
 //   turn       y[i, j] = conj(x[j, i])    for i < rows, j < cols
 //   complete   replaces one triangle of the square x by the conjugate transpose of the other one, and makes the

@@ -123,8 +123,8 @@ def _requests(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of a matrix in an object store into parts that each take one request.
 
-    A part is a chunk. A large chunk of which parts can be read is cut into bands of whole lines, of at most
-    about `MAX_PIECE_BYTES`.
+    A part is a chunk, or several small chunks of a shard. A large chunk of which parts can be read is cut
+    into bands of whole lines, of at most about `MAX_PIECE_BYTES`.
     """
     height, width = layout.read_chunk if reading else layout.write_chunk
     count = height * width * itemsize // MAX_PIECE_BYTES
@@ -133,6 +133,8 @@ def _requests(
             height = _divisor(height, -(-height // count))
         else:
             width = _divisor(width, -(-width // count))
+    elif reading:
+        height, width = max(height, layout.request_chunk[0]), max(width, layout.request_chunk[1])
     return pieces(rows, cols, (height, width), 1)
 
 

@@ -45,7 +45,7 @@ def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
     transform = x.transform
     read_as_stored = problem.expands or x.is_copy
     by_word = isinstance(transform.center, str) or not transform.corrects
-    small = x.stored.dtype.name == "int8" and not transform.log1p
+    small = problem.depth > 0 and x.stored.dtype.name == "int8" and not transform.log1p
     return bool(small and transform.needs_stats and by_word and read_as_stored and not problem.checked)
 
 

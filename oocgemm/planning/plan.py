@@ -236,7 +236,7 @@ class Plan:
     @property
     def decoded(self) -> str:
         """Which operands the GPU decodes, and how they are compressed, as text; "" if none."""
-        return describe(self.layouts)
+        return describe(self.layouts, self.problem.operands)
 
     @cached_property
     def amplification(self) -> dict[str, float]:

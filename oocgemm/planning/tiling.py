@@ -209,6 +209,8 @@ class Layout:
     - `requests`: the maximum number of requests in flight, each for a chunk or a part of one; 0 for arrays
       elsewhere.
     - `request_bytes`: temporary host memory that a request takes, for codecs too.
+    - `request_chunk`: shape of the block of small chunks of a shard that a request reads; (1, 1) if it reads
+      one chunk.
 
     Compressed chunks that a GPU decodes (`oocgemm.planning.cost.decoding`):
 
@@ -245,6 +247,7 @@ class Layout:
     in_place: bool = False
     requests: int = 0
     request_bytes: int = 0
+    request_chunk: Shape = (1, 1)
     decoded: str = ""
     stream_bytes: int = 0
     stored_share: float = 1.0
@@ -257,6 +260,7 @@ class Layout:
             self,
             read_chunk=self.read_chunk[::-1],
             write_chunk=self.write_chunk[::-1],
+            request_chunk=self.request_chunk[::-1],
             contiguous=1 - self.contiguous,
         )
 

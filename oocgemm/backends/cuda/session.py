@@ -53,8 +53,6 @@ from oocgemm.planning.units import format_size
 
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
-# A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
-_NATIVE = {"emulated": "native"}
 
 
 class CudaSession:
@@ -127,6 +125,7 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
+        m = min(m, plan.slots.strip) if plan.problem.gram else m  # a staircase has less room than m x n
         used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
         slots = [Region(Slot(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
         (a, b), c = self._addresses(slots), self._address(slots[-1])
@@ -149,8 +148,7 @@ class CudaSession:
         if isinstance(host, Pageable):
             return self.begin(operation, host, after)()
         launches = self._launches(operation, host, self._streams[operation.stream])
-        waits = operation.kind not in self.asynchronous
-        with nullcontext() if waits else self._host.submitting():
+        with self._host.submitting() if operation.kind in self.asynchronous else nullcontext():
             return self._enqueue(operation, launches, after)
 
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
@@ -315,7 +313,8 @@ class CudaSession:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         if isinstance(host, Pinned):
-            return [array_copy(device, host.array, stream, uploading=uploading)]
+            copy = array_copy(device, host.array, stream, uploading=uploading)
+            return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)
@@ -393,7 +392,8 @@ class CudaSession:
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
         lda = whole[0] if problem.trans_a.swaps else k
         ldb = k if problem.trans_b.swaps else whole[1]
-        compute = _NATIVE.get(problem.compute, problem.compute)
+        # A step for which emulation would not be accurate enough is multiplied in the dtype of the operands.
+        compute = "native" if problem.compute == "emulated" else problem.compute
         alpha, beta = step_scalars(problem, first)
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work

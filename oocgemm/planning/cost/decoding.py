@@ -5,7 +5,7 @@ of blosc consists of many streams, a chunk of zstd of one. So the rate depends o
 are decoded together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -152,9 +152,9 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
     return found if decoding_shape(replace(setting, layouts=found)) or found is layouts else layouts
 
 
-def describe(layouts: Layouts) -> str:
-    """Return which operands the GPU decodes, such as "A (zstd)"; "" if none."""
-    found = {operand: layout.decoded for operand, layout in layouts.by_operand.items()}
+def describe(layouts: Layouts, operands: Iterable[str] = "AB") -> str:
+    """Return which of the operands the GPU decodes, such as "A (zstd)"; "" if none."""
+    found = {operand: layouts.by_operand[operand].decoded for operand in operands}
     return ", ".join(f"{operand} ({decoded})" for operand, decoded in found.items() if decoded)
 
 

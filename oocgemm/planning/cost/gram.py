@@ -20,9 +20,9 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, length
 
 # Seconds that a strip of an array in memory adds to a run, besides the time to copy its bytes: the host has
-# copied it later than the device. On a host of an H100 with 16 cores, float64 products with 48, 105 and 144
-# strips waited 4, 170 and 260 ms for strips.
-STREAMED_STRIP = 1e-3
+# copied it later than the device. With this number, lower triangles of 32768 rows in float64, float32 and
+# int8 were predicted to take 616, 770 and 110 ms on a host of an H100, and took 622, 763 and 111 ms.
+STREAMED_STRIP = 2e-4
 # Loads of panels are counted for at most this many placements of a panel in slots, which take about 30 ms.
 MAX_COUNTED = 6000
 

@@ -36,7 +36,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 
     All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. If
-    the device transposes in as much memory, this holds for the device budget, too.
+    the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
     layouts = setting.layouts
     operands = (x for x in (layouts.a, layouts.b) if not x.decoded)

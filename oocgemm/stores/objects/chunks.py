@@ -1,7 +1,11 @@
-"""Read and write the chunks of a zarr array in an object store without zarr, one request each."""
+"""Read and write the chunks of a zarr array in an object store without zarr, one request each.
 
-from collections.abc import Callable, Iterator
+Small chunks of a shard that are close to each other in it are read by one request.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,8 +17,16 @@ from oocgemm.stores.objects.bucket import STREAMED_BYTES, Bucket
 from oocgemm.stores.zarr.chunks import MISSING, Shards
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding
 
+# A part of a sharded array that is read by one task has at most this many bytes before compression.
+GROUP_BYTES = 2 << 20
+# Chunks of a shard with at most this many bytes between them are read by one request. It has at most
+# GROUP_BYTES, or one chunk.
+MAX_GAP = 64 << 10
 Place = tuple[int, int]
 Block = tuple[Range, Range]
+# Stored bytes of a shard: where they begin and end, and whose they are: the row and column of their chunk in
+# the grid of chunks, the rows and columns of the matrix that are needed, and the destination of these.
+Span = tuple[int, int, Place, Block, Array]
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,31 @@ class ObjectChunks:
     def request_bytes(self) -> int:
         """The bytes of host memory that reading or writing one chunk takes, besides its source or target."""
         size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize + CHECKSUM_BYTES
-        return max(2 * STREAMED_BYTES, size + self.encoding.encode_bytes(size))
+        stored = GROUP_BYTES if self.group != (1, 1) else size
+        return max(2 * STREAMED_BYTES, stored + self.encoding.encode_bytes(size))
+
+    @cached_property
+    def group(self) -> tuple[int, int]:
+        """The rows and columns of chunks that a task reads together; (1, 1) unless shards have small chunks.
+
+        zarr stores the chunks of a shard in Morton order: squares of 2, 4, 8, ... chunks are contiguous.
+        """
+        down = across = 1
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
+        rows, columns = self.shards.chunks if self.shards else (1, 1)
+        while 2 * down * across * size <= GROUP_BYTES and (2 * down <= rows or 2 * across <= columns):
+            wider = 2 * across <= columns and (across <= down or 2 * down > rows)
+            down, across = (down, 2 * across) if wider else (2 * down, across)
+        return down, across
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read the block at these rows and columns into `out`, chunk by chunk.
 
         Raises `ExecutionError` for a damaged chunk, and `StoreError` for a request that fails.
         """
+        if self.group != (1, 1):
+            self._read_group((rows, cols), out)
+            return
         for number, block, target in self._cut((rows, cols), out):
             place = self._place(number)
             try:
@@ -68,6 +98,31 @@ class ObjectChunks:
                 target[...] = self.fill  # zarr need not store a chunk of fill values
             except EOFError as error:
                 self._damaged(number, str(error), error)
+
+    def _read_group(self, block: Block, out: Array) -> None:
+        """Read a block of an array with small chunks in shards into `out`."""
+        spans: dict[str, list[Span]] = {}
+        for number, part, target in self._cut(block, out):
+            place = self._place(number)
+            if place is None:
+                target[...] = self.fill
+                continue
+            key, offset, length = place
+            lines = 0, length
+            if self.encoding.raw:
+                lines = self._lines(number, length, part)
+            spans.setdefault(key, []).append((offset + lines[0], offset + lines[1], number, part, target))
+        for key, found in spans.items():
+            for run in runs(sorted(found, key=lambda span: span[:2])):
+                first, number = run[0][0], run[0][2]
+                try:
+                    stored = self.bucket.get_part(key, first, max(span[1] for span in run) - first)
+                except FileNotFoundError:
+                    self._damaged(number, "the shard is missing")
+                except EOFError as error:
+                    self._damaged(number, str(error), error)
+                for start, end, at, part, target in run:
+                    self._decode(at, part, stored[start - first : end - first], target)
 
     def write(self, rows: Range, cols: Range, data: Array) -> dict[str, str]:
         """Write a block that consists of whole chunks. Return the ETags of the new objects by their keys."""
@@ -123,20 +178,13 @@ class ObjectChunks:
     def _read_raw(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
         """Read a part of an uncompressed chunk: the lines that contain it, in one request."""
         key, offset, length = place
-        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
-        if length not in (-1, size):
-            self._damaged(number, f"it has {length} bytes instead of {size}")
-        by_rows, dtype = self.encoding.order == "C", self.encoding.dtype
-        wanted = self._inside(number, block)
-        (lines, part), line = (wanted, self.chunk[1]) if by_rows else (wanted[::-1], self.chunk[0])
-        target = out if by_rows else out.T
-        start = offset + lines.start * line * dtype.itemsize
-        if target.shape[1] == line and target.flags.c_contiguous and dtype.isnative:
+        start, end = (offset + at for at in self._lines(number, length, block))
+        target = out if self.encoding.order == "C" else out.T
+        whole = target.nbytes == end - start
+        if whole and target.flags.c_contiguous and self.encoding.dtype.isnative:
             self.bucket.read_into(key, start, target.reshape(-1).view(np.uint8))
-            return
-        count = (lines.stop - lines.start) * line * dtype.itemsize
-        found = self.bucket.get_part(key, start, count).view(dtype).reshape(-1, line)
-        np.copyto(target, found[:, part], casting="equiv")
+        else:
+            self._decode(number, block, self.bucket.get_part(key, start, end - start), out)
 
     def _read_encoded(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
         """Read and decode a chunk, and copy the part that is wanted."""
@@ -148,8 +196,32 @@ class ObjectChunks:
             stored = found[0]
         else:
             stored = self.bucket.get_part(key, offset, length)
+        self._decode(number, block, stored, out)
+
+    def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
+        """Return where the lines of an uncompressed chunk that contain a block begin and end in the chunk.
+
+        Its rows are its lines, or its columns if it is stored in Fortran order.
+        """
+        itemsize = self.encoding.dtype.itemsize
+        size = self.chunk[0] * self.chunk[1] * itemsize
+        if length not in (-1, size):
+            self._damaged(number, f"it has {length} bytes instead of {size}")
+        axis = self.encoding.order == "F"
+        lines, line = self._inside(number, block)[axis], self.chunk[1 - axis] * itemsize
+        return lines.start * line, lines.stop * line
+
+    def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
+        """Decode the bytes of a chunk, or the lines of an uncompressed one, and copy what is wanted."""
+        wanted = self._inside(number, block)
+        if self.encoding.raw:
+            axis = self.encoding.order == "F"
+            target, part = out.T if axis else out, wanted[1 - axis]
+            found = stored.view(self.encoding.dtype).reshape(-1, self.chunk[1 - axis])
+            np.copyto(target, found[:, part], casting="equiv")
+            return
         try:
-            self.encoding.decode_part(stored, self.chunk, self._inside(number, block), out)
+            self.encoding.decode_part(stored, self.chunk, wanted, out)
         except ValueError as error:
             self._damaged(number, f"it {error}", error)
 
@@ -164,3 +236,17 @@ class ObjectChunks:
         raise ExecutionError(
             f"chunk {number[0]}/{number[1]} in {self.bucket.url} is damaged or truncated: {how}"
         ) from error
+
+
+def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Split spans, in the order of their starts, into runs that are read by one request each."""
+    run: list[Span] = []
+    end = 0
+    for span in spans:
+        if run and (span[0] > end + MAX_GAP or max(end, span[1]) > run[0][0] + GROUP_BYTES):
+            yield run
+            run = []
+        end = max(end, span[1]) if run else span[1]
+        run.append(span)
+    if run:
+        yield run

@@ -70,6 +70,7 @@ class ObjectMatrix(ZarrMatrix):
             encodes=sharded or not encoding.raw,
             requests=REQUESTS,
             request_bytes=max(chunks.request_bytes, through.encode_bytes if sharded else 0),
+            request_chunk=(chunks.group[0] * chunks.chunk[0], chunks.group[1] * chunks.chunk[1]),
         )
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:

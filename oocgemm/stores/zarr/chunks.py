@@ -22,6 +22,7 @@ from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_par
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.zarr.together import (
+    DECODED_AT_ONCE,
     MAX_COPIED,
     MAX_DECODED,
     MAX_OPEN,
@@ -146,6 +147,15 @@ class DirectChunks:
         # An encoded chunk can be a little larger than its elements.
         together = padded((MAX_OPEN if many_cores() else 2) * self.chunk_bytes + SECTOR)
         return min(STORED_BYTES, together) if self.decodes_together else 0
+
+    @property
+    def decoded_at_once(self) -> int:
+        """How many small chunks are decompressed before they are copied to their destination."""
+        plain = self.encoding.in_place and not self.encoding.checksum
+        codec = self.encoding.compressor if plain and self.decodes_together else None
+        if codec is None or codec.codec_id not in ("zstd", "blosc") or not many_cores():
+            return 1
+        return max(1, min(MAX_OPEN, DECODED_AT_ONCE // self.chunk_bytes))
 
     @property
     def scratch_bytes(self) -> int:

@@ -9,8 +9,11 @@ Zarr formats 2 and 3 encode a chunk by the same steps. The last two are optional
 Arrays with other codecs are read and written by zarr.
 """
 
+import ctypes
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +26,8 @@ from oocgemm.stores.files import padded, scratch, sector_aligned
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
 # The size of a CRC (crc32c).
 CHECKSUM_BYTES = 4
-# A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
-# for a whole chunk would stop all other threads for too long.
+# A CRC (crc32c) is computed in parts of this many bytes, if a call keeps the GIL: a single call for a whole
+# chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
 
 
@@ -232,9 +235,29 @@ def checked_content(stored: Array) -> Array:
 
 def _checksum(content: Array) -> bytes:
     """Return the CRC (crc32c) of an array of bytes as four bytes, in little-endian order."""
+    return _extend(content).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _extend(content: Array) -> int:
+    """Return the CRC of a contiguous array of bytes as a number."""
+    if (function := _without_gil()) is not None:
+        found: int = function(0, content.ctypes.data, content.nbytes)
+        return found
     import google_crc32c
 
     value = 0
     for start in range(0, content.nbytes, _CHECKSUM_PART):
         value = google_crc32c.extend(value, content[start : start + _CHECKSUM_PART])
-    return value.to_bytes(CHECKSUM_BYTES, "little")
+    return value
+
+
+@cache
+def _without_gil() -> Any:
+    """Return the C function that google_crc32c calls, which ctypes calls without the GIL; None without it."""
+    try:
+        library = ctypes.CDLL(importlib.import_module("google_crc32c._crc32c").__file__)
+        function = library.crc32c_extend
+    except (ImportError, OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint32
+    return function

@@ -9,7 +9,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import OpenFile
+from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
 from oocgemm.stores.gather import Part, read_parts
 from oocgemm.stores.opener import Opener
@@ -19,6 +19,9 @@ from oocgemm.stores.zarr.codecs import checked_content
 # Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
 ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
 
+# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if
+# a checksum was stored with them.
+ROBUST = ("lz4",)
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
 _Block = tuple[Range, Range]
@@ -30,16 +33,23 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     decoded, itemsize = _name(encoding.compressor), encoding.dtype.itemsize
     if not (decoded and encoding.in_place and itemsize in ITEM_BYTES and chunks.chunk_bytes <= MAX_CHUNK):
         return None
+    codec = Codec.of(decoded, itemsize)
+    if not (encoding.checksum or codec.compressor in ROBUST):
+        return None
     rows, cols = (min(pair) for pair in zip(chunks.chunk, chunks.shape, strict=True))
     frame = np.empty(2 * chunks.chunk_bytes, np.uint8)
     found = fetch(chunks, (0, rows), (0, cols), frame)[0]
     if found.size <= 0:
         return None
     place = np.array([found.start]), np.array([found.size])
-    streams = find_streams(frame, *place, chunks.chunk_bytes, Codec.of(decoded, itemsize))
+    streams = find_streams(frame, *place, chunks.chunk_bytes, codec)
     if streams.refused[0] or streams.raw.all():
         return None
-    return Coding(decoded, int(streams.length.max()), found.size / chunks.chunk_bytes)
+    share = found.size / chunks.chunk_bytes
+    # Panels that are used again are read again: the page cache must have room for the files.
+    if not worth_caching(int(share * chunks.shape[0] * chunks.shape[1] * itemsize)):
+        return None
+    return Coding(decoded, int(streams.length.max()), share)
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:

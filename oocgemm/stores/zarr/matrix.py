@@ -97,6 +97,7 @@ class ZarrMatrix:
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
+            decode_bytes *= self.direct.decoded_at_once
             decode_bytes += self.direct.stored_bytes * bool(decode_bytes)
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)

@@ -17,7 +17,7 @@ from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_DIRECT, MIN_SEGMENT, OpenFile, many_cores, scratch
 from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
-from oocgemm.stores.native import decompresser
+from oocgemm.stores.native import decompresser, many_decompresser
 from oocgemm.stores.opener import Opener
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ MAX_LINES = 4096
 # Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
 # are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
 MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
-# On many cores, stored bytes of about this size are read by one call, because the GIL is contended. On few
-# cores, each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
-BATCH_BYTES_ON_MANY_CORES = 512 << 10
+# On many cores the GIL is contended. So stored bytes of about BATCH_BYTES_ON_MANY_CORES are read by one call,
+# and about DECODED_AT_ONCE are decompressed, by one call if the codec is zstd, and then copied. On few cores,
+# each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
+BATCH_BYTES_ON_MANY_CORES, DECODED_AT_ONCE = 512 << 10, 1 << 20
 # On many cores, lines of at least this many bytes are read straight into a destination with gaps. On few
 # cores, this is `MIN_SEGMENT`: a copy is faster than many buffers in one system call.
 MIN_LINE_ON_MANY_CORES = 256
@@ -157,11 +158,14 @@ class _Batch:
         self._limit = BATCH_BYTES_ON_MANY_CORES if many_cores() else 1
         self._reads = list[tuple[int, int, int, int]]()
         self._owners = list[tuple[int, Block]]()
-        self._decompress, encoding = None, chunks.encoding
+        self._decompress, self._decompress_many, self._most = None, None, MAX_READS
+        encoding, most = chunks.encoding, chunks.decoded_at_once
         if encoding.compressor is not None and encoding.in_place and not encoding.checksum:
-            self._elements = scratch(chunks.chunk_bytes).view(encoding.dtype).reshape(chunks.chunk)
-            self._to = self._elements.ctypes.data
+            elements = scratch(most * chunks.chunk_bytes).view(encoding.dtype)
+            self._elements, self._to = elements.reshape(most, *chunks.chunk), elements.ctypes.data
             self._decompress = decompresser(encoding.compressor.codec_id)
+            if most > 1:
+                self._decompress_many, self._most = many_decompresser(encoding.compressor.codec_id), most
 
     def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
         """Add the stored bytes of a chunk, or of rows of it, with the block `part` of the matrix.
@@ -172,7 +176,7 @@ class _Batch:
             self._failed.add(at)
             return
         full = self._filled >= self._limit or self._filled + size > self._memory.nbytes
-        if full or len(self._reads) == MAX_READS:
+        if full or len(self._reads) == self._most:
             self.decode()
         self._reads.append((descriptor, offset, self._address + self._filled, size))
         self._owners.append((at, part))
@@ -180,10 +184,14 @@ class _Batch:
 
     def decode(self) -> None:
         """Read and decode the chunks of the batch, and empty it."""
-        sizes = self._read()
-        for (*_, place, size), (at, part), found in zip(self._reads, self._owners, sizes, strict=True):
-            if found != size or not self._decoded(place, size, part):
-                self._failed.add(at)
+        found, wanted = self._read(), [size for *_, size in self._reads]
+        many, size = self._decompress_many, self._chunks.chunk_bytes
+        if len(wanted) > 1 and many and found == wanted and many(self._address, wanted, self._to, size):
+            self._copy([part for _, part in self._owners])
+        else:
+            for (*_, place, size), (at, part), read in zip(self._reads, self._owners, found, strict=True):
+                if read != size or not self._decoded(place, size, part):
+                    self._failed.add(at)
         self._reads.clear()
         self._owners.clear()
         self._filled = 0
@@ -205,9 +213,9 @@ class _Batch:
         if self._decompress is not None:
             in_place = target.shape == shape and target.flags.c_contiguous
             to = target.ctypes.data if in_place else self._to
-            if self._decompress(place, size, to, self._elements.nbytes):
+            if self._decompress(place, size, to, self._chunks.chunk_bytes):
                 if not in_place:
-                    target[...] = self._elements[wanted]
+                    target[...] = self._elements[0][wanted]
                 return True
         stored = self._memory[place - self._address :][:size]
         if encoding.raw and encoding.order == "C":
@@ -219,6 +227,25 @@ class _Batch:
         except ValueError:
             return False
         return True
+
+    def _copy(self, parts: list[Block]) -> None:
+        """Copy decoded chunks to their blocks of the matrix. Neighbours in a row take one copy."""
+        height, width = self._chunks.chunk
+        first = 0
+        while first < len(parts):
+            rows, (left, right) = parts[first]
+            last = first + 1
+            if rows[1] - rows[0] == height and right - left == width:
+                while last < len(parts) and parts[last] == (rows, (right, right + width)):
+                    last, right = last + 1, right + width
+            target = view(self._out, self._block, (rows, (left, right)))
+            if last > first + 1:
+                # The elements of a chunk are adjacent in its rows, and the chunks in those of the target.
+                side_by_side = target.reshape(height, last - first, width)
+                side_by_side[...] = self._elements[first:last].transpose(1, 0, 2)
+            else:
+                target[...] = self._elements[first][self._chunks.inside(parts[first])]
+            first = last
 
 
 def _stored(

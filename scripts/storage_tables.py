@@ -1,0 +1,84 @@
+"""Markdown tables about reading and decoding operands, from the measurements in scripts/results/."""
+
+from tables import load, median, seconds, table
+
+
+def hdf5() -> list[str]:
+    """Return the sentences and the table of `bench_hdf5.py`: how fast datasets are read, beside h5py."""
+    found = load("bench_hdf5.json")["hdf5"]
+    rows = []
+    for layout, case in found["layouts"].items():
+        rates = {name: f"{rate / 1e9:.2f}" for name, rate in case["rates"].items()}
+        size = 4 * found["panel"] ** 2
+        costs = [f"{size / case['seconds'][name]['cpu'] / 1e9:.2f}" for name in ("ours", "h5py, 1 thread")]
+        h5py = max(rate for name, rate in case["rates"].items() if name.startswith("h5py"))
+        rows.append(
+            [layout, rates["ours"], f"{h5py / 1e9:.2f}", f"{case['ratio']:.1f}", *costs, rates.get("npy", "")]
+        )
+    heads = ["dataset", "oocgemm", "h5py", "ratio", "oocgemm, per core", "h5py, per core", "`.npy`"]
+    index, machine = found["index"], found["machine"]
+    return [
+        f"Reading panels of {found['panel']} x {found['panel']} float32 into slots, in GB/s of elements, on "
+        f"{machine['cores']} cores with a warm page cache. Chunks have 4 MiB where nothing else is said.",
+        "h5py is the faster of one and two threads with `read_direct`. Per core: divided by processor time.",
+        f"Opening a dataset of {index['chunks']:,} chunks takes {index['cpu']:.2f} s of processor time.",
+        "",
+        *table(heads, rows),
+    ]
+
+
+def chunks() -> list[str]:
+    """Return the sentences and the table of `bench_chunks.py`: how fast small chunks are read."""
+    found = load("bench_chunks.json")["chunks"]
+    panel, rows = 4 * found["panel"] ** 2, []
+    for case in found["arrays"].values():
+        costs = {way: times["cpu"] for way, times in case["seconds"].items()}
+        rates = {way: f"{panel / cost / 1e9:.2f}" for way, cost in costs.items()}
+        ways = [rates.get(way, "") for way in ("ours", "zarr", "loop", "codec")]
+        per_second = f"{panel / costs['ours'] / case['chunk_bytes']:,.0f}"
+        ratio = f"{case['compression']:.1f}"
+        rows.append([case["codec"], case["chunk"], case["data"], ratio, *ways, per_second])
+    heads = ["codec", "chunk", "data", "compression", "oocgemm", "zarr-python", "loop", "codec alone"]
+    return [
+        f"Reading panels of {found['panel']} x {found['panel']} float32 into slots by two threads, with a "
+        "warm page cache: GB of elements per second of processor time, that is per core.",
+        "The loop opens, reads, decodes and copies one chunk at a time, with numcodecs.",
+        "The codec alone decodes with numcodecs from memory into the processor's cache.",
+        "",
+        *table([*heads, "oocgemm, chunks/s"], rows),
+    ]
+
+
+def decoding() -> list[str]:
+    """Return the sentences and the table of `bench_decoding.py`: products whose chunks the GPU decodes."""
+    found = load("bench_decoding.json")["decoding"]
+    rows = []
+    for name, case in found["products"].items():
+        gpu, host = (case["seconds"][decoder] for decoder in ("gpu", "host"))
+        rows.append(
+            [
+                name,
+                f"{case['k']:,}",
+                f"{case['stored'] / case['bytes']:.2f}",
+                "GPU" if case["decoded"] else "host",
+                seconds(gpu),
+                seconds(host),
+                f"{median(host) / median(gpu):.1f}",
+            ]
+        )
+    heads = [
+        "operands, chunks",
+        "k",
+        "stored share",
+        "the plan chooses",
+        "T",
+        "T, decoded by the host",
+        "ratio",
+    ]
+    machine = found["machine"]
+    return [
+        f"Products on one {found['device']} with {machine['cores']} cores, from the page cache: float64 "
+        "4096 x k x 4096, and the Gram matrix of int8 20480 x k.",
+        "",
+        *table(heads, rows),
+    ]
