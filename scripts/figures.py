@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import component_tables
 import grid_tables
 import ladder_tables
 import storage_tables
@@ -76,6 +77,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
+        "components": component_tables.components,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,

@@ -60,8 +60,8 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
         rounding: relative error of the products, such as 1.2e-7 for float32.
     """
     components, values = _best(block, state.last, rounding)
-    # After the first pass, the rounding errors of the largest singular value hide small ones. So its product is
-    # only orthogonalized.
+    # In the first product, rounding errors of the largest singular value hide small ones. So it is only
+    # orthogonalized.
     first = state.last is None
     basis = _orthonormal(block[1]) if first else completed(components, state.basis.shape[1])
     return Subspace(basis, block, state.passes + 1, components, values)
