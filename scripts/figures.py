@@ -16,7 +16,6 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
-import component_tables
 import grid_tables
 import ladder_tables
 import storage_tables
@@ -77,7 +76,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
-        "components": component_tables.components,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,
