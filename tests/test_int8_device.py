@@ -8,7 +8,6 @@ import ctypes
 import importlib
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,7 +100,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("oocgemm.backends.cuda.int8")
         # The fake reads host memory, as the kernels compiled for the CPU do.
-        patch.setattr(module.cuda_calls, "gemm_ex", lambda *given, keep_gil: (partial(gemm_ex, *given), None))
+        patch.setattr(module.cublas, "gemmEx", gemm_ex)
         patch.setattr(module, "STRIP_ROWS", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.kernels.spec import C_TYPES, Call
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import STRIP_ROWS, pitch
@@ -28,10 +28,6 @@ _INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 _ALIGNMENT = 16
 # A thread block of the kernel int8_pack copies this many rows, and this many bytes of each along k.
 _PACKED = 64
-# The scalars 0 and 1, in memory that stays where it is.
-_SCALARS = np.zeros(1, np.int32), np.ones(1, np.int32)
-# Handles that cuBLAS has loaded kernels for, which takes tens of milliseconds. A first call releases the GIL.
-_called: set[int] = set()
 
 
 def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
@@ -135,14 +131,12 @@ def _product(handle: int, call: Call) -> None:
     cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order, so A and
     B swap places.
     """
-    product = cuda_calls.gemm_ex(
-        *(handle, 1, 0, call.n, call.m, call.k, _SCALARS[1].ctypes.data),
+    alpha, beta = (np.array(value, np.int32) for value in (1, int(call.beta == 1)))
+    cublas.gemmEx(
+        *(handle, 1, 0, call.n, call.m, call.k, alpha.ctypes.data),
         *(call.b, _INT8, call.ldb, call.a, _INT8, call.lda),
-        *(_SCALARS[int(call.beta == 1)].ctypes.data, call.c, _INT32, call.ldc, _COMPUTE_32I, -1),
-        keep_gil=handle in _called,
+        *(beta.ctypes.data, call.c, _INT32, call.ldc, _COMPUTE_32I, -1),
     )
-    cuda_calls.make(product)
-    _called.add(handle)
 
 
 def _pack(kernels: "Kernels", x: int, ld: int, shape: tuple[int, int], k_major: bool, to: int) -> None:
