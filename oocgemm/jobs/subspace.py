@@ -48,8 +48,7 @@ class Subspace:
 
 def start(rows: int, columns: int, seed: int) -> Subspace:
     """Return the state before the first pass, which depends on the seed."""
-    basis, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((rows, columns)))
-    return Subspace(basis)
+    return Subspace(_orthonormal(np.random.default_rng(seed).standard_normal((rows, columns))))
 
 
 def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
@@ -61,12 +60,10 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
         rounding: relative error of the products, such as 1.2e-7 for float32.
     """
     components, values = _best(block, state.last, rounding)
-    if state.last is None:
-        # The rounding errors of the largest singular value hide small ones. So the first block is only
-        # orthogonalized.
-        basis, _, _ = np.linalg.svd(block[1], full_matrices=False)
-    else:
-        basis = completed(components, state.basis.shape[1])
+    # In the first product, rounding errors of the largest singular value hide small ones. So it is only
+    # orthogonalized.
+    first = state.last is None
+    basis = _orthonormal(block[1]) if first else completed(components, state.basis.shape[1])
     return Subspace(basis, block, state.passes + 1, components, values)
 
 
@@ -135,10 +132,27 @@ def _joined(block: Block, last: Block | None, rounding: float) -> Block:
 
 def _normalized(q: Array, z: Array, least: float) -> Block:
     """Return orthonormal combinations of the columns of Q that are at least `least` long, and those of Z."""
+    directions = _directions(q, least)
+    return q @ directions, z @ directions
+
+
+def _orthonormal(x: Array) -> Array:
+    """Return orthonormal columns that span the columns of a matrix, and others if it has a lower rank."""
+    lengths = np.linalg.norm(x, axis=0)
+    found = x[:, lengths > 0] / lengths[lengths > 0]
+    for least in (MIN_DIFFERENCE, 0.5):
+        found = found @ _directions(found, least)
+    return completed(found, x.shape[1])
+
+
+def _directions(q: Array, least: float) -> Array:
+    """Return T with orthonormal columns of Q T, which are combinations of length `least` or more.
+
+    A few products and a small decomposition take less time than the decomposition of a tall matrix.
+    """
     found, directions = np.linalg.eigh(q.T @ q)
     kept = found >= least * least
-    directions = directions[:, kept] / np.sqrt(found[kept])
-    return q @ directions, z @ directions
+    return np.asarray(directions[:, kept] / np.sqrt(found[kept]))
 
 
 def _gram(q: Array, z: Array) -> Array:
