@@ -62,6 +62,8 @@ def test_every_option_is_a_field_of_the_request() -> None:
         "gram",
         "standardize",
         "selection",
+        "chain",
+        "gaussian",
     } == Request.__dataclass_fields__.keys()
 
 

@@ -74,7 +74,9 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
 
 
 def _layout(data: Mapping[str, Any]) -> Layout:
-    pairs = {f.name: tuple(data[f.name]) for f in fields(Layout) if f.name.endswith("_chunk")}
+    # Logs of older versions lack some of these fields.
+    names = [f.name for f in fields(Layout) if f.name.endswith("_chunk") and f.name in data]
+    pairs = {name: tuple(data[name]) for name in names}
     if any(list(map(type, pair)) != [int, int] for pair in pairs.values()):
         raise TypeError(f"chunk extents must be pairs of integers, not {pairs}")
     return _typed(Layout, data, **pairs)
