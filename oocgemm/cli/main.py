@@ -35,7 +35,10 @@ COMMANDS = {
         "gram:gram",
         "Multiply X and its conjugate transpose, and store a triangle of the product in C.",
     ),
-    "grm": ("grm:grm", "Compute the genetic relationship matrix of the individuals in X."),
+    "grm": (
+        "grm:grm",
+        "Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.",
+    ),
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),

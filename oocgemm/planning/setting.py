@@ -119,8 +119,13 @@ class Setting:
 
     @cached_property
     def streams_c(self) -> bool:
-        """Whether blocks of C need no host slots. If checksums are computed, C is checked in host slots."""
-        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked)
+        """Whether blocks of C need no host slots.
+
+        If checksums are computed, C is checked in host slots. There, strips of a Gram matrix are mirrored
+        unless a GPU does it.
+        """
+        mirrored = bool(self.problem.gram) and self.machine.multiprocessors == 1
+        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked or mirrored)
 
     @cached_property
     def turns_on_device(self) -> bool:

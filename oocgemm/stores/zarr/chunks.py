@@ -17,7 +17,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, SECTOR, OpenFile, folder_mtime, many_cores, padded, publish
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded, publish
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
@@ -143,8 +143,9 @@ class DirectChunks:
     @property
     def stored_bytes(self) -> int:
         """The scratch memory of a thread for stored bytes of chunks that are read together."""
-        # An encoded chunk can be a little larger than its elements.
-        together = padded((MAX_OPEN if many_cores() else 2) * self.chunk_bytes + SECTOR)
+        # An encoded chunk can be a little larger than its elements. Few cores read one chunk at a time.
+        alone = 1 if self.encoding.raw else 2
+        together = padded((MAX_OPEN if many_cores() else alone) * self.chunk_bytes)
         return min(STORED_BYTES, together) if self.decodes_together else 0
 
     @property
