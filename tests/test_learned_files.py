@@ -37,6 +37,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(observed, "MIN_BUSY", 0)
     monkeypatch.setattr(observed, "MIN_EFFICIENCY", 0)
     monkeypatch.setattr("oocgemm.planning.cost.learned.MIN_KERNEL_RATIO", 0)
+    monkeypatch.setattr("oocgemm.planning.cost.learned.MIN_HOST_KERNEL_RATIO", 0)
     return tmp_path / "cache" / "learned"
 
 

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -76,11 +77,12 @@ def in_frame(page: Page, expression: str, wanted: Any = True) -> None:
     while time.monotonic() < deadline:
         frames = page.call("Page.getFrameTree")["frameTree"].get("childFrames", ())
         for frame in frames:
-            world = page.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
-            values = {"contextId": world["executionContextId"], "returnByValue": True}
-            found = page.call("Runtime.evaluate", expression=expression, **values)["result"].get("value")
-            if found == wanted:
-                return
+            with suppress(RuntimeError):  # the frame is being loaded again
+                world = page.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
+                values = {"contextId": world["executionContextId"], "returnByValue": True}
+                found = page.call("Runtime.evaluate", expression=expression, **values)["result"].get("value")
+                if found == wanted:
+                    return
         time.sleep(0.02)
     raise AssertionError(f"{expression} is {found!r} and not {wanted!r} in the frame")
 
