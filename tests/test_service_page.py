@@ -216,12 +216,12 @@ def test_tiles_and_lanes_of_a_running_job_are_shown(page: Page, server: RealServ
         page.until("document.querySelectorAll('.busy li').length === 2")
         assert text(page, ".limit") == "Read-bound"
         assert [text(page, f".busy .lane-{lane} .n") for lane in ("read", "compute")] == ["25%", "50%"]
-        page.until("document.querySelector('.tiles').getAttribute('aria-label').startsWith('2 of 16')")
+        page.until("document.querySelector('.tiles')?.getAttribute('aria-label')?.startsWith('2 of 16')")
         assert squares(page) == [1, 11]
         (folder / "live.json").write_text('{"busy": {"write": 1, "read": 0.5}, "limit": null}')
         with open(folder / "tiles", "a") as tiles:
             tiles.write("1 3 3\n")
-        page.until("document.querySelector('.tiles').getAttribute('aria-label').startsWith('3 of 16')")
+        page.until("document.querySelector('.tiles')?.getAttribute('aria-label')?.startsWith('3 of 16')")
         assert squares(page) == [1, 11, 15]
         page.until("document.querySelectorAll('.busy li').length === 3")
         lines = "[...document.querySelectorAll('.busy li')].map((e) => e.textContent)"
