@@ -239,7 +239,7 @@ def _walk(
 
 
 def _whole_zstd(buffer: Array, source: Array, size: Array, length: Array) -> Array:
-    """Return of each zstd stream whether its structure is valid, and states that its content has `length`.
+    """Return for each zstd stream whether its structure is valid, and its header gives `length` as its size.
 
     That is: one frame without a dictionary, whose blocks end exactly where the stream ends.
     """
