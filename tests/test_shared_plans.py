@@ -109,10 +109,10 @@ def test_a_quick_search_finds_a_plan_nearly_as_fast_as_a_thorough_one(n: int) ->
         return run(*given)
 
     with patch.object(planner._Search, "_run", counted):
-        for least in (shared.MIN_THOROUGH_APART, 0.0):
+        for least in (shared.MIN_THOROUGH_STREAMED, 0.0):
             forget_plans()
             calls = 0
-            with patch.object(shared, "MIN_THOROUGH_APART", least):
+            with patch.object(shared, "MIN_THOROUGH_STREAMED", least):
                 thorough = planned(n, "float64", 1, sessions=2)
             found.append(calls)
     assert quick.prediction.total <= 1.03 * thorough.prediction.total

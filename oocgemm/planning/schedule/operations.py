@@ -239,8 +239,14 @@ class Schedule:
             )
             return
         if self.slots.streams(operand):
+            source: tuple[Region, ...] = ()
+            if placed.peer is not None:
+                peer, index = placed.peer
+                source = (Region(slot_of(Tier.DEVICE, operand, index, peer), 0, elements),)
             yield Operation(
-                Kind.UPLOAD, operand, tile, step, (), (device,), m, n, k, size, device=self.device
+                *(Kind.UPLOAD, operand, tile, step, source, (device,), m, n, k, size),
+                device=self.device,
+                peer=bool(source),
             )
             return
         host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)

@@ -47,8 +47,8 @@ MAX_CHOSEN, MAX_OTHERS = 8, 2
 # into one share per device, short ones for smaller shares too, and a longer one for the best share.
 QUICK, SHORT, LONG = 0.0, 0.05, 0.5
 # The short searches are left out for products that take less than this many seconds, because they would take
-# more time than they save: on GPUs that share panels, and on GPUs that do not.
-MIN_THOROUGH, MIN_THOROUGH_APART = 1.0, 20.0
+# more time than they save: if panels have host slots, and if they have none.
+MIN_THOROUGH, MIN_THOROUGH_STREAMED = 1.0, 20.0
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -113,9 +113,9 @@ class _Search:
         if tile is not None:
             yield from self._plans_of([tile])
             return
-        apart = self.setting.works_apart and not self.setting.machine.unified
+        streamed = all(map(self.setting.streams, (self.setting.layouts.a, self.setting.layouts.b)))
         try:
-            yield from self._plans_of(self.shapes(MIN_THOROUGH_APART if apart else MIN_THOROUGH))
+            yield from self._plans_of(self.shapes(MIN_THOROUGH_STREAMED if streamed else MIN_THOROUGH))
         except BudgetError:
             yield from self._plans_of(self.shapes(0.0))
 
