@@ -19,7 +19,7 @@ from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.schedule.dealing import arrangement
-from tests.backends_here import running_on
+from tests.backends_here import needs_gpu, running_on
 from tests.command import command, run
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.faulty_runs import store
@@ -69,7 +69,9 @@ def reads(result: oocgemm.Result) -> int:
 
 @pytest.mark.parametrize("beta", [0, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8"])
-@pytest.mark.parametrize("engine", ["host", "host-staged", "fake-cuda"])
+@pytest.mark.parametrize(
+    "engine", ["host", "host-staged", "fake-cuda", pytest.param("cuda", marks=needs_gpu)]
+)
 def test_c_is_exact_on_several_sessions(engine: str, dtype: str, beta: int, tmp_path: Path) -> None:
     a, b = (integers(RNG, shape, dtype) for shape in SHAPES)
     c_dtype = "int32" if dtype == "int8" else dtype
