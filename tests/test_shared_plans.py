@@ -75,10 +75,11 @@ def test_a_large_product_scales_with_the_number_of_gpus(gpus: int, least: float,
 
 
 @pytest.mark.parametrize("n", [40960, *slow((53248,), (65536,))])
-def test_two_sessions_on_a_gpu_upload_at_most_half_as_much_again(n: int) -> None:
-    """Each computes half of C, and needs all of one operand."""
+def test_two_sessions_on_a_gpu_read_about_as_much_as_one(n: int) -> None:
+    """Each computes half of C, and needs all of one operand. Most of it, it copies from the other one."""
     one, two = planned(n, "float64", 1), planned(n, "float64", 1, sessions=2)
-    assert two.traffic["h2d"] <= 1.55 * one.traffic["h2d"]
+    read, again = (plan.loads.a_read + plan.loads.b_read for plan in (one, two))
+    assert again <= 1.1 * read < two.traffic["h2d"]
     assert two.prediction.lanes["compute"] <= 1.02 * one.prediction.lanes["compute"]
 
 
