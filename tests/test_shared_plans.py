@@ -1,5 +1,6 @@
 """Plans for several GPUs: predicted times agree with simulated schedules, and more GPUs are faster."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ import pytest
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
+    Kind,
     Layout,
     Layouts,
     Plan,
@@ -81,6 +83,19 @@ def test_two_sessions_on_a_gpu_read_about_as_much_as_one(n: int) -> None:
     read, again = (plan.loads.a_read + plan.loads.b_read for plan in (one, two))
     assert again <= 1.1 * read < two.traffic["h2d"]
     assert two.prediction.lanes["compute"] <= 1.02 * one.prediction.lanes["compute"]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_every_device_ends_with_a_tile_that_drains_strip_by_strip(devices: int) -> None:
+    plan = planned(45056, "float64", 2)
+    assert (plan.candidate.ends, plan.slots.c) == (2, 2)
+    multiplies = Counter(
+        operation.tile
+        for operation in replace(plan, devices=devices).schedule()  # also if it is resumed on fewer devices
+        if operation.kind is Kind.MULTIPLY
+    )
+    ends = {tile for tile, count in multiplies.items() if count > plan.grid.steps}
+    assert ends == set(plan.schedule().tiles[-2:])
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -1,6 +1,6 @@
 """Assign slots (buffers) to the panels of A and B, step by step, and count the panels that are loaded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee, zip_longest
 from math import inf
@@ -229,9 +229,10 @@ class Placing:
         ramp: int = 0,
         last: Tile | None = None,
         panels: tuple[Panels, Panels] | None = None,
+        ends: frozenset[Tile] = frozenset(),
     ) -> None:
         self._tiles = tiles
-        self._last = last if last is not None or not tiles else tiles[-1]
+        self._ends: Collection[Tile] = ends or ([last] if last is not None else list(tiles[-1:]))
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
@@ -344,7 +345,7 @@ class Placing:
         if memoised:
             tile = self._tiles[position]
             self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
-            state = panels.state(position), position == 0, tile == (0, 0), tile == self._last
+            state = panels.state(position), position == 0, tile == (0, 0), tile in self._ends
             if state in known:
                 found, after = known[state]
                 panels.refill(after, position)
@@ -371,4 +372,4 @@ class Placing:
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         tile = self._tiles[position]
         order = step_order(tile, self._steps, self._ramp)
-        return step_groups(order, self._slots, first=tile == (0, 0), last=tile == self._last)
+        return step_groups(order, self._slots, first=tile == (0, 0), last=tile in self._ends)

@@ -73,7 +73,8 @@ class SharedSchedule(Schedule):
 
     def _of_device(self, device: int) -> Schedule:
         tiles = self._tiles_of(device)
-        return Schedule(self.problem, self.grid, tiles, self.slots, self.coded, self.last, device)
+        given = self.slots, self.coded, self.last, device, self.ends
+        return Schedule(self.problem, self.grid, tiles, *given)
 
     def _placings(self) -> Iterator[Placing]:
         """Yield what places the panels of each device, with common host slots."""
@@ -93,7 +94,7 @@ class SharedSchedule(Schedule):
         self._connect(everywhere)
         last = self.last or (self.tiles[-1] if self.tiles else None)
         for device, (a, b) in enumerate(everywhere):
-            yield Placing(self._tiles_of(device), steps, slots, self.grid.ramp, last, (a, b))
+            yield Placing(self._tiles_of(device), steps, slots, self.grid.ramp, last, (a, b), self.ends)
 
     def _connect(self, everywhere: Sequence[tuple[Panels, Panels]]) -> None:
         """Let devices copy panels that have no host slots from each other.

@@ -336,8 +336,7 @@ class _Alone:
             return True
         setting, most = self._prices.setting, limit / self._part
         return any(
-            least <= most and predict(setting, one, self._prices, last_drains=False).total <= most
-            for least, one in self._found
+            least <= most and predict(setting, one, self._prices).total <= most for least, one in self._found
         )
 
 
@@ -356,4 +355,5 @@ def _widened(alone: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Can
     )
     host_a, host_b = on_host
     order = replace(order, band=order.band * arranged[order.axis])
-    return replace(alone, slots=replace(slots, host_a=host_a, host_b=host_b), traversal=order, ramp=0)
+    slots = replace(slots, host_a=host_a, host_b=host_b)
+    return replace(alone, slots=slots, traversal=order, ramp=0, ends=prod(arranged))
