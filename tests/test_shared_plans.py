@@ -19,6 +19,7 @@ from oocgemm.planning import (
     guarded_plan,
     shared_plan,
 )
+from oocgemm.planning.cost.rates import scaled
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.search import guarded, planner, shared
 from oocgemm.planning.setting import Setting
@@ -83,6 +84,22 @@ def test_two_sessions_on_a_gpu_read_about_as_much_as_one(n: int) -> None:
     read, again = (plan.loads.a_read + plan.loads.b_read for plan in (one, two))
     assert again <= 1.1 * read < two.traffic["h2d"]
     assert two.prediction.lanes["compute"] <= 1.02 * one.prediction.lanes["compute"]
+
+
+@pytest.mark.parametrize("n", [32768, 45056])
+@pytest.mark.parametrize("factor", [0.03, 0.35, 3.0])
+def test_a_measured_rate_changes_a_plan_only_if_the_new_one_is_clearly_faster(n: int, factor: float) -> None:
+    setting = setting_of(n, "float64", 1, sessions=2)
+    chunked = replace(STORED.a, in_memory=False, page_cached=True)
+    layouts = replace(setting.layouts, a=chunked, b=chunked)
+    machine = setting.machine
+    measured = scaled(machine, {"read": factor})
+    given, rest = (setting.problem, setting.budgets), (frozenset[str](), layouts, None, 2)
+    before, after = (shared_plan(*given, x, *rest) for x in ((machine,), (machine, measured)))
+    assert after.machine == measured
+    if after.candidate != before.candidate:
+        assert factor < 0.1
+        assert after.prediction.total < 0.8 * replace(before, machine=measured).prediction.total
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
