@@ -3,7 +3,7 @@
 The devices run in step. So the clock runs only one of them, on a product of as many tile rows and columns as
 this device computes. Storage, the host's copies and the time to issue operations are common to all devices.
 In the share, they are slower accordingly: storage by the number of panels that are read for all devices per
-panel that is read for one.
+panel that is read for one. Copies between devices count as uploads.
 """
 
 from dataclasses import dataclass, replace
