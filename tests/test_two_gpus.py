@@ -32,9 +32,7 @@ def product(folder: Path, devices: str, c: Any, source: str = "zarr", **options:
             zarr.create_array(folder / name, data=np.load(place), chunks=(256, 256), compressors=None)
         operands.append(folder / name if source == "zarr" else np.load(place))
     given = {"tile": TILE, "device_memory": "400MiB", "host_memory": "2GiB"}
-    return oocgemm.gemm(
-        operands[0], operands[1], c, backend="cuda", devices=devices, **(given | options)
-    )
+    return oocgemm.gemm(operands[0], operands[1], c, backend="cuda", devices=devices, **(given | options))
 
 
 @pytest.mark.parametrize("source", ["zarr", "memory"])
