@@ -5,10 +5,10 @@ stream. The calling thread queues the operations in program order. It pauses whi
 too many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
 already. So there is no deadlock.
 
-Reads, Writes and the operations of the host backend run in threads of their stream. So do copies between GPUs,
-whose threads wait for the other GPU. The other operations of a GPU, except Prepare, are only enqueued, which
-takes microseconds. So they need no threads of their own: any thread that has submitted an operation also submits
-those that waited only for that one. The GPU's streams then wait for each other.
+Reads, Writes and the operations of the host backend run in threads of their stream. So do copies between
+GPUs, whose threads wait for the other GPU. The other operations of a GPU, except Prepare, are only enqueued,
+which takes microseconds. So they need no threads of their own: any thread that has submitted an operation
+also submits those that waited only for that one. The GPU's streams then wait for each other.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
 the first error is raised. Signals do not interrupt a run (`threads.shielded`).
