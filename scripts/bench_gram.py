@@ -1,7 +1,7 @@
 """Measure `gram` relative to `gemm(X, X^T)`, in the same run and in turn.
 
     python scripts/bench_gram.py --backend host --size 8192
-    python scripts/bench_gram.py --backend cuda --size 32768 --dtype float64 --dtype int8 --uplo lower --uplo full
+    python scripts/bench_gram.py --backend cuda --size 32768 --dtype int8 --uplo lower --uplo full
     python scripts/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
 
 X holds small integers, so that C is exact: a sample of rows of both results is compared with NumPy. X and C

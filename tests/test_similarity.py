@@ -80,7 +80,7 @@ def check_pairs(found: oocgemm.Pairs, e: Array, least: float, metric: str, exclu
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
 def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, least: float, dtype: str) -> None:
     e = embedded(0, 211, 9, dtype)
-    for tile in (None, "50x40x4"):
+    for tile in (None, "50x50x4"):
         with running_on(engine) as options:
             found = oocgemm.similarity(e, threshold=least, metric=metric, tile=tile, **options)
         check_pairs(found, e, least, metric)
@@ -91,7 +91,8 @@ def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, leas
 def test_any_tiles_find_the_same_pairs(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
     exclude_self, least = data.draw(st.booleans()), data.draw(st.integers(-9, 9))
-    tile = "x".join(str(data.draw(st.integers(1, most))) for most in (n, n, k))
+    side, depth = data.draw(st.integers(1, n)), data.draw(st.integers(1, k))
+    tile = f"{side}x{side}x{depth}"
     e = embedded(data.draw(st.integers(0, 99)), n, k)
     for engine in ("host", "fake-cuda"):
         with running_on(engine) as options:

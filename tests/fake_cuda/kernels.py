@@ -309,8 +309,7 @@ def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         if reads:
             scores *= factors[top : top + rows, None] * factors[left : left + width]
         kept = (np.abs(scores) if macros["OOC_ABSOLUTE"] == "1" else scores) >= element["score"].type(least)
-        if excludes_self:
-            kept &= np.arange(left, left + width) != np.arange(top, top + rows)[:, None]
+        kept &= np.arange(left, left + width) <= np.arange(top, top + rows)[:, None] - bool(excludes_self)
         for row in reversed(range(rows)):
             columns = np.flatnonzero(kept[row])
             for part in np.array_split(columns, room // rows) if columns.size else ():

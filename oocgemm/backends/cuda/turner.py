@@ -40,7 +40,7 @@ class Turner:
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
         self._size, self._upper = problem.itemsizes["C"], problem.gram == "upper"
-        self._completes = bool(problem.gram) and plan.setting.streams_c
+        self._completes = bool(problem.gram) and plan.setting.streams_c and not problem.selects
         if self._completes:
             options = turn_options(problem)
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))

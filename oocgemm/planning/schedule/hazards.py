@@ -168,7 +168,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    mirrored = schedule.problem.gram and schedule.slots.streams("C")
+    mirrored = schedule.problem.gram == "full" and schedule.slots.streams("C")
     stored = schedule.elements_written if mirrored else schedule.elements
     _check_area(written, schedule.elements_stored if schedule.problem.kept else stored)
 
