@@ -33,3 +33,21 @@ __device__ inline score_t score_at(
     const score_t score = static_cast<score_t>(__ldcs(from + column));
     return OOC_SCALED ? score * (of_row * scales[column]) : score;
 }
+
+// Reads the scores of 32 * UNROLL columns from `first` on, of which those from `end` on become NaN. A branch per
+// column would keep the compiler from issuing all loads before it uses their results.
+__device__ inline void read_scores(
+    const OOC_ACCUMULATED* from, long long first, long long end, int lane, score_t of_row,
+    const score_t* __restrict__ scales, score_t (&scores)[UNROLL]) {
+    if (first + 32 * UNROLL <= end) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) scores[u] = score_at(from, first + u * 32 + lane, of_row, scales);
+    } else {
+        const score_t nan = score_t(0) / score_t(0);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const long long column = first + u * 32 + lane;
+            scores[u] = column < end ? score_at(from, column, of_row, scales) : nan;
+        }
+    }
+}

@@ -52,20 +52,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
         int used = 0;
         for (long long start = 0; start < end; start += 32 * UNROLL) {
             score_t scores[UNROLL];
+            read_scores(from, start, end, lane, of_row, scales + first_column, scores);
             bool some = false;
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const long long column = start + u * 32 + lane;
-                const bool inside = column < end;
-                scores[u] = inside ? score_at(from, column, of_row, scales + first_column) : score_t(0);
-                some |= inside && (scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound));
-            }
+            for (int u = 0; u < UNROLL; ++u) some |= scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);
             if (!__ballot_sync(ALL, some)) continue;
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 const long long column = start + u * 32 + lane;
-                const bool found = column < end &&
-                                   (scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound));
+                const bool found = scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);
                 const unsigned votes = __ballot_sync(ALL, found);
                 if (found) {
                     buffer[used + __popc(votes & ((1u << lane) - 1))] = {

@@ -95,14 +95,10 @@ extern "C" __global__ void topk(
         const OOC_ACCUMULATED* from = sums + row * width;
         for (long long start = 0; start < width; start += 32 * UNROLL) {
             score_t scores[UNROLL];
+            read_scores(from, start, width, lane, of_row, scales + first_column, scores);
             bool some = false;
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const long long column = start + u * 32 + lane;
-                const bool inside = column < width;
-                scores[u] = inside ? score_at(from, column, of_row, scales + first_column) : score_t(0);
-                some |= inside && !(scores[u] < bound);
-            }
+            for (int u = 0; u < UNROLL; ++u) some |= !(scores[u] < bound);
             if (!__ballot_sync(ALL, some)) continue;
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
