@@ -182,7 +182,8 @@ class _Formulas:
             waits = slots.c == 1 and not problem.selects
             bubbles = (grid.count - 1) * max(0.0, waiting) if waits else 0.0
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
-            total += downs * STREAMED_STRIP if streams_c else 0.0
+            # Of the largest elements of rows, those of a tile row are downloaded together.
+            total += (grid.shape[0] if problem.kept else downs) * STREAMED_STRIP if streams_c else 0.0
         return Prediction(busy, start, bubbles, tail, total + tail)
 
     def _staircase(self, rows: int, depth: int) -> float:
