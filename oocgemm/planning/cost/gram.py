@@ -179,8 +179,8 @@ class _Formulas:
             # Those that pass through the ring have drained when the host has copied them, which is later.
             waiting = self._side / strip * draining - (0 if streams_c else 2 * slots.turn_steps * step)
             # Elements that are selected are in other slots when the next tile begins.
-            waits = slots.c == 1 and not problem.selects
-            bubbles = (grid.count - 1) * max(0.0, waiting) if waits else 0.0
+            tiles = grid.count - 1 if slots.c == 1 and not problem.selects else 0
+            bubbles = tiles * max(0.0, waiting) + self._first_waits(max(reading, uploading), depth)
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
             # Of the largest elements of rows, those of a tile row are downloaded together.
             total += (grid.shape[0] if problem.kept else downs) * STREAMED_STRIP if streams_c else 0.0
@@ -192,6 +192,13 @@ class _Formulas:
         whole, rest = divmod(rows, strip)
         seconds = sum(prices.multiply(strip, strip, (i + 1) * strip, depth) for i in range(whole))
         return seconds + (prices.multiply(rest, rest, rows, depth) if rest else 0.0)
+
+    def _first_waits(self, loading: float, depth: int) -> float:
+        """Return the seconds for which the first tile waits for panels, which take `loading` seconds each.
+
+        It is on the diagonal of C, and needs only half of the flops of other tiles per byte.
+        """
+        return (self._grid.steps - 1) * max(0.0, loading - self._staircase(self._side, depth))
 
     def _strips(self) -> float:
         """Return how many strips of full size have as many elements together as are computed."""
