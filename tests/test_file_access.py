@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 
+from oocgemm.jobs.output import remove_shared
 from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
@@ -160,9 +161,21 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", Mock(side_effect=full))
     monkeypatch.setattr(NpyMatrix, "reserve", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
-        files.publish(tmp_path / "chunk", np.ones((4, 4)), 128)
+        files.publish(tmp_path / "chunk", np.ones((4, 4)), 128, tmp_path)
     with pytest.raises(OSError, match="No space"):
         create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
+    root, data = tmp_path / "attempts" / "1", np.arange(4.0)
+    root.mkdir(parents=True)
+    files.publish(root / "c" / "0" / "7", data, data.nbytes, root)
+    assert (root / "c" / "0" / "7").read_bytes() == data.tobytes()
+    remove_shared(root.parent)
+    for name in ("7", "c/7", "c/0/7"):
+        with pytest.raises(FileNotFoundError):
+            files.publish(root / name, data, data.nbytes, root)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,10 +197,10 @@ def test_writes_use_the_page_cache_only_where_direct_io_fails(
 
     monkeypatch.setattr(os, call, refuse)
     if number == errno.EINVAL:
-        files.publish(tmp_path / "chunk", data, 8000)
+        files.publish(tmp_path / "chunk", data, 8000, tmp_path)
         assert (tmp_path / "chunk").read_bytes() == data[:8000].tobytes()
     else:
         with pytest.raises(OSError, match="no"):
-            files.publish(tmp_path / "chunk", data, 8000)
+            files.publish(tmp_path / "chunk", data, 8000, tmp_path)
         assert list(tmp_path.iterdir()) == []
     assert len(flags) == (2 if number == errno.EINVAL else 1)

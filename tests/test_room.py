@@ -38,12 +38,12 @@ class Disk:
         self._publish, self._writing = files.publish, threading.Lock()
         monkeypatch.setattr(direct, "publish", self._write)
 
-    def _write(self, path: Path, data: Any, size: int) -> None:
+    def _write(self, path: Path, data: Any, size: int, root: Path) -> None:
         with self._writing:
             if self.free < 4 * KIB:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             self.free -= 0 if path.exists() else 4 * KIB
-            self._publish(path, data, size)
+            self._publish(path, data, size, root)
 
 
 @pytest.fixture

@@ -227,13 +227,14 @@ def resident(address: int, size: int) -> bool:
     return 2 * sum(flag & 1 for flag in flags) >= SAMPLED_PAGES
 
 
-def publish(path: Path, data: Array, size: int) -> None:
+def publish(path: Path, data: Array, size: int, root: Path) -> None:
     """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
 
     The file is first written under a temporary name, and then renamed. It is written past the page cache if
-    `data` is sector-aligned and padded to whole sectors.
+    `data` is sector-aligned and padded to whole sectors. Missing folders between `root` and the file are
+    created. Raises `FileNotFoundError` if `root` does not exist: who removed it does not want the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent, root)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         _write(temporary, data, size)
@@ -242,6 +243,19 @@ def publish(path: Path, data: Array, size: int) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _make_folder(folder: Path, root: Path) -> None:
+    """Create a folder and its parents below `root`. Raises `FileNotFoundError` if there is no `root`."""
+    if folder == root:
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        if folder.parent == root:
+            raise
+        _make_folder(folder.parent, root)
+        folder.mkdir(exist_ok=True)
 
 
 def worth_caching(size: int) -> bool:

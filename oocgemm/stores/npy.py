@@ -142,7 +142,7 @@ class NpyMatrix:
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._redirected is not None:
-            publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
+            publish(saved_block(self._redirected, rows, cols), data, data.nbytes, self._redirected)
         else:
             self._write(rows, cols, data)
 
@@ -175,6 +175,7 @@ class NpyMatrix:
         sync_path(self._path)
 
     def redirect_writes(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self._redirected = folder
 
     def sync_block(self, rows: Range, cols: Range) -> None:

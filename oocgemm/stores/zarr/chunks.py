@@ -210,7 +210,7 @@ class DirectChunks:
         for number, block in _cut((rows, cols), self.chunk):
             part = view(data, (rows, cols), block)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
-            publish(self.root / self.key(number), stored, size)
+            publish(self.root / self.key(number), stored, size, self.root)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
