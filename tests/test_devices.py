@@ -19,6 +19,7 @@ from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.schedule.dealing import arrangement
+from oocgemm.stores import arrays
 from tests.backends_here import needs_gpu, running_on
 from tests.command import command, run
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
@@ -143,6 +144,26 @@ def test_panels_are_copied_between_devices_that_cannot_access_each_other(
     assert gpus.peers == {(0, 2), (2, 0)}
     assert any(span.stream == "peer" for span in several.timeline.spans)
     np.testing.assert_array_equal(np.asarray(several), one)
+
+
+@pytest.mark.parametrize("tile", ["20x20x10", "40x40x40"])
+@pytest.mark.parametrize("seed", range(2))
+def test_panels_of_pinned_arrays_are_uploaded_to_one_device(
+    seed: int, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
+    a, b, c = (integers(RNG, (160, 160), "float64") for _ in range(3))
+    with fake_cuda(seed, devices=3) as gpus:
+        for x in (a, b, c):
+            gpus.memory.pin(x.ctypes.data, x.nbytes, None)
+        given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "tile": tile}
+        result = oocgemm.gemm(a, b, c, devices="0,1,2", device_memory="100MiB", host_memory="64MiB", **given)
+        for x in (a, b, c):
+            gpus.memory.unpin(x.ctypes.data)
+        gpus.check()
+    assert set(map(result.plan.is_direct, "ABC")) == {True}
+    assert reads(result) < result.plan.traffic["h2d"]
+    np.testing.assert_array_equal(c, a @ b)
 
 
 def test_the_log_describes_every_device(gpus: Device, tmp_path: Path) -> None:
