@@ -32,7 +32,9 @@ by size and modification time, and the resumed run compares these fingerprints w
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +50,8 @@ DATA = "data.npy"
 # The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
 # spread ones, since reading the status of every file would take too long.
 MAX_FINGERPRINTED = 10_000
+# At most this many files and folders are flushed at the same time.
+MAX_SYNCED = 16
 
 
 class Durable(Matrix, Protocol):
@@ -105,10 +109,7 @@ def sync_files(root: Path, names: Collection[str]) -> None:
     The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
     whose elements all have the fill value.
     """
-    for name in names:
-        with suppress(FileNotFoundError):
-            sync_path(root / name)
-    sync_names(root, names)
+    _sync_all([*(root / name for name in names), *_folders(root, names)])
 
 
 def sync_names(root: Path, names: Collection[str]) -> None:
@@ -116,12 +117,34 @@ def sync_names(root: Path, names: Collection[str]) -> None:
 
     The `names` are relative to the folder `root`. All folders from the files up to `root` are flushed.
     """
+    _sync_all(_folders(root, names))
+
+
+def _folders(root: Path, names: Collection[str]) -> list[Path]:
+    """Return the folders from files up to `root`. The `names` of the files are relative to `root`."""
     folders = {root}
     for parent in {(root / name).parent for name in names}:
         folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
-    for folder in folders:
-        if folder.is_dir():
-            sync_path(folder)
+    return sorted(folders)
+
+
+def _sync_all(paths: Collection[Path]) -> None:
+    """Flush files and folders, except missing ones. Raises `OSError`.
+
+    Many are flushed at the same time: the system then joins their requests to the disk to write out its
+    cache. Each of these takes milliseconds, and delays writes of other blocks.
+    """
+
+    def sync(path: Path) -> None:
+        with suppress(FileNotFoundError):
+            sync_path(path)
+
+    try:
+        with ThreadPoolExecutor(min(MAX_SYNCED, len(paths)), thread_name_prefix="oocgemm-sync") as pool:
+            deque(pool.map(sync, paths), maxlen=0)  # raises the first error
+    except RuntimeError:  # the system refuses a thread
+        for path in paths:
+            sync(path)
 
 
 def sync_path(path: Path) -> None:

@@ -167,6 +167,9 @@ class OpenFile:
                 np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
                 return
         rows = _segments(out)
+        if large and not maps:
+            # Another thread reads the next bytes. If this one read them ahead, both would have to wait.
+            Opener.without_readahead(self.descriptor)
         if past_cache and large:
             flags = _RWF_DONTCACHE
             direct = _sectors(rows) if O_DIRECT and offset % SECTOR == 0 else []
@@ -249,7 +252,7 @@ def worth_caching(size: int) -> bool:
     return size <= MAX_CACHED_SHARE * memory_limit()
 
 
-def folder_mtime(folder: Path) -> int | None:
+def folder_mtime(folder: str | Path) -> int | None:
     """Return the modification time of a folder in nanoseconds; None for a missing or unreadable folder.
 
     The time changes when a file in the folder is created, deleted or renamed.
@@ -292,7 +295,8 @@ def _write(path: Path, data: Array, size: int) -> None:
             done = 0
             while done < data.nbytes:
                 done += os.pwritev(descriptor, _after(rows, done), done)
-            os.ftruncate(descriptor, size)
+            if size != done:
+                os.ftruncate(descriptor, size)
             return
         except OSError as error:
             if not (extra and error.errno == errno.EINVAL):

@@ -7,7 +7,9 @@ and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +32,7 @@ from oocgemm.stores.zarr.together import (
     adjacent,
     decode,
     gather,
+    gather_again,
     min_line,
     view,
 )
@@ -106,17 +109,19 @@ class DirectChunks:
     cached: bool = False
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
     unchanging: bool = False
-    _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
+    _mtimes: dict[str, int | None] = field(default_factory=dict, compare=False, repr=False)
     opener: Opener = field(default_factory=Opener, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.unchanging:
+        if not self.unchanging or self._mtimes:  # `replace` keeps them
             return
         folders = self._folders((0, 0))
+        self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
         # With file names such as "c/0/1", each row of chunks has its own folder. Record all these too.
         if folders[0] != self._folders((1, 0))[0]:
-            folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
-        self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
+            with suppress(OSError), os.scandir(folders[1]) as entries:
+                paths = [entry.path for entry in entries if entry.is_dir()]
+                self._mtimes.update({path: folder_mtime(path) for path in paths})
 
     @property
     def chunk_bytes(self) -> int:
@@ -181,7 +186,7 @@ class DirectChunks:
         too little memory to decode a chunk.
         """
         gathers = self._gathers(out)
-        if gathers and adjacent(self, (rows, cols), out):
+        if gathers and (adjacent(self, (rows, cols), out) or gather_again(self, (rows, cols), out)):
             return
         needed = list(_cut((rows, cols), self._file_extents))
         if gathers:
@@ -296,10 +301,10 @@ class DirectChunks:
         except ValueError as error:
             self._damaged(number, str(error), error)
 
-    def _folders(self, number: tuple[int, int]) -> list[Path]:
+    def _folders(self, number: tuple[int, int]) -> list[str]:
         """Return the folder of a chunk's file, and the folders above it up to the array's folder."""
         parents = list((self.root / self.key(number)).parents)
-        return parents[: parents.index(self.root) + 1]
+        return list(map(str, parents[: parents.index(self.root) + 1]))
 
     def _check_not_deleted(self, number: tuple[int, int]) -> None:
         """Raise `ExecutionError` if the missing file of a chunk may have been deleted during the run."""
