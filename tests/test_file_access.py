@@ -191,3 +191,42 @@ def test_writes_use_the_page_cache_only_where_direct_io_fails(
             files.publish(tmp_path / "chunk", data, 8000)
         assert list(tmp_path.iterdir()) == []
     assert len(flags) == (2 if number == errno.EINVAL else 1)
+
+
+@pytest.mark.skipif(not files.O_DIRECT, reason="there is no way past the page cache")
+@pytest.mark.parametrize(
+    "what",
+    ["file", "rows", "hard link", "symbolic link", "other size", "pipe", "missing", "misaligned", "refused"],
+)
+def test_only_a_file_of_one_name_is_overwritten_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    place, other, old = tmp_path / "chunk", tmp_path / "other", b"x" * 8192
+    data = files.scratch(3 * 8192)[: 2 * 8192].reshape(2, -1)
+    data[...] = np.arange(data.size).reshape(2, -1) % 251
+    data = (
+        data[:, :4096]
+        if what == "rows"
+        else data.reshape(-1)[: 8192 + 8][8 * (what == "misaligned") :][:8192]
+    )
+    match what:
+        case "symbolic link":
+            other.write_bytes(old)
+            place.symlink_to(other)
+        case "pipe":
+            os.mkfifo(place)
+        case "missing":
+            pass
+        case _:
+            place.write_bytes(old if what != "other size" else old[1:])
+    if what == "hard link":
+        os.link(place, other)
+    if what == "refused":
+        monkeypatch.setattr(os, "pwritev", Mock(side_effect=OSError(errno.EINVAL, "no")))
+    before = place.read_bytes() if what not in ("pipe", "missing") else b""
+    done = files.overwrite(place, data)
+    assert done == (what in ("file", "rows"))
+    if what not in ("pipe", "missing"):
+        assert place.read_bytes() == (data.tobytes() if done else before)
+    if "link" in what:
+        assert other.read_bytes() == old

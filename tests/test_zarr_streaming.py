@@ -191,6 +191,26 @@ def test_products_are_exact(tmp_path: Path, name: str, trans_a: Literal["N", "T"
     assert streams(result.plan) == (name not in ("big-endian", "by columns"))
 
 
+@pytest.mark.parametrize("edge", [0, 1])
+def test_the_chunks_of_an_earlier_result_are_overwritten_in_place(tmp_path: Path, edge: int) -> None:
+    """Except those with another name (hard link), such as in a copy of C."""
+    a, b = integers(rng, (1024 + edge, 80), "float64"), integers(rng, (80, 1024 + edge), "float64")
+    c, chunks = tmp_path / "C", [tmp_path / "C" / "c" / str(i) / str(j) for i in (0, 1) for j in (0, 1)]
+    options: dict[str, Any] = {"overwrite": True, "host_memory": "64MiB"}
+    with running_on("fake-cuda") as chosen:
+        oocgemm.gemm(a, b, c, chunks=(512, 512), **options, **chosen)
+        kept = chunks[0].read_bytes()
+        os.link(chunks[0], tmp_path / "copy")
+        before = [path.stat().st_ino for path in chunks]
+        oocgemm.gemm(2 * a, b, c, **options, **chosen)
+    np.testing.assert_array_equal(zarr.open_array(c, mode="r")[:], 2 * a @ b)
+    assert [path.stat().st_ino == old for path, old in zip(chunks, before, strict=True)] == [
+        False,
+        *[True] * 3,
+    ]
+    assert (tmp_path / "copy").read_bytes() == kept
+
+
 def test_a_gram_matrix_is_exact(tmp_path: Path) -> None:
     values = integers(rng, SHAPE, "float64")
     with running_on("fake-cuda") as chosen:

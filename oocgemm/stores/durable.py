@@ -5,8 +5,9 @@ journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed 
 again. A tile is therefore recorded only when all its bytes are durable.
 
 *beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
-records the tile. After a crash before the record, the resumed run writes the whole tile again. Chunk files
-are renamed into place, so no reader sees half a chunk.
+records the tile. After a crash before the record, the resumed run writes the whole tile again. New chunk
+files are renamed into place. Files of uncompressed chunks that exist are overwritten in place: their old
+content is lost with or without that, and C is marked as unfinished.
 
 *beta != 0: the run also reads C.* If it overwrote a tile in place, a resumed run could not compute that tile
 again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three

@@ -14,6 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import sys
 import threading
 import uuid
@@ -247,6 +248,28 @@ def publish(path: Path, data: Array, size: int) -> None:
         raise
 
 
+def overwrite(path: Path, data: Array) -> bool:
+    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible.
+
+    It keeps its blocks on the disk. To allocate others and free these can take as long as the write itself.
+    It is not possible if `data` is not sector-aligned, or the file is not regular or has several names.
+    """
+    if not O_DIRECT or not sector_aligned(data):
+        return False
+    with contextlib.suppress(OSError):  # the caller's own way to write may raise it again
+        # O_NONBLOCK: not to wait for the reader of a named pipe
+        descriptor = os.open(path, os.O_WRONLY | O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size != data.nbytes or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
+                return False
+            _put(descriptor, data)
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 def worth_caching(size: int) -> bool:
     """Return whether files of `size` bytes are small enough to stay in the page cache for a second read."""
     return size <= MAX_CACHED_SHARE * memory_limit()
@@ -282,7 +305,6 @@ def _write(path: Path, data: Array, size: int) -> None:
     Use direct I/O if `data` is sector-aligned and the file system supports it. Direct I/O takes less
     processor time, and leaves the page cache to other data.
     """
-    rows = _segments(data)
     past_cache = O_DIRECT if sector_aligned(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
@@ -292,10 +314,8 @@ def _write(path: Path, data: Array, size: int) -> None:
                 continue
             raise
         try:
-            done = 0
-            while done < data.nbytes:
-                done += os.pwritev(descriptor, _after(rows, done), done)
-            if size != done:
+            _put(descriptor, data)
+            if size != data.nbytes:
                 os.ftruncate(descriptor, size)
             return
         except OSError as error:
@@ -303,6 +323,13 @@ def _write(path: Path, data: Array, size: int) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def _put(descriptor: int, data: Array) -> None:
+    """Write the rows of an array to a file, from its first byte on."""
+    rows, done = _segments(data), 0
+    while done < data.nbytes:
+        done += os.pwritev(descriptor, _after(rows, done), done)
 
 
 def _segments(data: Array) -> list[Array]:

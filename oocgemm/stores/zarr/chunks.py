@@ -19,7 +19,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded, publish
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, overwrite, padded, publish
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
@@ -208,14 +208,16 @@ class DirectChunks:
                     self._damaged(number, str(error), error)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Write a block that consists of whole chunks. Replace each chunk's file atomically.
+        """Write a block that consists of whole chunks.
 
-        A chunk that extends beyond the edge of the matrix counts as whole.
+        An uncompressed chunk is overwritten in place, if it has a file already. The file of any other chunk
+        is created or replaced atomically. A chunk that extends beyond the edge of the matrix counts as whole.
         """
         for number, block in _cut((rows, cols), self.chunk):
-            part = view(data, (rows, cols), block)
+            part, path = view(data, (rows, cols), block), self.root / self.key(number)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
-            publish(self.root / self.key(number), stored, size)
+            if size != stored.nbytes or not self.encoding.raw or not overwrite(path, stored):
+                publish(path, stored, size)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
