@@ -11,7 +11,8 @@ NAMES = ("c/0/0", "c/0/1", "c/1/0", "c/1/missing", "zarr.json")
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(durable, "MIN_SYNCED", 2)
     for name in NAMES:
         (tmp_path / "C" / name).parent.mkdir(parents=True, exist_ok=True)
         if "missing" not in name:

@@ -51,8 +51,9 @@ DATA = "data.npy"
 # The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
 # spread ones, since reading the status of every file would take too long.
 MAX_FINGERPRINTED = 10_000
-# At most this many files and folders are flushed at the same time.
-MAX_SYNCED = 16
+# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
+# threads have started.
+MIN_SYNCED, MAX_SYNCED = 12, 16
 
 
 class Durable(Matrix, Protocol):
@@ -140,12 +141,13 @@ def _sync_all(paths: Collection[Path]) -> None:
         with suppress(FileNotFoundError):
             sync_path(path)
 
-    try:
-        with ThreadPoolExecutor(min(MAX_SYNCED, len(paths)), thread_name_prefix="oocgemm-sync") as pool:
+    if len(paths) > MIN_SYNCED:
+        # If the system refuses a thread, this one flushes all.
+        with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
             deque(pool.map(sync, paths), maxlen=0)  # raises the first error
-    except RuntimeError:  # the system refuses a thread
-        for path in paths:
-            sync(path)
+            return
+    for path in paths:
+        sync(path)
 
 
 def sync_path(path: Path) -> None:
