@@ -27,10 +27,11 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_path,
 )
-from oocgemm.stores.files import OpenFile, publish, worth_caching
+from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
 from oocgemm.stores.opener import Opener
+from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
 
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy

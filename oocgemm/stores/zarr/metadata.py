@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.files import publish
+from oocgemm.stores.publish import publish
 from oocgemm.stores.zarr.chunks import Shards
 from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
