@@ -136,7 +136,7 @@ class Journaled(Target):
         self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
         self._was_complete = ended and _was_complete(job)
-        self._redo = job.plan.problem.reads_c
+        self._redo = job.plan.problem.updates_c
         if found is not None:
             self.matrix = cast(Durable, found)
         try:
@@ -255,7 +255,7 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
         return found
     problem, selection = job.plan.problem, job.request.selection
     if selection is not None and not selection.topk:
-        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.scales)
+        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.finishing.scales)
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sparse else score
         limit = int(SPARSE_SHARE * available_memory())

@@ -7,47 +7,61 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import SEGMENTS, SELECTED, Array, Correction, Found, Pageable, Scales, Token
+from oocgemm.backends.base import (
+    SEGMENTS,
+    SELECTED,
+    Array,
+    Finishing,
+    Found,
+    Pageable,
+    Token,
+)
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.chain import Chain
+from oocgemm.backends.cuda.copies import upload
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.cuda.ring import Ring
+from oocgemm.kernels.epilogue import reduce_grid, reduce_options
 from oocgemm.kernels.selection import threshold_launch, threshold_options, topk_launch, topk_options
 from oocgemm.planning import GemmProblem, Operation, Plan, Region
+from oocgemm.planning.expansion import scale_bytes
 from oocgemm.planning.selection import COUNTER_BYTES, found_layout
 from oocgemm.planning.tiling import length
 
 
 class Scaled:
-    """What the kernels have in common: rows and columns of C that are scaled."""
+    """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         """Load the kernel. `address` returns the device address of a region."""
         self._problem, self._address, self._scales = plan.problem, address, 0
         self._kernel = self._load(kernels)
+        self._chain = Chain(plan, kernels) if plan.problem.epilogue else None
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError
 
-    def use(
-        self,
-        correction: Correction,
-        scales: Scales,
-        address: int,
-        stream: Any,
-        measurer: Measurer | None = None,
-    ) -> None:
-        """Copy what rows and columns of C are multiplied by, if anything, to the device, at `address`."""
-        if scales is None:
-            return
-        dtype = SELECTED[self._problem.c_dtype]["score"]
-        pinned = cupy.cuda.alloc_pinned_memory(scales.size * dtype.itemsize)
-        np.frombuffer(pinned, dtype, scales.size)[...] = scales
-        cuda_calls.make(cuda_calls.copy(address, pinned.ptr, scales.size * dtype.itemsize, stream))
-        stream.synchronize()
-        self._scales = address
+    def _changed(self, op: Operation) -> int:
+        """Apply the epilogue to the strip of a Finish in its accumulator. Return the strip's address."""
+        strip = self._address(op.reads[0])
+        if self._chain is not None:
+            self._chain.launch(op, strip, strip)
+        return strip
+
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        """Copy what rows and columns of C are multiplied by, and the numbers of the epilogue, to the device.
+
+        They are copied to `address`, one after the other.
+        """
+        if self._chain is not None:
+            self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
+        if finishing.scales is not None:
+            dtype = SELECTED[self._problem.c_dtype]["score"]
+            upload(address, finishing.scales.astype(dtype), stream)
+            self._scales = address
 
     def check_of(self, op: Operation) -> None:
         """Return the check of an operation when it has ended: there is none."""
@@ -65,7 +79,7 @@ class Selector(Scaled):
         numbers = rows, length(op.n), op.m[0], op.n[0], problem.topk, problem.excludes_self, op.first
         self._kernel(
             topk_launch(problem, rows),
-            ctypes.c_void_p(self._address(op.reads[0])),
+            ctypes.c_void_p(self._changed(op)),
             *map(ctypes.c_longlong, numbers),
             *map(ctypes.c_void_p, (self._scales, self._address(op.writes[0]))),
         )
@@ -85,7 +99,7 @@ class Sifter(Scaled):
         cuda_calls.make(cuda_calls.zero(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
         self._kernel(
             threshold_launch(rows),
-            ctypes.c_void_p(self._address(op.reads[0])),
+            ctypes.c_void_p(self._changed(op)),
             *map(ctypes.c_longlong, numbers),
             ctypes.c_double(problem.threshold),
             *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
@@ -123,9 +137,41 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
     return ring.download(address, Pageable((1, array.size), array.dtype, move), ())()
 
 
-AnyFinisher = Finisher | Selector | Sifter
+class Reducer(Scaled):
+    """The kernel of the Finish operations of one product of which rows are reduced (`reduction`)."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("reduce", "reduce", reduce_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        rows = length(op.m)
+        self._kernel(
+            reduce_grid(rows),
+            ctypes.c_void_p(self._changed(op)),
+            *map(ctypes.c_longlong, (rows, length(op.n), op.first)),
+            ctypes.c_void_p(self._address(op.writes[0])),
+        )
 
 
-def finisher_of(problem: GemmProblem) -> type[Finisher] | type[Selector] | type[Sifter]:
+class Applier(Scaled):
+    """Applies the epilogue before `AppliedSession` multiplies the strip by V."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return lambda *_: None
+
+    def finish(self, op: Operation) -> None:
+        """Change the strip of a Finish in its accumulator."""
+        self._changed(op)
+
+
+AnyFinisher = Finisher | Selector | Sifter | Reducer | Applier
+
+
+def finisher_of(problem: GemmProblem) -> type[AnyFinisher]:
     """Return the class for the Finish operations of a product."""
+    if problem.reduction:
+        return Reducer
+    if problem.applied:
+        return Applier
     return Sifter if problem.sparse else Selector if problem.topk else Finisher
