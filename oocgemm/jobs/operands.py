@@ -13,6 +13,7 @@ from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
 from oocgemm.stores.constant import ConstantRows
+from oocgemm.stores.genetics.known import KnownMatrix
 from oocgemm.stores.sliced import SlicedMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 
@@ -49,6 +50,8 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
     if request.standardize:
         x = standardized(x, request.standardize, int(trans.swaps))
+    if request.known is not None:
+        x = KnownMatrix(x, int(not trans.swaps), request.known.code, request.known.used)
     if x.dtype.kind != "c":
         x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T

@@ -95,6 +95,19 @@ class Reduction:
     factor: Array | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """X is replaced by a matrix with 1 where a genotype is known, and 0 elsewhere (`KnownMatrix`).
+
+    Attributes:
+        code: the code of missing genotypes; None if there are none.
+        used: whether each variant is used. Other variants have zeros.
+    """
+
+    code: float | None
+    used: Array
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What one call asks for. `oocgemm.gemm` describes the options.
@@ -103,7 +116,8 @@ class Request:
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
     (`GemmProblem.gram`); B is then the same operand as A. With a `selection` or a `reduction`, C is not
     stored, and B may be the same operand too. `standardize` says what happens to the rows of op(A) when they
-    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`,
+    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With
+    `known`, the Gram matrix is that of the genotypes that are known. With `slicing`,
     the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
     `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
     before it is stored, selected or reduced.
@@ -146,6 +160,7 @@ class Request:
     slicing: Slicing | None = None
     selection: Selection | None = None
     standardize: str = ""
+    known: Known | None = None
     chain: Chain | None = None
     reduction: Reduction | None = None
 
