@@ -1,9 +1,11 @@
 """`reduce` computes from C what NumPy computes, without storing C."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -162,3 +164,12 @@ def test_bad_input_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             call(**{"a": a, "b": b, "to": to, "backend": "host"} | options)
+
+
+def test_a_run_that_was_killed_while_it_saved_can_be_repeated(tmp_path: Path) -> None:
+    zarr.create_group(f"{tmp_path}/n.zarr.unfinished").create_array("indices", data=np.ones(3))
+    found = oocgemm.reduce(integers(M, K), to=TopK(2), backend="host")
+    found.save(tmp_path / "n.zarr")
+    saved = zarr.open_group(tmp_path / "n.zarr", mode="r")
+    np.testing.assert_array_equal(cast(Any, saved["indices"])[:], found.indices)
+    assert [place.name for place in tmp_path.iterdir()] == ["n.zarr"]
