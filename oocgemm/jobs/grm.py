@@ -85,8 +85,8 @@ def grm(
             default float32 for int8, as in a .bed file, and else as for `Transform`. A GPU is fastest with
             float16 and bfloat16; the matrix is then float32.
         pairwise: divide the relationship of two individuals by the number of variants that both have, as GCTA
-            does, and not by the number of all variants. For the method gcta. It takes a second product, of
-            int8 matrices. The numbers are stored beside a path `out`: in x.grm.N.bin for x.grm.bin, in
+            does, and not by the number of all variants. For the method gcta. It takes a second,
+            exact product. The numbers are stored beside a path `out`: in x.grm.N.bin for x.grm.bin, in
             x.counts.zarr for x.zarr. A pair without a common variant is NaN.
         options: those of `gram`, except alpha, beta, transform and out_dtype.
 

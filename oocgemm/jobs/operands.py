@@ -17,6 +17,8 @@ from oocgemm.stores.genetics.known import KnownMatrix
 from oocgemm.stores.sliced import SlicedMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 
+# Largest number of ones whose sum is exact in float32.
+_MAX_EXACT = 1 << 24
 # dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
 _SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
 
@@ -51,7 +53,11 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     if request.standardize:
         x = standardized(x, request.standardize, int(trans.swaps))
     if request.known is not None:
-        x = KnownMatrix(x, int(not trans.swaps), request.known.code, request.known.used)
+        known = request.known
+        # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
+        narrow = backend == "cuda" or len(known.used) > _MAX_EXACT
+        dtype = "int8" if narrow else str(request.out_dtype)
+        x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
     if x.dtype.kind != "c":
         x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T

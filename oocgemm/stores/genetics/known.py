@@ -14,11 +14,12 @@ from oocgemm.stores.view import View
 class KnownMatrix(View):
     """A read-only view of a matrix with 1 where a genotype is known and its variant is used, else 0.
 
-    Its elements are int8. So the product of the view and its transpose, the numbers of variants that both of
-    two individuals have, is exact.
+    The product of the view and its transpose has the numbers of variants that both of two individuals have.
     """
 
-    def __init__(self, matrix: Matrix, variant_axis: int, code: float | None, used: Array) -> None:
+    def __init__(
+        self, matrix: Matrix, variant_axis: int, code: float | None, used: Array, dtype: str
+    ) -> None:
         """View a matrix.
 
         Args:
@@ -26,10 +27,11 @@ class KnownMatrix(View):
             variant_axis: 1 if the columns of the matrix are variants, 0 if its rows are.
             code: the code of missing genotypes; None if there are none.
             used: whether each variant is used.
+            dtype: of the zeros and ones.
         """
         super().__init__(matrix)
-        self._variant_axis, self._code, self._used = variant_axis, code, used.astype(np.int8)
-        self.shape, self.dtype = matrix.shape, np.dtype(np.int8)
+        self._variant_axis, self._code, self._used = variant_axis, code, used.astype(dtype)
+        self.shape, self.dtype = matrix.shape, np.dtype(dtype)
         found, itemsize = matrix.layout, matrix.dtype.itemsize
         self._chunk = (1, SLAB) if found.partial_reads else found.read_chunk
         self._batch = max(1, BATCH_BYTES // itemsize)
@@ -42,7 +44,7 @@ class KnownMatrix(View):
             in_memory=False,
             in_place=False,
             zero_copy_width=0,
-            itemsize=1,
+            itemsize=self.dtype.itemsize,
         )
 
     @property
