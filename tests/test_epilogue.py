@@ -19,6 +19,7 @@ from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.errors import InputError
+from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.epilogue import (
     ChainNumbers,
     chain_grid,
@@ -27,9 +28,11 @@ from oocgemm.kernels.epilogue import (
     reduce_options,
 )
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.epilogue import REDUCTIONS, Step
+from oocgemm.planning.epilogue import REDUCTIONS, STEPS, Step
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.fake_cuda import fake_cuda
+from tests.nvrtc import Nvrtc, resources
+from tests.suite import slow
 from tests.test_kernels_cpu import built
 from tests.unfinished_runs import failing_after
 
@@ -332,3 +335,18 @@ def test_the_cuda_kernel_reduces_rows_as_numpy_does(tmp_path: Path, reduction: s
             ends = c_void_p(strip.ctypes.data), c_void_p(found.ctypes.data)
             run(reduce_grid(shape[0]), (256, 1, 1), ends[0], *given, ends[1])
             np.testing.assert_array_equal(found, right)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", *slow(("sm_75",), ("sm_100",))])
+def test_the_kernels_compile_without_spills(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
+    every = tuple(Step(kind, True, True, 0.5) for kind in STEPS)
+    sources = [("chain", chain_options(chain_problem(x, every), x)) for x in ("float32", "float64")]
+    sources += [("chain", chain_options(chain_problem("float32", every), x)) for x in ("float16", "bfloat16")]
+    sources += [("reduce", reduce_options(chain_problem("float32", (), kind))) for kind in REDUCTIONS]
+    for name, options in sources:
+        cubin = tmp_path / "code.cubin"
+        cubin.write_bytes(compiled(Nvrtc(), name, arch, options))
+        assert resources(cubin, name).local == 0, f"{options} for {arch}"
