@@ -8,6 +8,8 @@ from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS
 
 # Maximum numbers of thread blocks along a row of the strip, and along its rows (CUDA allows 65535).
 _ACROSS, _DOWN = 64, 4096
+# Rows that a thread of the kernel chain changes at a time.
+_GROUP = 4
 
 
 class StepNumbers(ctypes.Structure):
@@ -36,7 +38,7 @@ def chain_options(problem: GemmProblem, result: str) -> tuple[str, ...]:
 
 def chain_grid(rows: int, cols: int) -> tuple[int, int, int]:
     """Return the number of thread blocks along x, y and z for a strip of this shape."""
-    return max(1, min(_ACROSS, blocks(cols, 256))), max(1, min(_DOWN, rows)), 1
+    return max(1, min(_ACROSS, blocks(cols, 256))), max(1, min(_DOWN, blocks(rows, _GROUP))), 1
 
 
 def reduce_options(problem: GemmProblem) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ class Finisher:
         self._correction: tuple[int, int] | None = None
         self._measurer: Measurer | None = None
         self._chain = Chain(plan, kernels) if problem.epilogue else None
+        if self._chain is not None:
+            return
         if problem.exact:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
@@ -91,7 +93,7 @@ class Finisher:
     def check_of(self, op: Operation) -> Callable[[], None] | None:
         """Return a check of the strip of a Finish or of its Download, when it has ended; None without one."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
-        if not self._problem.exact or region is None or region.slot.operand != "D":
+        if self._chain is not None or not self._problem.exact or region is None or region.slot.operand != "D":
             return None
         return partial(self._check, region.slot.index)
 
