@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
-    from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Epilogue, Gaussian, RankOne, Scale
+    from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.grm import Relationships, grm
     from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
@@ -56,7 +56,6 @@ __all__ = [
     "Client",
     "Correlation",
     "Divide",
-    "Epilogue",
     "ExecutionError",
     "Gaussian",
     "InputError",
@@ -117,7 +116,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
-    "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Epilogue", "Gaussian", "RankOne", "Scale"),
+    "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
     "jobs.grm": ("Relationships", "grm"),
     "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
