@@ -67,6 +67,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         + f"   {problem.described_dtype}"
         + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
         + ("" if problem.compute == "native" else f" by {problem.compute}")
+        + "".join(f", {step.kind.replace('_', ' ')}" for step in problem.epilogue)
         + f", {problem.flops:.3g} flops"
     )
     out.print(
