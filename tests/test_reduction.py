@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import MatVec, RankOne, Reduce, Scale, Threshold, TopK
 from oocgemm.errors import InputError
-from tests.backends_here import ENGINES, Engine, running_on
+from tests.backends_here import ENGINES, Engine, needs_gpu, running_on
 from tests.fake_cuda import fake_cuda
 
 Array = NDArray[Any]
@@ -96,6 +96,28 @@ def test_without_b_a_is_multiplied_by_its_transpose() -> None:
             np.testing.assert_array_equal(found, (c + np.arange(len(c))[:, None]).sum(axis))
         own = oocgemm.reduce(a, to=TopK(1, exclude_self=True), **given).indices[:, 0]
         assert (own != np.arange(len(c))).all()
+
+
+@pytest.mark.parametrize(
+    "engine", ["host", "host-staged", "fake-cuda", pytest.param("cuda", marks=needs_gpu)]
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_elements_of_a_product_with_itself_are_selected(engine: str, symmetric: bool) -> None:
+    a, numbers = integers(M, K), integers(M)
+    steps = [RankOne(numbers, numbers if symmetric else integers(M)), Scale(value=2)]
+    c = 2 * (a @ a.T + np.outer(steps[0].rows, steps[0].cols))
+    np.fill_diagonal(c, -np.inf)
+    given: Any = {"epilogue": steps, "tile": "16x16x5"}
+    with running_on(engine) as options:
+        pairs = oocgemm.reduce(a, to=Threshold(20, exclude_self=True), **given, **options)
+    rows, cols = np.nonzero(c >= 20)
+    np.testing.assert_array_equal(pairs.rows, rows)
+    np.testing.assert_array_equal(pairs.indices, cols)
+    np.testing.assert_array_equal(pairs.scores, c[rows, cols])
+    with running_on(engine) as options:
+        found = oocgemm.reduce(a, to=TopK(4, exclude_self=True), **given, **options)
+    order = np.lexsort((np.broadcast_to(np.arange(M), c.shape), -c))[:, :4]
+    np.testing.assert_array_equal(found.indices, order)
 
 
 def test_columns_of_transposed_operands_are_reduced() -> None:
