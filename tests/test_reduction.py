@@ -104,8 +104,9 @@ def test_without_b_a_is_multiplied_by_its_transpose() -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_elements_of_a_product_with_itself_are_selected(engine: str, symmetric: bool) -> None:
     a, numbers = integers(M, K), integers(M)
-    steps = [RankOne(numbers, numbers if symmetric else integers(M)), Scale(value=2)]
-    c = 2 * (a @ a.T + np.outer(steps[0].rows, steps[0].cols))
+    others = numbers if symmetric else integers(M)
+    steps = [RankOne(numbers, others), Scale(value=2)]
+    c = 2 * (a @ a.T + np.outer(numbers, others))
     np.fill_diagonal(c, -np.inf)
     given: Any = {"epilogue": steps, "tile": "16x16x5"}
     with running_on(engine) as options:
