@@ -245,6 +245,13 @@ def numbers_of(
     return tuple(found)
 
 
+def is_symmetric(given: Epilogue) -> bool:
+    """Return whether a symmetric C stays symmetric, without a look at the numbers of its rows and columns."""
+    pairs = [step for step in given if isinstance(step, Scale | RankOne)]
+    others = [step for step in given if not isinstance(step, Scale | RankOne)]
+    return all(x.rows is x.cols for x in pairs) and all(isinstance(x, Correlation | Gaussian) for x in others)
+
+
 def digest_of(given: Epilogue) -> str:
     """Return a digest of the arrays in an epilogue, which a run that is resumed must have; "" without any."""
     arrays = [x for step in given if isinstance(step, Scale | RankOne) for x in (step.rows, step.cols)]

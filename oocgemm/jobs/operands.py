@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import Cast, with_epilogue
+from oocgemm.jobs.epilogue import Cast, is_symmetric, with_epilogue
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
@@ -81,6 +81,8 @@ def _open_selection(
         _check_most(selection.topk, problem.n)
     if not problem.epilogue:
         problem = _accumulated(problem, backend)
+    if selection.same and is_symmetric(request.epilogue):
+        problem = replace(problem, gram="lower")
     if selection.topk or backend == "cuda":
         problem = replace(
             problem,

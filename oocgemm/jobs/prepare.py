@@ -287,9 +287,8 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
-    # Strips of a Gram matrix pass through the ring, also to a pinned C.
-    # So do those of C if strips of D are loaded, which may be anywhere.
-    of_c = replace(of_c, pinned=False) if problem.gram or problem.merges else of_c
+    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}

@@ -124,7 +124,7 @@ class Setting:
         If checksums are computed, C is checked in host slots. There, strips of a Gram matrix are mirrored
         unless a GPU does it.
         """
-        mirrored = bool(self.problem.gram) and self.machine.multiprocessors == 1
+        mirrored = self.problem.gram and not self.problem.selects and self.machine.multiprocessors == 1
         return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked or mirrored)
 
     @cached_property

@@ -312,7 +312,8 @@ class CudaSession:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         if isinstance(host, Pinned):
-            return [array_copy(device, host.array, stream, uploading=uploading)]
+            copy = array_copy(device, host.array, stream, uploading=uploading)
+            return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)

@@ -36,8 +36,11 @@ from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
+from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets
+from oocgemm.planning.schedule.selecting import mirrored_columns
+from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.selection import NONE
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
 
@@ -105,6 +108,10 @@ class HostSession:
     def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         assert not transforms  # operands are transformed when they are read
         self._finishing = finishing
+        if topk := self._problem.topk:
+            slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(self._problem.c_dtype)
+            self._kept = self._view(self._offsets[slot], (self._problem.m, topk), dtype)
+            self._kept.view(np.uint8)[...] = NONE
 
     def use_factor(self, factor: Array) -> None:
         self._factor = factor
@@ -224,7 +231,7 @@ class HostSession:
         if problem.kept:
             if problem.epilogue:
                 self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
-            self._keep(op, accumulator, self._rows(op._replace(n=(0, problem.kept)), op.writes[0]))
+            self._keep(op, accumulator)
             return
         finished = self._rows(op, op.writes[0])
         alpha, beta = problem.applied_alpha.real, problem.beta.real
@@ -246,17 +253,26 @@ class HostSession:
         reads = self._problem.reads_c
         run_chain(self._problem.epilogue, numbers, sums, scalars, result, reads=reads)
 
-    def _keep(self, op: Operation, strip: Array, kept: Array) -> None:
+    def _keep(self, op: Operation, strip: Array) -> None:
         """Update what is kept of the rows of a strip, or begin with it."""
         problem = self._problem
         if problem.topk:
-            how: dict[str, bool] = {"excludes_self": problem.excludes_self, "begins": op.first}
-            select(kept, strip, self._finishing.scales, (op.m[0], op.n[0]), **how)
-        elif problem.reduction:
+            self._select(op, strip)
+            return
+        kept = self._rows(op._replace(n=(0, problem.kept)), op.writes[0])
+        if problem.reduction:
             reduce_rows(problem.reduction, strip, kept[:, 0], begins=op.first)
         else:
             assert self._factor is not None
             gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
+
+    def _select(self, op: Operation, strip: Array) -> None:
+        """Update the selected elements of the rows of a strip, and of its columns that are mirrored."""
+        cols = mirrored_columns(op.m, op.n) if self._problem.gram else (0, 0)
+        for (m, n), block in (((op.m, op.n), strip), ((cols, op.m), strip[:, : length(cols)].T)):
+            if length(m):
+                at, excludes_self = (m[0], n[0]), self._problem.excludes_self
+                select(self._kept[slice(*m)], block, self._finishing.scales, at, excludes_self)
 
 
 class HostBackend:
