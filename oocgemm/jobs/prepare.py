@@ -304,8 +304,7 @@ def _plan(
         given = problem, budgets, machines, rates.assumed
         if devices == 1:
             return guarded_plan(*given, tuned(budgets), tile)
-        # Through rings, each device would read its own panels. Host slots are shared, so each is read once.
-        return shared_plan(*given, tuned(budgets).cached_as(a=False, b=False), tile, devices)
+        return shared_plan(*given, tuned(budgets), tile, devices)
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -52,9 +52,11 @@ class HostSession:
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
-    def __init__(self, plan: Plan, device: int = 0) -> None:
+    def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
         self._problem = plan.problem
-        self._offsets, size = device_offsets(plan, device)
+        self._each: list[HostSession] = beside[0]._each if beside else []  # all sessions of the run
+        self._each.append(self)
+        self._offsets, size = device_offsets(plan, len(beside))
         self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
@@ -85,6 +87,9 @@ class HostSession:
             return DoneToken(start, perf_counter_ns())
         assert not isinstance(host, Found)  # the store of a sparse C searches it
         host = [host.array] if isinstance(host, Pinned) else host
+        if operation.peer:
+            source = operation.reads[0]
+            host = [self._each[source.slot.device].view(operation, source)]
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -314,4 +319,4 @@ class HostBackend:
         return "blas"
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> HostSession:
-        return HostSession(plan, len(beside))
+        return HostSession(plan, cast(Sequence[HostSession], beside))
