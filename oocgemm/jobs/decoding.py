@@ -8,11 +8,14 @@ from oocgemm.stores.zarr.matrix import ZarrMatrix
 
 
 def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
-    """Return how the chunks of A and B are compressed, by operand, if nvCOMP is installed for them."""
+    """Return how the chunks of A and B are compressed, by operand, if a GPU can decode them.
+
+    LZ4 needs nvCOMP.
+    """
     found = {}
     for operand, matrix in zip("AB", (a, b), strict=True):
         read = as_read(problem, matrix)
         coding = read.coding if isinstance(read, ZarrMatrix) else None
-        if coding is not None and available():
+        if coding is not None and (coding.compressor == "zstd" or available()):
             found[operand] = coding
     return found

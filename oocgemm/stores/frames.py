@@ -241,15 +241,15 @@ def _walk(
 def _whole_zstd(buffer: Array, source: Array, size: Array, length: Array) -> Array:
     """Return for each zstd stream whether its structure is valid, and its header gives `length` as its size.
 
-    That is: one frame without a dictionary, whose blocks end exactly where the stream ends.
+    That is: one frame without a dictionary or a checksum, whose blocks end exactly where the stream ends.
     """
     end = source + size
     whole: Array = size >= 9  # the shortest frame that states the size of its content and has a block
     magic = _gather_int(buffer, np.where(whole, source, 0)) & 0xFFFFFFFF
     flags = buffer[np.where(whole, source + 4, 0)].astype(np.int64)
     single = flags >> 5 & 1
-    # Bit 3 is reserved, and bits 0 and 1 state the length of a dictionary's number.
-    whole &= (magic == _ZSTD_MAGIC) & (flags & 0b1011 == 0)
+    # Bits 0 and 1 tell of a dictionary, bit 2 of a checksum, and bit 3 is reserved.
+    whole &= (magic == _ZSTD_MAGIC) & (flags & 0b1111 == 0)
     width = np.array([0, 2, 4, 8])[flags >> 6]
     width = np.where(width == 0, single, width)
     at = source + 6 - single
@@ -260,7 +260,6 @@ def _whole_zstd(buffer: Array, source: Array, size: Array, length: Array) -> Arr
         stated += np.where(byte < width, fields[:, byte], 0) << (8 * byte)
     whole &= stated + np.where(width == 2, 256, 0) == length
     at = at + width
-    end = end - 4 * (flags >> 2 & 1)  # the checksum of the content
     left = np.flatnonzero(whole)
     for _ in range(int(length.max(initial=0)) // _ZSTD_PER_BLOCK + _ZSTD_MORE):
         left = left[at[left] + 3 <= end[left]]

@@ -1,10 +1,11 @@
 """Decodes compressed chunks of an operand on the device, into its panels.
 
 Each lane has a thread, a stream and memory for a batch of chunks, in pinned host memory and on the device.
-The thread reads the stored chunks of a batch into host memory, and finds the compressed streams in them
-(`oocgemm.stores.frames`). It enqueues the copy of the chunks to the device, the decoder of nvCOMP for all
-streams together, and the kernel `place`, which composes the panel. The lanes work at the same time, so that
-reads, copies and decoding overlap, and enough streams are decoded at once.
+The thread reads the stored chunks of a batch into host memory. It enqueues the copy of the chunks to the
+device, the decoder of all their streams, and the kernel `place`, which composes the panel. Our own kernels
+decode zstd (`oocgemm.backends.cuda.zstd`), and nvCOMP decodes LZ4, whose streams the thread finds on the host
+(`oocgemm.stores.frames`). The lanes work at the same time, so that reads, copies and decoding overlap, and
+enough streams are decoded at once.
 
 A lane waits for its batch and checks what the decoder reports. So no operation starts that uses a panel with
 damaged data. The host decodes the chunks for which the decoder reports an error, and those whose frames it
@@ -32,6 +33,7 @@ from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.nvcomp import Decompressor, Tables
 from oocgemm.backends.cuda.pinned import unpin
+from oocgemm.backends.cuda.zstd import Zstd
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div
@@ -40,7 +42,7 @@ from oocgemm.stores.frames import NO_ROOM, Fetched, Streams, find_streams
 from oocgemm.system.memory import allocate
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
-FIELDS, MAX_CHUNKS = 11, 8192
+FIELDS, MAX_CHUNKS = 13, 8192
 # Elements that a thread block of the kernel `place` composes.
 _ELEMENTS = 16 << 10
 PAGE = 4096
@@ -73,7 +75,8 @@ class Decoder:
             BackendError: the system refuses to pin memory, or nvCOMP cannot be loaded.
         """
         self._device, self._kernels, self._shape = device, kernels, shape
-        self._decompressors = {name: Decompressor(name) for name in ("zstd", "lz4")}
+        self._zstd = Zstd(kernels, shape) if shape.zstd else None
+        self._lz4: Decompressor | None = None  # loaded at its first use
         size = shape.frames + shape.tables
         self._memory = allocate(shape.lanes * size)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
@@ -156,22 +159,59 @@ class Decoder:
         size = max(0, *(each.start + each.size for each in fetched))
         if size:
             cuda_calls.make(cuda_calls.copy(lane.to_frames, lane.frames.ctypes.data, size, stream))
-        chunk = block.chunk[0] * block.chunk[1] * block.dtype.itemsize
-        start, sizes = np.array([each[-2:] for each in fetched], np.int64).T
-        streams = find_streams(lane.frames[: max(size, 1)], start, sizes, chunk, block.codec)
-        failed = streams.refused
-        if len(streams.size) > self._shape.streams:
-            failed = np.ones_like(failed)
-        elif len(streams.size):
-            check = self._enqueue(lane, streams, block)
-            for event in waits:
-                cuda_calls.wait(stream, event)
-            self._place(lane, streams, fetched, address, block)
-            stream.synchronize()
-            failed = failed | check()
-        for number in np.flatnonzero(failed):
+        decode = self._by_kernels if block.codec.compressor == "zstd" else self._by_nvcomp
+        for number in np.flatnonzero(decode(lane, block, fetched, size, address, waits)):
             size += self._on_host(lane, address, block, fetched[int(number)], waits)
         return size
+
+    def _by_kernels(
+        self,
+        lane: Lane,
+        block: Compressed,
+        fetched: Sequence[Fetched],
+        size: int,
+        address: int,
+        waits: Sequence[Any],
+    ) -> Array:
+        """Decode chunks, which are on the device as they are stored, by our own kernels.
+
+        Returns for each chunk whether the host must decode it. `size` is the number of stored bytes of all.
+        """
+        assert self._zstd is not None
+        to, count = self._fill(lane, fetched, block), len(fetched)
+        pointers, statuses = self._zstd.decode(
+            block.codec, to, count, _chunk_bytes(block), (lane.to_content, lane.to_temporary, lane.to_tables),
+            lane.stream,
+        )  # fmt: skip
+        failed = lane.tables[: 4 * count]
+        cuda_calls.make(cuda_calls.copy(failed.ctypes.data, statuses, failed.nbytes, lane.stream))
+        self._place(lane, (pointers, to, count), address, block, waits)
+        lane.stream.synchronize()
+        found: Array = failed.view(np.int32) != 0
+        return found
+
+    def _by_nvcomp(
+        self,
+        lane: Lane,
+        block: Compressed,
+        fetched: Sequence[Fetched],
+        size: int,
+        address: int,
+        waits: Sequence[Any],
+    ) -> Array:
+        """Do what `_by_kernels` does, by nvCOMP."""
+        start, sizes = np.array([each[-2:] for each in fetched], np.int64).T
+        streams = find_streams(lane.frames[: max(size, 1)], start, sizes, _chunk_bytes(block), block.codec)
+        if len(streams.size) > self._shape.streams:
+            return np.ones_like(streams.refused)
+        if not len(streams.size):
+            return streams.refused
+        check = self._enqueue(lane, streams, block)
+        to = self._fill(lane, fetched, block, streams)
+        self._place(lane, (lane.to_tables, to, len(fetched)), address, block, waits)
+        lane.stream.synchronize()
+        failed: Array = streams.refused | check()
+        return failed
 
     def _enqueue(self, lane: Lane, streams: Streams, block: Compressed) -> Callable[[], Array]:
         """Enqueue to decode the streams of a batch. Write the tables for this and for the kernel `place`.
@@ -193,8 +233,9 @@ class Decoder:
         begin = lane.to_tables + 8 * total
         sources, sizes, targets, lengths, lengths_found, statuses = (begin + 8 * count * i for i in range(6))
         at = sources, sizes, targets, lengths, lengths_found, statuses
-        decompressor = self._decompressors[block.codec.compressor]
-        self._decompress(lane, decompressor, at, streams.length[compressed], 0)
+        if self._lz4 is None:
+            self._lz4 = Decompressor(block.codec.compressor)
+        self._decompress(lane, self._lz4, at, streams.length[compressed], 0)
         filled = tables[8 * (total + 4 * count) :]
         if count:
             cuda_calls.make(cuda_calls.copy(filled.ctypes.data, lengths_found, 12 * count, lane.stream))
@@ -230,24 +271,47 @@ class Decoder:
             return
         by.decode(tables, first, count, (lane.to_temporary, self._shape.temporary), lane.stream)
 
-    def _place(
-        self, lane: Lane, streams: Streams, fetched: Sequence[Fetched], address: int, block: Compressed
-    ) -> None:
-        """Enqueue the kernel that composes the panel of the decoded streams."""
+    def _fill(
+        self, lane: Lane, fetched: Sequence[Fetched], block: Compressed, streams: Streams | None = None
+    ) -> int:
+        """Enqueue to copy the table of the chunks to the device. Return its address there.
+
+        Without `streams`, the kernel `frames` finds them.
+        """
         chunk, itemsize, pitch = block.chunk, block.dtype.itemsize, block.shape[1]
         table = lane.tables[-8 * FIELDS * len(fetched) :].view(np.int64).reshape(-1, FIELDS)
-        table[:, 0], table[:, 1], table[:, 2] = streams.first, streams.split, streams.order
-        table[:, 3], table[:, 4], table[:, 5] = streams.block, chunk[0] * chunk[1] * itemsize, chunk[1]
-        table[:, 6:] = [
-            (*each.corner, each.rows[1] - each.rows[0], each.cols[1] - each.cols[0],
-             each.rows[0] * pitch + each.cols[0]) for each in fetched
+        table[:, 4:] = [
+            (chunk[0] * chunk[1] * itemsize, chunk[1], *each.corner, each.rows[1] - each.rows[0],
+             each.cols[1] - each.cols[0], each.rows[0] * pitch + each.cols[0], lane.to_frames + each.start,
+             max(0, each.size)) for each in fetched
         ]  # fmt: skip
-        table[streams.refused, 8] = 0  # no rows
+        if streams is not None:
+            table[:, 0], table[:, 1], table[:, 2] = streams.first, streams.split, streams.order
+            table[:, 3] = streams.block
+            table[streams.refused, 8] = 0  # no rows
         to = lane.to_tables + self._shape.tables - table.nbytes
         cuda_calls.make(cuda_calls.copy(to, table.ctypes.data, table.nbytes, lane.stream))
-        grid = max(1, ceil_div(chunk[0] * chunk[1], _ELEMENTS)), len(fetched), 1
-        place = self._kernels.plain("place", "place", (f"-DOOC_ITEM={itemsize}",))
-        place(grid, _pointer(lane.to_tables), _pointer(to), _long(pitch), _pointer(address))
+        return to
+
+    def _place(
+        self,
+        lane: Lane,
+        tables: tuple[int, int, int],
+        address: int,
+        block: Compressed,
+        waits: Sequence[Any],
+    ) -> None:
+        """Enqueue the kernel that composes the panel of the decoded streams, once `waits` have completed.
+
+        `tables` are the device addresses of the content of the streams and of the chunks, and the number of
+        chunks.
+        """
+        for event in waits:
+            cuda_calls.wait(lane.stream, event)
+        pointers, chunks, count = tables
+        grid = max(1, ceil_div(block.chunk[0] * block.chunk[1], _ELEMENTS)), count, 1
+        place = self._kernels.plain("place", "place", (f"-DOOC_ITEM={block.dtype.itemsize}",))
+        place(grid, _pointer(pointers), _pointer(chunks), _long(block.shape[1]), _pointer(address))
 
     def _on_host(
         self, lane: Lane, address: int, block: Compressed, part: Fetched, waits: Sequence[Any]
@@ -273,6 +337,10 @@ class Decoder:
         with suppress(Exception):  # after an error on the device, every call raises
             runtime.deviceSynchronize()
         unpin(self._device, self._memory)
+
+
+def _chunk_bytes(block: Compressed) -> int:
+    return block.chunk[0] * block.chunk[1] * block.dtype.itemsize
 
 
 def _cuts(extent: int, origin: int, step: int) -> list[Range]:

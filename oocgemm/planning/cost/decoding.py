@@ -47,6 +47,11 @@ class Coding(NamedTuple):
     stream_bytes: int
     stored_share: float
 
+    @property
+    def compressor(self) -> str:
+        """The compressor of the streams: "zstd" or "lz4"."""
+        return _compressor(self.decoded)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodingShape:

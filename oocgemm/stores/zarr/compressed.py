@@ -18,10 +18,6 @@ from oocgemm.stores.zarr.codecs import checked_content
 
 # Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
 ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
-
-# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if
-# a checksum was stored with them.
-ROBUST = ("lz4",)
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
 _Block = tuple[Range, Range]
@@ -34,8 +30,6 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     if not (decoded and encoding.in_place and itemsize in ITEM_BYTES and chunks.chunk_bytes <= MAX_CHUNK):
         return None
     codec = Codec.of(decoded, itemsize)
-    if not (encoding.checksum or codec.compressor in ROBUST):
-        return None
     rows, cols = (min(pair) for pair in zip(chunks.chunk, chunks.shape, strict=True))
     frame = np.empty(2 * chunks.chunk_bytes, np.uint8)
     found = fetch(chunks, (0, rows), (0, cols), frame)[0]

@@ -1,0 +1,73 @@
+// What the kernels that decode a batch of chunks hand to each other.
+//
+// The host fills the table of the chunks. `frames` finds the compressed streams of each chunk, `zstd_walk` the blocks
+// of each stream. `zstd_entropy` and `zstd_execute` decode these. `place` composes the elements of the chunks.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+constexpr long long PLAIN = 0, BYTES = 1, BITS = 2;
+
+// A chunk: its first stream; how it is composed; the bytes of a block and of the chunk; the elements in a row of
+// the chunk; the rectangle of elements that the panel has; the element of the panel where this begins; and where its
+// stored bytes are, and how many.
+struct chunk_t {
+    long long first, split, order, block, size, width, row, col, rows, cols, target;
+    const u8* source;
+    u64 stored;
+};
+
+// A stream of a chunk, and the place for its content of `length` bytes. It has nothing to decode if it is stored as it
+// is (`raw`). `first` and `blocks` are the blocks of zstd that it consists of.
+struct stream_t {
+    const u8* source;
+    u8* target;
+    u32 size, length, chunk, raw, first, blocks;
+};
+
+// A block of zstd. `source` are its `size` stored bytes, `content` the bytes of its content, at most `most`. Its
+// `literals` have `literal_step` = 0 if all are equal.
+struct block_t {
+    const u8* source;
+    const u8* literals;
+    u64 first_sequence;
+    u32 stream, kind, size, content, most;
+    u32 literal_kind, literal_step, literal_head, literal_size, literal_count, parts;
+    u32 sequences_at, sequences;
+    u32 huffman, tables[3];  // the blocks that describe the Huffman code and the FSE tables
+    u32 offsets[3];          // the last three offsets at the end of the block
+};
+
+// How much of the memory below is used, and how many pieces of work have been taken.
+struct counters_t {
+    u32 streams, blocks, decoded, executed;
+    u64 sequences, literals;
+};
+
+// A batch of `count` chunks, and the memory for it. `statuses` has a number for each chunk, which is 0 if all went
+// well. `pointers` has the content of each stream. The sizes of blosc frames must be `chunk`, and those of elements
+// that are shuffled `itemsize`.
+struct batch_t {
+    chunk_t* chunks;
+    u32* statuses;
+    counters_t* counters;
+    const u8** pointers;
+    stream_t* streams;
+    block_t* blocks;
+    u64* sequences;
+    u8* literals;
+    u8* content;
+    u64 max_sequences, max_literals;
+    u32 count, max_streams, max_blocks, chunk, itemsize, blosc;
+};
+static_assert(sizeof(chunk_t) == 104 && sizeof(stream_t) == 40 && sizeof(block_t) == 104 && sizeof(counters_t) == 32,
+              "oocgemm.backends.cuda.zstd allocates the memory");
+
+__device__ inline u32 read(const u8* at, int bytes) {
+    u32 found = 0;
+    for (int i = 0; i < bytes; ++i) found |= (u32)at[i] << (8 * i);
+    return found;
+}

@@ -1,0 +1,521 @@
+// zstd: decodes many zstd streams of one frame each (RFC 8878), by three kernels.
+//
+// A frame consists of blocks of up to 128 KiB of content. A block that is compressed has literals, which a Huffman
+// code compresses, and sequences: triples of a number of literals to append, and an offset and a length of a match,
+// that is of earlier content to append. FSE, a kind of arithmetic code, compresses these.
+//
+//   walk     a thread per stream finds its blocks, and reserves memory for their literals and sequences
+//   entropy  a warp per block decodes the sequences, another one the literals: blocks are independent in this,
+//            since all that one takes from an earlier one is where this describes its tables
+//   execute  a warp per stream appends literals and matches, 32 sequences at a time. A match is copied as soon as
+//            all content that it repeats is there
+//
+// An offset may be one of the last three offsets. The sequences of a block are decoded before those of the block
+// before it, so offsets may then depend on the three offsets that are valid at the start of the block: such an
+// offset is stored as SYMBOLIC | index << 26 | what to subtract.
+//
+// Nothing in a stream is trusted. All loops are bounded, and all addresses are checked. A stream that is damaged, or
+// unusual, sets the status of its chunk. What is accepted is what RFC 8878 defines, but for the checksum of the
+// content: streams with one are refused.
+//
+// Launch: blocks of 32 threads, as many as can work at a time.
+
+#include "decoding/streams.cuh"
+#include "decoding/zstd_tables.cuh"
+
+constexpr u32 MAX_BLOCK = 128 << 10, NONE = 0xFFFFFFFF, ALL = 0xFFFFFFFF;
+constexpr u32 RAW = 0, RLE = 1, COMPRESSED = 2, TREELESS = 3;
+constexpr u32 SYMBOLIC = 1u << 28;
+// Modes of an FSE table.
+constexpr u32 ONE_SYMBOL = 1, DESCRIBED = 2, REPEATED = 3;  // 0 stands for the default table
+// Copies of up to so many bytes are done by one thread.
+constexpr u32 SHORT_LITERALS = 8, SHORT_MATCH = 64;
+
+__device__ const u32 LL_BASE[36] = {0,  1,  2,  3,  4,  5,  6,  7,  8,   9,   10,  11,   12,   13,   14,   15,    16,    18,
+                                    20, 22, 24, 28, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
+__device__ const u8 LL_BITS[36] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  1,  1,
+                                   1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+__device__ const u32 ML_BASE[53] = {3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,  17,  18,  19,   20,
+                                    21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34,  35,  37,  39,   41,
+                                    43, 47, 51, 59, 67, 83, 99, 131, 259, 515, 1027, 2051, 4099, 8195, 16387, 32771, 65539};
+__device__ const u8 ML_BITS[53] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1,
+                                   2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+
+// Check the header of a frame. Returns its bytes; 0 if it is damaged or unusual. `most` receives the maximum bytes of
+// a block.
+__device__ inline u32 frame_header(const u8* source, u64 size, u64 length, u32& most) {
+    if (size < 9 || read(source, 4) != 0xFD2FB528) return 0;
+    const u32 flags = source[4], single = flags >> 5 & 1;
+    // Bits 0 and 1 tell of a dictionary, 2 of a checksum, and 3 is reserved.
+    if (flags & 15) return 0;
+    u32 at = 5, width = 1u << (flags >> 6);
+    if (width == 1) width = single;
+    u64 window = length;
+    if (!single) {
+        const u32 log = 10 + (source[at] >> 3);
+        if (log > 27) return 0;
+        window = (1ull << log) + ((1ull << log) >> 3) * (source[at] & 7);
+        ++at;
+    }
+    if (!width || at + width + 3 > size) return 0;
+    u64 stated = width == 2 ? 256 : 0;
+    for (u32 i = 0; i < width; ++i) stated += (u64)source[at + i] << (8 * i);
+    if (stated != length) return 0;
+    most = window < MAX_BLOCK ? (u32)window : MAX_BLOCK;
+    return at + width;
+}
+
+// Read the header of the literals of a block.
+__device__ inline bool literals_header(block_t& block) {
+    const u8* at = block.source;
+    if (block.size < 2) return false;
+    const u32 kind = at[0] & 3, format = at[0] >> 2 & 3;
+    block.literal_kind = kind;
+    block.literal_step = kind != RLE;
+    block.parts = 1;
+    if (kind == RAW || kind == RLE) {
+        block.literal_head = format == 1 ? 2 : format == 3 ? 3 : 1;
+        if (block.literal_head > block.size) return false;
+        block.literal_count = read(at, block.literal_head) >> (format & 1 ? 4 : 3);
+        block.literal_size = kind == RLE ? 1 : block.literal_count;
+    } else {
+        block.literal_head = format < 2 ? 3 : format + 2;
+        if (block.literal_head > block.size) return false;
+        const u64 head = read(at, block.literal_head < 4 ? 3 : 4) | (block.literal_head == 5 ? (u64)at[4] << 32 : 0);
+        const u32 bits = format < 2 ? 10 : format == 2 ? 14 : 18, mask = (1u << bits) - 1;
+        block.literal_count = (u32)(head >> 4) & mask;
+        block.literal_size = (u32)(head >> (4 + bits)) & mask;
+        block.parts = format == 0 ? 1 : 4;
+        if (!block.literal_count || !block.literal_size || (block.parts == 4 && block.literal_count < 6)) return false;
+    }
+    block.literals = at + block.literal_head;
+    return block.literal_count <= block.most && block.literal_head + block.literal_size < block.size;
+}
+
+// Read the number of the sequences of a block, and find their modes.
+__device__ inline bool sequences_header(block_t& block) {
+    u32 at = block.literal_head + block.literal_size;
+    const u8* p = block.source + at;
+    const u32 rest = block.size - at;
+    const u32 width = p[0] < 128 ? 1 : p[0] < 255 ? 2 : 3;
+    if (width > rest) return false;
+    block.sequences = width == 1 ? p[0] : width == 2 ? (p[0] - 128) << 8 | p[1] : 0x7F00 + read(p + 1, 2);
+    block.sequences_at = at + width;
+    if (!block.sequences) return width == 1 && rest == 1;
+    return block.sequences <= block.most / 3 && rest > width && (p[width] & 3) == 0;
+}
+
+// Walk through the blocks of a stream. `count` receives their number. Their sequences and literals are added to
+// `sequences` and `literals`, which are where the first ones shall be. The blocks are written to `blocks` from `first`
+// on, unless it is null.
+__device__ inline bool walk(const batch_t& batch, u32 number, block_t* blocks, u32 first, u32& count, u64& sequences,
+                            u64& literals) {
+    const u8* source = batch.streams[number].source;
+    const u64 size = batch.streams[number].size, length = batch.streams[number].length;
+    u32 most;
+    u64 at = frame_header(source, size, length, most);
+    if (!at) return false;
+    u32 huffman = NONE, tables[3] = {NONE, NONE, NONE};
+    for (count = 0;;) {
+        if (at + 3 > size || count == batch.max_blocks || sequences > batch.max_sequences) return false;
+        const u32 head = read(source + at, 3);
+        block_t block = {};
+        block.source = source + at + 3;
+        block.stream = number;
+        block.most = most;
+        block.kind = head >> 1 & 3;
+        block.content = head >> 3;
+        block.size = block.kind == RLE ? 1 : block.content;
+        at += 3 + block.size;
+        if (block.kind > COMPRESSED || block.content > most || at > size) return false;
+        if (block.kind == COMPRESSED) {
+            if (!literals_header(block) || !sequences_header(block)) return false;
+            const u32 here = first + count;
+            if (block.literal_kind == COMPRESSED) huffman = here;
+            if (block.literal_kind == TREELESS && huffman == NONE) return false;
+            block.huffman = huffman;
+            if (block.sequences) {
+                const u32 modes = block.source[block.sequences_at];
+                for (int k = 0; k < 3; ++k) {
+                    if ((modes >> (6 - 2 * k) & 3) != REPEATED) tables[k] = here;
+                    if (tables[k] == NONE) return false;
+                    block.tables[k] = tables[k];
+                }
+            }
+            block.first_sequence = sequences;
+            sequences += block.sequences;
+            if (block.literal_kind >= COMPRESSED) {
+                block.literals = batch.literals + literals;
+                literals += block.literal_count;
+            }
+        }
+        if (blocks) blocks[first + count] = block;
+        ++count;
+        if (head & 1) return at == size;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32) zstd_walk(const batch_t batch) {
+    const u32 streams = min(batch.counters->streams, batch.max_streams);
+    for (u32 number = blockIdx.x * 32 + threadIdx.x; number < streams; number += gridDim.x * 32) {
+        stream_t& stream = batch.streams[number];
+        if (stream.raw) continue;
+        u32 count = 0;
+        u64 sequences = 0, literals = 0;
+        bool fine = walk(batch, number, nullptr, 0, count, sequences, literals);
+        if (fine) {
+            u64 sequence = atomicAdd(&batch.counters->sequences, sequences);
+            u64 literal = atomicAdd(&batch.counters->literals, literals);
+            fine = sequence + sequences <= batch.max_sequences && literal + literals <= batch.max_literals;
+            if (fine) {
+                const u32 first = atomicAdd(&batch.counters->blocks, count);
+                fine = (u64)first + count <= batch.max_blocks;
+                if (fine) {
+                    stream.first = first;
+                    stream.blocks = count;
+                    walk(batch, number, batch.blocks, first, count, sequence, literal);
+                } else {  // what is left has nothing to decode
+                    for (u32 i = first; i < batch.max_blocks; ++i) batch.blocks[i].kind = RAW;
+                }
+            }
+        }
+        if (!fine) batch.statuses[stream.chunk] = 2;
+    }
+}
+
+// Shared memory of a warp: the FSE tables of the sequences, or the Huffman table and what it is built of.
+struct shared_t {
+    room_t room;
+    union {
+        u32 tables[3][1 << FSE_LOG];
+        struct {
+            u16 codes[1 << HUFFMAN_LOG];
+            u32 table[1 << 6];
+            u8 weights[256];
+            u32 ranks[HUFFMAN_LOG + 2];
+        } huffman;
+    };
+    u32 logs[3];
+};
+
+// Read the description of a table of sequences at `at` of a block, and build it unless `table` is null. Returns its
+// bytes, or NONE if it is damaged.
+__device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode, u32* table, u32* log, room_t& room) {
+    const u8* p = block.source + at;
+    const u32 rest = block.size - at;
+    if (mode == REPEATED) return 0;
+    if (mode == ONE_SYMBOL) {
+        if (!rest || p[0] > MAX_SYMBOL[kind]) return NONE;
+        if (table) table[0] = p[0], *log = 0;
+        return 1;
+    }
+    int symbols, bits;
+    u32 bytes = 0;
+    if (mode == DESCRIBED) {
+        bytes = read_counts(p, rest, MAX_SYMBOL[kind], MAX_LOG[kind], room.counts, symbols, bits);
+        if (!bytes) return NONE;
+    } else {
+        const signed char* counts = kind == LL ? DEFAULT_LL : kind == OF ? DEFAULT_OF : DEFAULT_ML;
+        symbols = kind == LL ? 36 : kind == OF ? 29 : 53;
+        bits = DEFAULT_LOG[kind];
+        for (int s = 0; s < symbols; ++s) room.counts[s] = counts[s];
+    }
+    if (table) {
+        if (!build_table(room.counts, symbols, bits, table, room.following)) return NONE;
+        *log = bits;
+    }
+    return bytes;
+}
+
+// Build the tables of the sequences of a block. Returns where their bits begin in the block, or NONE.
+__device__ inline u32 sequence_tables(const batch_t& batch, const block_t& block, shared_t& shared) {
+    for (int kind = 0; kind < 3; ++kind) {
+        const block_t& from = batch.blocks[block.tables[kind]];
+        const u32 modes = from.source[from.sequences_at];
+        u32 at = from.sequences_at + 1;
+        for (int k = 0; k <= kind; ++k) {
+            const bool build = k == kind;
+            const u32 bytes = describe(from, at, k, modes >> (6 - 2 * k) & 3, build ? shared.tables[k] : nullptr,
+                                       &shared.logs[k], shared.room);
+            if (bytes == NONE) return NONE;
+            at += bytes;
+        }
+    }
+    u32 at = block.sequences_at + 1;
+    const u32 modes = block.source[block.sequences_at];
+    for (int k = 0; k < 3; ++k) {
+        const u32 bytes = describe(block, at, k, modes >> (6 - 2 * k) & 3, nullptr, nullptr, shared.room);
+        if (bytes == NONE) return NONE;
+        at += bytes;
+    }
+    return at;
+}
+
+// Decode the sequences of a block, by one thread. Each is stored as the offset, and in the lower bits the length of the
+// match (18) and the number of literals (17).
+__device__ inline bool decode_sequences(const batch_t& batch, block_t& block, shared_t& shared) {
+    u32 offsets[3] = {SYMBOLIC, SYMBOLIC | 1 << 26, SYMBOLIC | 2 << 26};
+    u32 content = block.literal_count, literals = 0;
+    if (block.sequences) {
+        const u32 at = sequence_tables(batch, block, shared);
+        backward_t bits;
+        if (at == NONE || at >= block.size || !bits.open(block.source + at, block.size - at)) return false;
+        u32 states[3];
+        for (int k = 0; k < 3; ++k) states[k] = bits.take(shared.logs[k]);
+        u64* found = batch.sequences + block.first_sequence;
+        for (u32 left = block.sequences; left--;) {
+            const u32 ll = shared.tables[LL][states[LL]], of = shared.tables[OF][states[OF]];
+            const u32 ml = shared.tables[ML][states[ML]];
+            const u32 code = of & 255;
+            if (code > 27) return false;
+            const u32 value = (1u << code) + bits.take(code);
+            bits.fill();
+            const u32 length = ML_BASE[ml & 255] + bits.peek(ML_BITS[ml & 255]);
+            bits.skip(ML_BITS[ml & 255]);
+            const u32 count = LL_BASE[ll & 255] + bits.peek(LL_BITS[ll & 255]);
+            bits.skip(LL_BITS[ll & 255]);
+            u32 offset;
+            if (value > 3) {
+                offset = value - 3;
+                offsets[2] = offsets[1];
+                offsets[1] = offsets[0];
+            } else {
+                const u32 index = value - (count > 0);
+                offset = index < 3 ? offsets[index] : offsets[0] & SYMBOLIC ? offsets[0] + 1 : offsets[0] - 1;
+                if (index > 1) offsets[2] = offsets[1];
+                if (index > 0) offsets[1] = offsets[0];
+            }
+            offsets[0] = offset;
+            literals += count;
+            content += length;
+            if (!offset || literals > block.literal_count || content > block.most) return false;
+            *found++ = (u64)offset << 35 | (u64)length << 17 | count;
+            if (left) {
+                bits.fill();
+                states[LL] = (ll >> 16) + bits.peek(ll >> 8 & 255);
+                bits.skip(ll >> 8 & 255);
+                states[ML] = (ml >> 16) + bits.peek(ml >> 8 & 255);
+                bits.skip(ml >> 8 & 255);
+                states[OF] = (of >> 16) + bits.peek(of >> 8 & 255);
+                bits.skip(of >> 8 & 255);
+            }
+        }
+        if (bits.left != 0) return false;
+    }
+    block.content = content;
+    for (int i = 0; i < 3; ++i) block.offsets[i] = offsets[i];
+    return true;
+}
+
+// Decode the literals of a block, by a warp. All threads return the same.
+__device__ inline bool decode_literals(const batch_t& batch, const block_t& block, shared_t& shared, u32 lane) {
+    const block_t& from = batch.blocks[block.huffman];
+    auto& huffman = shared.huffman;
+    u32 bytes = 0;
+    int log = 0, symbols = 0;
+    if (lane == 0) {
+        bytes = read_weights(from.source + from.literal_head, from.literal_size, huffman.weights, symbols,
+                             huffman.table, shared.room);
+        log = bytes ? complete_weights(huffman.weights, symbols, huffman.ranks) : 0;
+        if (log) {
+            // Where the codes of each symbol begin in the table.
+            for (int s = 0; s < symbols; ++s) {
+                const u32 w = huffman.weights[s];
+                shared.room.following[s] = w ? (u16)huffman.ranks[w] : 0;
+                if (w) huffman.ranks[w] += 1u << (w - 1);
+            }
+        }
+    }
+    log = __shfl_sync(ALL, log, 0);
+    symbols = __shfl_sync(ALL, symbols, 0);
+    bytes = __shfl_sync(ALL, bytes, 0);
+    if (!log) return false;
+    for (int s = lane; s < symbols; s += 32) {
+        const u32 w = huffman.weights[s], first = shared.room.following[s];
+        const u16 code = (u16)(s | (log + 1 - w) << 8);
+        if (w) for (u32 i = 0; i < 1u << (w - 1); ++i) huffman.codes[first + i] = code;
+    }
+    __syncwarp();
+    const u32 head = block.literal_kind == COMPRESSED ? bytes : 0;
+    const u8* p = block.source + block.literal_head + head;
+    const u32 size = block.literal_size - head, each = (block.literal_count + 3) / 4;
+    bool fine = head < block.literal_size && (block.parts == 1 || (size >= 10 && 3 * each <= block.literal_count));
+    if (fine && lane < block.parts) {
+        u32 begin = 0, end = size, first = 0, last = block.literal_count;
+        if (block.parts == 4) {
+            begin = 6;
+            for (u32 i = 0; i < lane; ++i) begin += read(p + 2 * i, 2);
+            end = lane < 3 ? begin + read(p + 2 * lane, 2) : size;
+            first = lane * each;
+            if (lane < 3) last = first + each;
+        }
+        backward_t bits;
+        fine = begin < end && end <= size && bits.open(p + begin, end - begin);
+        if (fine) {
+            u8* out = (u8*)block.literals;
+            for (u32 i = first; i < last; ++i) {
+                bits.fill();
+                const u32 code = huffman.codes[bits.peek(log)];
+                bits.skip(code >> 8);
+                out[i] = (u8)code;
+            }
+            fine = bits.left == 0;
+        }
+    }
+    return __all_sync(ALL, fine);
+}
+
+extern "C" __global__ void __launch_bounds__(32) zstd_entropy(const batch_t batch) {
+    __shared__ shared_t shared;
+    const u32 lane = threadIdx.x;
+    const u32 blocks = min(batch.counters->blocks, batch.max_blocks);
+    for (;;) {
+        u32 item = lane == 0 ? atomicAdd(&batch.counters->decoded, 1) : 0;
+        item = __shfl_sync(ALL, item, 0);
+        if (item >= 2 * blocks) return;
+        block_t& block = batch.blocks[item < blocks ? item : item - blocks];
+        if (block.kind == COMPRESSED) {
+            bool fine = true;
+            if (item >= blocks) {
+                if (block.literal_kind >= COMPRESSED) fine = decode_literals(batch, block, shared, lane);
+            } else if (lane == 0) {
+                fine = decode_sequences(batch, block, shared);
+            }
+            if (!fine) batch.statuses[batch.streams[block.stream].chunk] = 3;
+        }
+        __syncwarp();
+    }
+}
+
+// Copy bytes, by a warp.
+__device__ inline void copy(u8* target, const u8* source, u32 count, u32 lane) {
+    for (u32 i = lane; i < count; i += 32) target[i] = source[i];
+}
+
+__device__ inline u32 resolved(u32 offset, const u32* offsets) {
+    if (!(offset & SYMBOLIC)) return offset;
+    const u32 base = offsets[offset >> 26 & 3], less = offset & (1u << 26) - 1;
+    return base > less ? base - less : 0;
+}
+
+// Append the content of a compressed block to a stream that has `at` bytes. Returns whether all matches are valid.
+__device__ inline bool execute(const batch_t& batch, const block_t& block, u8* target, u32 at, u32* offsets, u32 lane) {
+    const u64* sequences = batch.sequences + block.first_sequence;
+    const u8* literals = block.literals;
+    const u32 step = block.literal_step;
+    u32 literal = 0;
+    u64 next = lane < block.sequences ? sequences[lane] : 0;
+    for (u32 i = 0; i < block.sequences; i += 32) {
+        const u64 sequence = next;
+        next = i + 32 + lane < block.sequences ? sequences[i + 32 + lane] : 0;
+        const u32 count = sequence & (1 << 17) - 1, length = sequence >> 17 & (1 << 18) - 1;
+        const u32 offset = resolved(sequence >> 35, offsets);
+        // The literals and the bytes of this and the sequences before it.
+        u32 upto = count, total = count + length;
+        for (int d = 1; d < 32; d <<= 1) {
+            const u32 a = __shfl_up_sync(ALL, upto, d), b = __shfl_up_sync(ALL, total, d);
+            if (lane >= d) upto += a, total += b;
+        }
+        const u32 from = literal + upto - count, match = at + total - length;
+        const bool valid = !length || (offset && offset <= match);
+        if (!__all_sync(ALL, valid)) return false;
+        u8* put = target + match - count;
+        if (count <= SHORT_LITERALS) {
+            for (u32 j = 0; j < count; ++j) put[j] = literals[(from + j) * step];
+        }
+        for (u32 left = __ballot_sync(ALL, count > SHORT_LITERALS); left; left &= left - 1) {
+            const int owner = __ffs(left) - 1;
+            const u32 n = __shfl_sync(ALL, count, owner), f = __shfl_sync(ALL, from, owner);
+            u8* to = target + __shfl_sync(ALL, match, owner) - n;
+            if (step) {
+                copy(to, literals + f, n, lane);
+            } else {
+                for (u32 j = lane; j < n; j += 32) to[j] = literals[0];
+            }
+        }
+        __syncwarp();
+        // A match is ready if all that it repeats is before the first match that is missing.
+        u32 missing = __ballot_sync(ALL, length > 0);
+        while (missing) {
+            const int first = __ffs(missing) - 1;
+            const u32 done = __shfl_sync(ALL, match, first);
+            const u32 source = match - offset, end = length < offset ? source + length : match;
+            const bool ready = (missing >> lane & 1) && end <= done;
+            if (ready && length <= SHORT_MATCH) {
+                u8* to = target + match;
+                const u8* s = target + source;
+                u32 j = 0;
+                if (offset >= 8) {
+                    for (; j + 8 <= length; j += 8) {
+                        u8 bytes[8];
+                        for (int k = 0; k < 8; ++k) bytes[k] = s[j + k];
+                        for (int k = 0; k < 8; ++k) to[j + k] = bytes[k];
+                    }
+                }
+                for (; j < length; ++j) to[j] = s[j];
+            }
+            for (u32 left = __ballot_sync(ALL, ready && length > SHORT_MATCH); left; left &= left - 1) {
+                const int owner = __ffs(left) - 1;
+                const u32 n = __shfl_sync(ALL, length, owner), o = __shfl_sync(ALL, offset, owner);
+                u8* to = target + __shfl_sync(ALL, match, owner);
+                const u8* s = to - o;
+                if (o >= n) {
+                    copy(to, s, n, lane);
+                } else {  // the match repeats its own first bytes
+                    for (u32 j = lane, k = lane % o; j < n; j += 32, k = (k + 32) % o) to[j] = s[k];
+                }
+            }
+            missing &= ~__ballot_sync(ALL, ready);
+            __syncwarp();
+        }
+        literal += __shfl_sync(ALL, upto, 31);
+        at += __shfl_sync(ALL, total, 31);
+    }
+    const u32 rest = block.literal_count - literal;
+    if (step) {
+        copy(target + at, literals + literal, rest, lane);
+    } else {
+        for (u32 j = lane; j < rest; j += 32) target[at + j] = literals[0];
+    }
+    __syncwarp();
+    u32 last[3];
+    bool valid = true;
+    for (int i = 0; i < 3; ++i) {
+        last[i] = resolved(block.offsets[i], offsets);
+        valid = valid && last[i];
+    }
+    for (int i = 0; i < 3; ++i) offsets[i] = last[i];
+    return valid;
+}
+
+extern "C" __global__ void __launch_bounds__(32) zstd_execute(const batch_t batch) {
+    const u32 lane = threadIdx.x, streams = min(batch.counters->streams, batch.max_streams);
+    for (;;) {
+        u32 number = lane == 0 ? atomicAdd(&batch.counters->executed, 1) : 0;
+        number = __shfl_sync(ALL, number, 0);
+        if (number >= streams) return;
+        const stream_t stream = batch.streams[number];
+        u32 status = lane == 0 ? batch.statuses[stream.chunk] : 0;
+        status = __shfl_sync(ALL, status, 0);
+        if (stream.raw || status) continue;
+        u32 offsets[3] = {1, 4, 8};
+        u64 at = 0;
+        bool fine = true;
+        for (u32 i = 0; fine && i < stream.blocks; ++i) {
+            const block_t block = batch.blocks[stream.first + i];
+            if (at + block.content > stream.length) {
+                fine = false;
+            } else if (block.kind == RAW) {
+                copy(stream.target + at, block.source, block.content, lane);
+            } else if (block.kind == RLE) {
+                for (u32 j = lane; j < block.content; j += 32) stream.target[at + j] = block.source[0];
+            } else {
+                fine = execute(batch, block, stream.target, (u32)at, offsets, lane);
+            }
+            __syncwarp();
+            at += block.content;
+        }
+        if (lane == 0 && (!fine || at != stream.length)) batch.statuses[stream.chunk] = 4;
+    }
+}
