@@ -1,6 +1,7 @@
 // fibers.hpp: enough of CUDA for g++ to run kernels of one warp per block on a processor, fast. The threads of a warp
 // are fibers: one runs at a time, until all meet in __syncwarp, a shuffle or a vote. All must call these.
 // (lockstep.hpp has threads of the system, and blocks of several warps.)
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -22,14 +23,16 @@ struct dim3 {
 };
 static dim3 threadIdx, blockIdx, gridDim;
 
+// A fiber starts by a context, and switches by jumps: a switch of contexts is a system call.
 struct fiber_t {
+    jmp_buf place;
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 18);
     unsigned meetings;
-    bool ended;
+    bool started, ended;
 };
 static fiber_t fibers[32];
-static ucontext_t warp;
+static jmp_buf warp;
 // What the threads have brought to this meeting and to the one before.
 static unsigned long long brought[2][32];
 static std::function<void()> body;
@@ -37,7 +40,7 @@ static std::function<void()> body;
 static unsigned long long* meet(unsigned long long value) {
     const unsigned me = threadIdx.x, here = fibers[me].meetings++ & 1;
     brought[here][me] = value;
-    swapcontext(&fibers[me].context, &warp);
+    if (!_setjmp(fibers[me].place)) _longjmp(warp, 1);
     return brought[here];
 }
 template <typename T>
@@ -81,7 +84,14 @@ inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static void enter(int number) {
     body();
     fibers[number].ended = true;
-    swapcontext(&fibers[number].context, &warp);
+    _longjmp(warp, 1);
+}
+
+static void resume(fiber_t& fiber) {
+    if (_setjmp(warp)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
 }
 
 // Run a kernel with one warp per block. Abort if some threads end while others meet.
@@ -96,15 +106,15 @@ void launch(unsigned blocks, F kernel) {
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
             fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &warp;
+            fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, (void (*)())enter, 1, i);
-            fiber.ended = false;
+            fiber.started = fiber.ended = false;
             fiber.meetings = 0;
         }
         for (int running = 32; running;) {
             for (int i = 0; i < 32; ++i) {
                 threadIdx = {(unsigned)i, 0, 0};
-                swapcontext(&warp, &fibers[i].context);
+                resume(fibers[i]);
             }
             running = 0;
             for (const fiber_t& fiber : fibers) running += !fiber.ended;

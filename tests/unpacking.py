@@ -22,7 +22,8 @@ GUARD = 64
 class _Given(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "chunks", "statuses", "counters", "pointers", "streams", "blocks", "sequences", "literals", "content",
+            "chunks", "statuses", "counters", "pointers", "streams", "blocks", "sequences", "literals",
+            "content",
         )),
         *((name, ctypes.c_uint64) for name in ("max_sequences", "max_literals")),
         *((name, ctypes.c_uint32) for name in (
@@ -33,7 +34,7 @@ class _Given(ctypes.Structure):
 
 @cache
 def _built() -> ctypes.CDLL:
-    flags = "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{kernel_folder()}"
+    flags = "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", f"-I{kernel_folder()}"
     with TemporaryDirectory() as folder:
         library = f"{folder}/unpack.so"
         subprocess.run(["g++", *flags, HERE / "unpack.cpp", "-o", library], check=True)
@@ -55,23 +56,10 @@ def unpacked(given: Batch, most: tuple[int, int, int] | None = None) -> list[Arr
     pointers = np.zeros(streams, np.uint64)
     memory = [np.full(size, 0xA5, np.uint8) for size in (STREAM * streams, BLOCK * blocks, 8 * sequences)]
     literals, content = (np.full(count * chunk + GUARD, 0xA5, np.uint8) for _ in range(2))
-    arrays = table, statuses, counters, pointers, *memory, literals, content
-    _built().unpack(
-        ctypes.byref(
-            _Given(
-                *(x.ctypes.data for x in arrays),
-                sequences,
-                count * chunk,
-                count,
-                streams,
-                blocks,
-                chunk,
-                given.codec.itemsize,
-                given.codec.blosc,
-            )  # fmt: skip
-        ),
-        WARPS,
-    )
+    arrays: list[Array] = [table, statuses, counters, pointers, *memory, literals, content]
+    room = sequences, count * chunk, count, streams, blocks, chunk
+    batch = _Given(*(x.ctypes.data for x in arrays), *room, given.codec.itemsize, given.codec.blosc)
+    _built().unpack(ctypes.byref(batch), WARPS)
     assert (content[-GUARD:] == 0xA5).all()
     assert (literals[-GUARD:] == 0xA5).all()
     return [
@@ -91,6 +79,6 @@ def _composed(row: list[int], pointers: Array, itemsize: int) -> Array:
             np.ctypeslib.as_array((ctypes.c_uint8 * (content // parts)).from_address(int(at)))
             for at in pointers[first + number * split :][:parts]
         ]
-        assert order in (PLAIN, BYTES) or split == 1 or itemsize == split
+        assert order in (PLAIN, BYTES) or split in (1, itemsize)
         found.append(ordered(np.concatenate(streams), order, itemsize))
     return np.concatenate(found)

@@ -22,7 +22,7 @@ _WARPS, _PER_WARP = 24, 32 << 10
 _KERNELS = ("frames", "frames"), ("zstd", "zstd_walk"), ("zstd", "zstd_entropy"), ("zstd", "zstd_execute")
 
 
-class _Batch(ctypes.Structure):
+class Batch(ctypes.Structure):
     """The argument of the kernels, `batch_t` of `streams.cuh`."""
 
     _fields_ = (
@@ -70,7 +70,7 @@ class Zstd:
         blocks = shape.batch // _MIN_BLOCK + count
         literals = temporary + _BLOCK * blocks
         sequences = literals + ceil_div(shape.batch, 8) * 8
-        given = _Batch(
+        given = Batch(
             *(chunks, statuses, counters, tables, streams, temporary, sequences, literals, content),
             *((temporary + shape.temporary - sequences) // 8, shape.batch),
             *(count, most, blocks, chunk, codec.itemsize, codec.blosc),
