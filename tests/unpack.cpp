@@ -1,16 +1,21 @@
 // unpack.cpp: the kernels that decode a batch of chunks, one after the other on a processor (fibers.hpp).
-//
-// Macros: ITEM, bytes of an element.
 #include "fibers.hpp"
 #include "decoding/frames.cu"
 #undef static_assert
-namespace decoding_zstd {
+namespace of_zstd {
 #include "decoding/zstd.cu"
 }
+namespace of_lz4 {
+#include "decoding/lz4.cu"
+}
 
-extern "C" void unpack(const batch_t* batch, unsigned warps) {
+extern "C" void unpack(const batch_t* batch, unsigned warps, bool lz4) {
     launch(batch->count, [=] { frames(*batch); });
-    launch(warps, [=] { decoding_zstd::zstd_walk(*batch); });
-    launch(warps, [=] { decoding_zstd::zstd_entropy(*batch); });
-    launch(warps, [=] { decoding_zstd::zstd_execute(*batch); });
+    if (lz4) {
+        launch(warps, [=] { of_lz4::lz4_parse(*batch); });
+    } else {
+        launch(warps, [=] { of_zstd::zstd_walk(*batch); });
+        launch(warps, [=] { of_zstd::zstd_entropy(*batch); });
+    }
+    launch(warps, [=] { of_zstd::zstd_execute(*batch); });
 }

@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from oocgemm.kernels.sources import kernel_folder
-from oocgemm.stores.frames import BYTES, PLAIN
+from oocgemm.stores.frames import BYTES, NUMBERS, PLAIN
 from tests.decoding import Array, Batch, ordered
 
 HERE = Path(__file__).parent
 # Fields of the table of the chunks, and bytes of the structures, of kernels/decoding/streams.cuh.
-FIELDS, STREAM, BLOCK = 13, 40, 104
+FIELDS, STREAM, BLOCK = 13, 40, 112
 WARPS = 3
 GUARD = 64
 
@@ -27,7 +27,7 @@ class _Given(ctypes.Structure):
         )),
         *((name, ctypes.c_uint64) for name in ("max_sequences", "max_literals")),
         *((name, ctypes.c_uint32) for name in (
-            "count", "max_streams", "max_blocks", "chunk", "itemsize", "blosc",
+            "count", "max_streams", "max_blocks", "chunk", "itemsize", "compressor",
         )),
     )  # fmt: skip
 
@@ -55,11 +55,12 @@ def unpacked(given: Batch, most: tuple[int, int, int] | None = None) -> list[Arr
     statuses, counters = np.zeros(count, np.uint32), np.zeros(4, np.uint64)
     pointers = np.zeros(streams, np.uint64)
     memory = [np.full(size, 0xA5, np.uint8) for size in (STREAM * streams, BLOCK * blocks, 8 * sequences)]
-    literals, content = (np.full(count * chunk + GUARD, 0xA5, np.uint8) for _ in range(2))
+    literals, content = (np.full(size * count * chunk + GUARD, 0xA5, np.uint8) for size in (4, 1))
     arrays: list[Array] = [table, statuses, counters, pointers, *memory, literals, content]
-    room = sequences, count * chunk, count, streams, blocks, chunk
-    batch = _Given(*(x.ctypes.data for x in arrays), *room, given.codec.itemsize, given.codec.blosc)
-    _built().unpack(ctypes.byref(batch), WARPS)
+    room = sequences, literals.size - GUARD, count, streams, blocks, chunk
+    number = NUMBERS[given.codec.compressor] if given.codec.blosc else 0
+    batch = _Given(*(x.ctypes.data for x in arrays), *room, given.codec.itemsize, number)
+    _built().unpack(ctypes.byref(batch), WARPS, given.codec.compressor == "lz4")
     assert (content[-GUARD:] == 0xA5).all()
     assert (literals[-GUARD:] == 0xA5).all()
     return [

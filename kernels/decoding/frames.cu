@@ -12,7 +12,7 @@
 
 #include "decoding/streams.cuh"
 
-constexpr u32 HEADER = 16, VERSION = 2, STREAM_VERSION = 1, ZSTD = 4;
+constexpr u32 HEADER = 16, VERSION = 2, STREAM_VERSION = 1;
 // Bits of the flags in the header of blosc.
 constexpr u32 SHUFFLED = 1, STORED_RAW = 2, RESERVED = 8, BITSHUFFLED = 4, UNSPLIT = 16;
 // Blosc splits a block if elements have at most so many bytes, and streams then have at least so many.
@@ -41,7 +41,7 @@ __device__ inline bool header(const batch_t& batch, const u8* source, u64 stored
     found.blocks = (chunk + found.block - 1) / found.block;
     found.split = 1;
     if (found.raw) return stored == chunk + HEADER;
-    if (flags >> 5 != ZSTD || HEADER + 4ull * found.blocks > stored) return false;
+    if (flags >> 5 != batch.compressor || HEADER + 4ull * found.blocks > stored) return false;
     if (!(flags & UNSPLIT) && typesize <= MAX_SPLITS && found.block >= MIN_STREAM * typesize) found.split = typesize;
     return true;
 }
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(32) frames(const batch_t batch) {
     const u32 number = blockIdx.x, lane = threadIdx.x;
     chunk_t& chunk = batch.chunks[number];
     layout_t layout = {PLAIN, batch.chunk, 1, 1, 0};
-    bool fine = chunk.stored > 0 && (!batch.blosc || header(batch, chunk.source, chunk.stored, layout));
-    if (fine && batch.blosc) {
+    bool fine = chunk.stored > 0 && (!batch.compressor || header(batch, chunk.source, chunk.stored, layout));
+    if (fine && batch.compressor) {
         for (u32 b = lane; b < layout.blocks; b += 32) fine = walk(batch, chunk, layout, number, b, -1) && fine;
     }
     fine = __ballot_sync(0xFFFFFFFF, !fine) == 0;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(32) frames(const batch_t batch) {
         if (first + count > batch.max_streams) {
             fine = false;  // what is left has nothing to decode
             for (u32 i = first + lane; i < batch.max_streams; i += 32) batch.streams[i].raw = 1;
-        } else if (batch.blosc) {
+        } else if (batch.compressor) {
             for (u32 b = lane; b < layout.blocks; b += 32) walk(batch, chunk, layout, number, b, first);
         } else if (lane == 0) {
             put(batch, first, chunk.source, (u32)chunk.stored, (u64)number * batch.chunk, batch.chunk, number, false);

@@ -1,7 +1,8 @@
 // What the kernels that decode a batch of chunks hand to each other.
 //
 // The host fills the table of the chunks. `frames` finds the compressed streams of each chunk, `zstd_walk` the blocks
-// of each stream. `zstd_entropy` and `zstd_execute` decode these. `place` composes the elements of the chunks.
+// of each stream. `zstd_entropy` and `zstd_execute` decode these. `lz4_parse` takes the place of the former two for LZ4.
+// `place` composes the elements of the chunks.
 #pragma once
 
 typedef unsigned char u8;
@@ -10,6 +11,10 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 constexpr long long PLAIN = 0, BYTES = 1, BITS = 2;
+// Kinds of blocks.
+constexpr u32 RAW = 0, RLE = 1, COMPRESSED = 2;
+// A sequence has the number of literals in its lowest bits, from here on the length of the match, and then its offset.
+constexpr u32 LENGTH_AT = 17, OFFSET_AT = 35, MAX_LITERALS = (1 << 17) - 1, MAX_LENGTH = (1 << 18) - 1;
 
 // A chunk: its first stream; how it is composed; the bytes of a block and of the chunk; the elements in a row of
 // the chunk; the rectangle of elements that the panel has; the element of the panel where this begins; and where its
@@ -29,10 +34,12 @@ struct stream_t {
 };
 
 // A block of zstd. `source` are its `size` stored bytes, `content` the bytes of its content, at most `most`. Its
-// `literals` have `literal_step` = 0 if all are equal.
+// `literals` have `literal_step` = 0 if all are equal. Those of a sequence begin at `places`; without that, they follow
+// each other.
 struct block_t {
     const u8* source;
     const u8* literals;
+    const u32* places;
     u64 first_sequence;
     u32 stream, kind, size, content, most;
     u32 literal_kind, literal_step, literal_head, literal_size, literal_count, parts;
@@ -48,8 +55,9 @@ struct counters_t {
 };
 
 // A batch of `count` chunks, and the memory for it. `statuses` has a number for each chunk, which is 0 if all went
-// well. `pointers` has the content of each stream. The sizes of blosc frames must be `chunk`, and those of elements
-// that are shuffled `itemsize`.
+// well. `pointers` has the content of each stream. `compressor` is its number in
+// blosc frames, whose sizes must be `chunk`, and those of elements that are shuffled `itemsize`; 0 stands for zstd
+// without such frames.
 struct batch_t {
     chunk_t* chunks;
     u32* statuses;
@@ -61,9 +69,9 @@ struct batch_t {
     u8* literals;
     u8* content;
     u64 max_sequences, max_literals;
-    u32 count, max_streams, max_blocks, chunk, itemsize, blosc;
+    u32 count, max_streams, max_blocks, chunk, itemsize, compressor;
 };
-static_assert(sizeof(chunk_t) == 104 && sizeof(stream_t) == 40 && sizeof(block_t) == 104 && sizeof(counters_t) == 32,
+static_assert(sizeof(chunk_t) == 104 && sizeof(stream_t) == 40 && sizeof(block_t) == 112 && sizeof(counters_t) == 32,
               "oocgemm.backends.cuda.zstd allocates the memory");
 
 __device__ inline u32 read(const u8* at, int bytes) {

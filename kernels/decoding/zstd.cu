@@ -24,7 +24,7 @@
 #include "decoding/zstd_tables.cuh"
 
 constexpr u32 MAX_BLOCK = 128 << 10, NONE = 0xFFFFFFFF, ALL = 0xFFFFFFFF;
-constexpr u32 RAW = 0, RLE = 1, COMPRESSED = 2, TREELESS = 3;
+constexpr u32 TREELESS = 3;  // a kind of literals
 constexpr u32 SYMBOLIC = 1u << 28;
 // Modes of an FSE table.
 constexpr u32 ONE_SYMBOL = 1, DESCRIBED = 2, REPEATED = 3;  // 0 stands for the default table
@@ -252,8 +252,7 @@ __device__ inline u32 sequence_tables(const batch_t& batch, const block_t& block
     return at;
 }
 
-// Decode the sequences of a block, by one thread. Each is stored as the offset, and in the lower bits the length of the
-// match (18) and the number of literals (17).
+// Decode the sequences of a block, by one thread.
 __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, shared_t& shared) {
     u32 offsets[3] = {SYMBOLIC, SYMBOLIC | 1 << 26, SYMBOLIC | 2 << 26};
     u32 content = block.literal_count, literals = 0;
@@ -290,7 +289,7 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
             literals += count;
             content += length;
             if (!offset || literals > block.literal_count || content > block.most) return false;
-            *found++ = (u64)offset << 35 | (u64)length << 17 | count;
+            *found++ = (u64)offset << OFFSET_AT | (u64)length << LENGTH_AT | count;
             if (left) {
                 bits.fill();
                 states[LL] = (ll >> 16) + bits.peek(ll >> 8 & 255);
@@ -406,18 +405,20 @@ __device__ inline bool execute(const batch_t& batch, const block_t& block, u8* t
     const u32 step = block.literal_step;
     u32 literal = 0;
     u64 next = lane < block.sequences ? sequences[lane] : 0;
+    u32 place = 0;
     for (u32 i = 0; i < block.sequences; i += 32) {
         const u64 sequence = next;
         next = i + 32 + lane < block.sequences ? sequences[i + 32 + lane] : 0;
-        const u32 count = sequence & (1 << 17) - 1, length = sequence >> 17 & (1 << 18) - 1;
-        const u32 offset = resolved(sequence >> 35, offsets);
+        const u32 count = sequence & MAX_LITERALS, length = sequence >> LENGTH_AT & MAX_LENGTH;
+        const u32 offset = resolved((u32)(sequence >> OFFSET_AT), offsets);
         // The literals and the bytes of this and the sequences before it.
         u32 upto = count, total = count + length;
         for (int d = 1; d < 32; d <<= 1) {
             const u32 a = __shfl_up_sync(ALL, upto, d), b = __shfl_up_sync(ALL, total, d);
             if (lane >= d) upto += a, total += b;
         }
-        const u32 from = literal + upto - count, match = at + total - length;
+        if (block.places && i + lane < block.sequences) place = block.places[i + lane];
+        const u32 from = block.places ? place : literal + upto - count, match = at + total - length;
         const bool valid = !length || (offset && offset <= match);
         if (!__all_sync(ALL, valid)) return false;
         u8* put = target + match - count;
@@ -496,9 +497,10 @@ extern "C" __global__ void __launch_bounds__(32) zstd_execute(const batch_t batc
         number = __shfl_sync(ALL, number, 0);
         if (number >= streams) return;
         const stream_t stream = batch.streams[number];
+        if (stream.raw) continue;
         u32 status = lane == 0 ? batch.statuses[stream.chunk] : 0;
         status = __shfl_sync(ALL, status, 0);
-        if (stream.raw || status) continue;
+        if (status) continue;
         u32 offsets[3] = {1, 4, 8};
         u64 at = 0;
         bool fine = true;

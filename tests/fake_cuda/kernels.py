@@ -15,7 +15,7 @@ from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.backends.host.selection import select
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.selection import MIN_SEGMENT
-from tests.fake_cuda import measuring, unpacking
+from tests.fake_cuda import measuring, unpacker
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
 from tests.fake_cuda.placing import place
@@ -355,8 +355,8 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "threshold": (11, _threshold),
     "topk": (10, _topk),
     "place": (4, place),
-    "frames": (1, unpacking.frames),
-    **dict.fromkeys(("zstd_walk", "zstd_entropy", "zstd_execute"), (1, unpacking.nothing)),
+    "frames": (1, unpacker.frames),
+    **dict.fromkeys(("zstd_walk", "zstd_entropy", "lz4_parse", "zstd_execute"), (1, unpacker.nothing)),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -10,7 +10,7 @@ from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import OpenFile, worth_caching
-from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
+from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, frame_of
 from oocgemm.stores.gather import Part, read_parts
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.chunks import DirectChunks, _cut
@@ -35,15 +35,14 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     found = fetch(chunks, (0, rows), (0, cols), frame)[0]
     if found.size <= 0:
         return None
-    place = np.array([found.start]), np.array([found.size])
-    streams = find_streams(frame, *place, chunks.chunk_bytes, codec)
-    if streams.refused[0] or streams.raw.all():
+    stored = frame_of(frame[found.start :][: found.size].tobytes(), chunks.chunk_bytes, codec)
+    if stored is None or all(stream.raw for stream in stored.streams):
         return None
     share = found.size / chunks.chunk_bytes
     # Panels that are used again are read again: the page cache must have room for the files.
     if not worth_caching(int(share * chunks.shape[0] * chunks.shape[1] * itemsize)):
         return None
-    return Coding(decoded, int(streams.length.max()), share)
+    return Coding(decoded, max(stream.length for stream in stored.streams), share)
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:

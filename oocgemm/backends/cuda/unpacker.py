@@ -1,8 +1,8 @@
-"""Decode chunks in zstd and blosc-zstd by our own kernels (`kernels/decoding`).
+"""Decode chunks in zstd, blosc-zstd and blosc-lz4 by the kernels of `kernels/decoding`.
 
-nvCOMP never ends on many damaged streams of zstd, so that it would need a checksum of each chunk. Our kernels
-check all that they read. They also find the streams of a batch, which would take the host as long as reading
-them, and decode the blocks of a stream at the same time.
+They check all that they read. (nvCOMP never ends on many damaged streams of zstd, and does not see all damage
+of LZ4.) They find the streams of a batch, which would take the host as long as reading them, and decode the
+blocks of a stream of zstd at the same time.
 """
 
 import ctypes
@@ -13,13 +13,16 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import ceil_div
-from oocgemm.stores.frames import Codec
+from oocgemm.stores.frames import NUMBERS, Codec
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
-_STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 104, 32, 2 << 10
+_STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
 # Warps per multiprocessor that decode, and bytes of content that keep one busy.
 _WARPS, _PER_WARP = 24, 32 << 10
-_KERNELS = ("frames", "frames"), ("zstd", "zstd_walk"), ("zstd", "zstd_entropy"), ("zstd", "zstd_execute")
+_KERNELS = (
+    *(("frames", "frames"), ("zstd", "zstd_walk"), ("zstd", "zstd_entropy"), ("lz4", "lz4_parse")),
+    ("zstd", "zstd_execute"),
+)
 
 
 class Batch(ctypes.Structure):
@@ -31,21 +34,19 @@ class Batch(ctypes.Structure):
             "content", "max_sequences", "max_literals",
         )),
         *((name, ctypes.c_uint32) for name in (
-            "count", "max_streams", "max_blocks", "chunk", "itemsize", "blosc",
+            "count", "max_streams", "max_blocks", "chunk", "itemsize", "compressor",
         )),
     )  # fmt: skip
 
 
-class Zstd:
+class Unpacker:
     """The kernels on one device, and how lanes of a shape divide their memory for them."""
 
     def __init__(self, kernels: Kernels, shape: DecodingShape) -> None:
         """Compile and load the kernels. The device must be the current one."""
         self._shape = shape
         self._warps = _WARPS * kernels.device.processors
-        self._frames, self._walk, self._entropy, self._execute = (
-            kernels.plain(*each, ()) for each in _KERNELS
-        )
+        self._kernels = {entry: kernels.plain(source, entry, ()) for source, entry in _KERNELS}
 
     def decode(
         self, codec: Codec, chunks: int, count: int, chunk: int, lane: tuple[int, int, int], stream: Any
@@ -73,13 +74,13 @@ class Zstd:
         given = Batch(
             *(chunks, statuses, counters, tables, streams, temporary, sequences, literals, content),
             *((temporary + shape.temporary - sequences) // 8, shape.batch),
-            *(count, most, blocks, chunk, codec.itemsize, codec.blosc),
+            *(count, most, blocks, chunk, codec.itemsize, NUMBERS[codec.compressor] if codec.blosc else 0),
         )
         cuda_calls.make(cuda_calls.zero(counters, _COUNTERS + 4 * count, stream))
         warps = max(1, min(self._warps, ceil_div(count * chunk, _PER_WARP)))
-        for kernel, grid in (
-            *((self._frames, count), (self._walk, ceil_div(warps, 4))),
-            *((self._entropy, warps), (self._execute, warps)),
-        ):
-            kernel(Launch((grid, 1, 1), (32, 1, 1)), given)
+        finding = {"lz4_parse": warps} if codec.compressor == "lz4" else {
+            "zstd_walk": ceil_div(warps, 4), "zstd_entropy": warps,
+        }  # fmt: skip
+        for name, grid in {"frames": count, **finding, "zstd_execute": warps}.items():
+            self._kernels[name](Launch((grid, 1, 1), (32, 1, 1)), given)
         return tables, statuses
