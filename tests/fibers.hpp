@@ -17,6 +17,7 @@ using std::min;
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __restrict__
+#define __align__(bytes)
 
 struct dim3 {
     unsigned x, y, z;
@@ -79,6 +80,9 @@ T atomicAdd(T* to, U value) {
     return before;
 }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
+}
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 static void enter(int number) {

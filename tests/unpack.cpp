@@ -5,6 +5,9 @@
 namespace of_zstd {
 #include "decoding/zstd.cu"
 }
+namespace of_all {
+#include "decoding/execute.cu"
+}
 namespace of_lz4 {
 #include "decoding/lz4.cu"
 }
@@ -17,5 +20,5 @@ extern "C" void unpack(const batch_t* batch, unsigned warps, bool lz4) {
         launch(warps, [=] { of_zstd::zstd_walk(*batch); });
         launch(warps, [=] { of_zstd::zstd_entropy(*batch); });
     }
-    launch(warps, [=] { of_zstd::zstd_execute(*batch); });
+    launch(warps, [=] { of_all::execute(*batch); });
 }

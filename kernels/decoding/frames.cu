@@ -88,12 +88,12 @@ extern "C" __global__ void __launch_bounds__(32) frames(const batch_t batch) {
     if (fine && batch.compressor) {
         for (u32 b = lane; b < layout.blocks; b += 32) fine = walk(batch, chunk, layout, number, b, -1) && fine;
     }
-    fine = __ballot_sync(0xFFFFFFFF, !fine) == 0;
+    fine = __ballot_sync(ALL, !fine) == 0;
     u32 first = 0;
     if (fine) {
         const u32 count = batch.chunk / layout.block * layout.split + (batch.chunk % layout.block ? 1 : 0);
         if (lane == 0) first = atomicAdd(&batch.counters->streams, count);
-        first = __shfl_sync(0xFFFFFFFF, first, 0);
+        first = __shfl_sync(ALL, first, 0);
         if (first + count > batch.max_streams) {
             fine = false;  // what is left has nothing to decode
             for (u32 i = first + lane; i < batch.max_streams; i += 32) batch.streams[i].raw = 1;

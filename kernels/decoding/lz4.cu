@@ -1,4 +1,4 @@
-// lz4: finds the sequences of many LZ4 streams, for `zstd_execute`, which appends their literals and matches.
+// lz4: finds the sequences of many LZ4 streams, for `execute`, which appends their literals and matches.
 //
 // A stream consists of sequences: a number of literals, the literals, and the offset and the length of a match. A
 // sequence tells where the next one begins, so one thread finds them, a warp per stream. It counts them first, to

@@ -1,8 +1,8 @@
 // What the kernels that decode a batch of chunks hand to each other.
 //
 // The host fills the table of the chunks. `frames` finds the compressed streams of each chunk, `zstd_walk` the blocks
-// of each stream. `zstd_entropy` and `zstd_execute` decode these. `lz4_parse` takes the place of the former two for LZ4.
-// `place` composes the elements of the chunks.
+// of each stream, and `zstd_entropy` decodes these. (`lz4_parse` does both for LZ4.) `execute` composes the content of
+// the streams, and `place` the elements of the chunks.
 #pragma once
 
 typedef unsigned char u8;
@@ -13,8 +13,12 @@ typedef unsigned long long u64;
 constexpr long long PLAIN = 0, BYTES = 1, BITS = 2;
 // Kinds of blocks.
 constexpr u32 RAW = 0, RLE = 1, COMPRESSED = 2;
-// A sequence has the number of literals in its lowest bits, from here on the length of the match, and then its offset.
+// A sequence has the number of literals in its lowest bits, then the length of the match, and then its offset. An
+// offset may depend on the last three offsets before the block: SYMBOLIC | index << 26 | what to subtract.
 constexpr u32 LENGTH_AT = 17, OFFSET_AT = 35, MAX_LITERALS = (1 << 17) - 1, MAX_LENGTH = (1 << 18) - 1;
+constexpr u32 SYMBOLIC = 1u << 28;
+// All threads of a warp.
+constexpr u32 ALL = 0xFFFFFFFF;
 
 // A chunk: its first stream; how it is composed; the bytes of a block and of the chunk; the elements in a row of
 // the chunk; the rectangle of elements that the panel has; the element of the panel where this begins; and where its

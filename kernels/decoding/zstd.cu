@@ -1,14 +1,12 @@
-// zstd: decodes many zstd streams of one frame each (RFC 8878), by three kernels.
+// zstd: decodes the blocks of many zstd streams of one frame each (RFC 8878), for `execute`.
 //
 // A frame consists of blocks of up to 128 KiB of content. A block that is compressed has literals, which a Huffman
 // code compresses, and sequences: triples of a number of literals to append, and an offset and a length of a match,
 // that is of earlier content to append. FSE, a kind of arithmetic code, compresses these.
 //
-//   walk     a thread per stream finds its blocks, and reserves memory for their literals and sequences
-//   entropy  a warp per block decodes the sequences, another one the literals: blocks are independent in this,
-//            since all that one takes from an earlier one is where this describes its tables
-//   execute  a warp per stream appends literals and matches, 32 sequences at a time. A match is copied as soon as
-//            all content that it repeats is there
+//   zstd_walk     a thread per stream finds its blocks, and reserves memory for their literals and sequences
+//   zstd_entropy  a warp per block decodes the sequences, another one the literals: blocks are independent in this,
+//                 since all that one takes from an earlier one is where this describes its tables
 //
 // An offset may be one of the last three offsets. The sequences of a block are decoded before those of the block
 // before it, so offsets may then depend on the three offsets that are valid at the start of the block: such an
@@ -23,24 +21,13 @@
 #include "decoding/streams.cuh"
 #include "decoding/zstd_tables.cuh"
 
-constexpr u32 MAX_BLOCK = 128 << 10, NONE = 0xFFFFFFFF, ALL = 0xFFFFFFFF;
+constexpr u32 MAX_BLOCK = 128 << 10, NONE = 0xFFFFFFFF;
 constexpr u32 TREELESS = 3;  // a kind of literals
-constexpr u32 SYMBOLIC = 1u << 28;
 // Modes of an FSE table.
 constexpr u32 ONE_SYMBOL = 1, DESCRIBED = 2, REPEATED = 3;  // 0 stands for the default table
-// Copies of up to so many bytes are done by one thread.
-constexpr u32 SHORT_LITERALS = 8, SHORT_MATCH = 64;
-
-__device__ const u32 LL_BASE[36] = {0,  1,  2,  3,  4,  5,  6,  7,  8,   9,   10,  11,   12,   13,   14,   15,    16,    18,
-                                    20, 22, 24, 28, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
-__device__ const u8 LL_BITS[36] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  1,  1,
-                                   1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
-__device__ const u32 ML_BASE[53] = {3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,  17,  18,  19,   20,
-                                    21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34,  35,  37,  39,   41,
-                                    43, 47, 51, 59, 67, 83, 99, 131, 259, 515, 1027, 2051, 4099, 8195, 16387, 32771, 65539};
-__device__ const u8 ML_BITS[53] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1,
-                                   2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+// Where the tables of the kinds begin, and their end.
+__device__ const u32 TABLE_AT[3] = {0, 512, 768};
+constexpr u32 TABLES_END = 1280;
 
 // Check the header of a frame. Returns its bytes; 0 if it is damaged or unusual. `most` receives the maximum bytes of
 // a block.
@@ -184,11 +171,12 @@ extern "C" __global__ void __launch_bounds__(32) zstd_walk(const batch_t batch) 
     }
 }
 
-// Shared memory of a warp: the FSE tables of the sequences, or the Huffman table and what it is built of.
+// Shared memory of a warp: the FSE tables of the sequences, or the Huffman table and what it is built of. An entry of
+// the former has the code's entry in `LL_CODES` or `ML_CODES` in its upper half.
 struct shared_t {
     room_t room;
     union {
-        u32 tables[3][1 << FSE_LOG];
+        u64 tables[TABLES_END];
         struct {
             u16 codes[1 << HUFFMAN_LOG];
             u32 table[1 << 6];
@@ -201,13 +189,13 @@ struct shared_t {
 
 // Read the description of a table of sequences at `at` of a block, and build it unless `table` is null. Returns its
 // bytes, or NONE if it is damaged.
-__device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode, u32* table, u32* log, room_t& room) {
+__device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode, u64* table, u32* log, room_t& room) {
     const u8* p = block.source + at;
     const u32 rest = block.size - at;
     if (mode == REPEATED) return 0;
     if (mode == ONE_SYMBOL) {
         if (!rest || p[0] > MAX_SYMBOL[kind]) return NONE;
-        if (table) table[0] = p[0], *log = 0;
+        if (table) table[0] = p[0] | (u64)code_of(kind, p[0]) << 32, *log = 0;
         return 1;
     }
     int symbols, bits;
@@ -223,6 +211,7 @@ __device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode,
     }
     if (table) {
         if (!build_table(room.counts, symbols, bits, table, room.following)) return NONE;
+        for (u32 i = 0; i < 1u << bits; ++i) table[i] |= (u64)code_of(kind, table[i] & 255) << 32;
         *log = bits;
     }
     return bytes;
@@ -236,7 +225,7 @@ __device__ inline u32 sequence_tables(const batch_t& batch, const block_t& block
         u32 at = from.sequences_at + 1;
         for (int k = 0; k <= kind; ++k) {
             const bool build = k == kind;
-            const u32 bytes = describe(from, at, k, modes >> (6 - 2 * k) & 3, build ? shared.tables[k] : nullptr,
+            const u32 bytes = describe(from, at, k, modes >> (6 - 2 * k) & 3, build ? shared.tables + TABLE_AT[k] : nullptr,
                                        &shared.logs[k], shared.room);
             if (bytes == NONE) return NONE;
             at += bytes;
@@ -260,20 +249,40 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
         const u32 at = sequence_tables(batch, block, shared);
         backward_t bits;
         if (at == NONE || at >= block.size || !bits.open(block.source + at, block.size - at)) return false;
-        u32 states[3];
-        for (int k = 0; k < 3; ++k) states[k] = bits.take(shared.logs[k]);
+        const u64 *lls = shared.tables + TABLE_AT[LL], *ofs = shared.tables + TABLE_AT[OF];
+        const u64* mls = shared.tables + TABLE_AT[ML];
+        u32 ll_state = bits.take(shared.logs[LL]), of_state = bits.take(shared.logs[OF]);
+        u32 ml_state = bits.take(shared.logs[ML]);
         u64* found = batch.sequences + block.first_sequence;
         for (u32 left = block.sequences; left--;) {
-            const u32 ll = shared.tables[LL][states[LL]], of = shared.tables[OF][states[OF]];
-            const u32 ml = shared.tables[ML][states[ML]];
-            const u32 code = of & 255;
+            const u64 ll = lls[ll_state], ml = mls[ml_state];
+            const u32 of = (u32)ofs[of_state], code = of & 255;
             if (code > 27) return false;
-            const u32 value = (1u << code) + bits.take(code);
-            bits.fill();
-            const u32 length = ML_BASE[ml & 255] + bits.peek(ML_BITS[ml & 255]);
-            bits.skip(ML_BITS[ml & 255]);
-            const u32 count = LL_BASE[ll & 255] + bits.peek(LL_BITS[ll & 255]);
-            bits.skip(LL_BITS[ll & 255]);
+            // The bits of the offset, the length, the number of literals, and, unless this is the last one, of the
+            // next states.
+            const u32 ml_bits = (u32)(ml >> 56), ll_bits = (u32)(ll >> 56);
+            const u32 ll_next = left ? (u32)ll >> 8 & 255 : 0, ml_next = left ? (u32)ml >> 8 & 255 : 0;
+            const u32 of_next = left ? of >> 8 & 255 : 0, next = ll_next + ml_next + of_next;
+            u32 window = bits.window();
+            const bool together = code + ml_bits + ll_bits + next <= 32;
+            const u32 value = (1u << code) + off(window, code);
+            if (!together) {
+                bits.skip(code);
+                window = bits.window();
+            }
+            const u32 length = ((u32)(ml >> 32) & 0xFFFFFF) + off(window, ml_bits);
+            const u32 count = ((u32)(ll >> 32) & 0xFFFFFF) + off(window, ll_bits);
+            if (!together) {
+                bits.skip(ml_bits + ll_bits);
+                window = bits.window();
+            }
+            ll_state = (u32)ll >> 16;
+            ll_state += off(window, ll_next);
+            ml_state = (u32)ml >> 16;
+            ml_state += off(window, ml_next);
+            of_state = of >> 16;
+            of_state += off(window, of_next);
+            bits.skip(together ? code + ml_bits + ll_bits + next : next);
             u32 offset;
             if (value > 3) {
                 offset = value - 3;
@@ -281,7 +290,8 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
                 offsets[1] = offsets[0];
             } else {
                 const u32 index = value - (count > 0);
-                offset = index < 3 ? offsets[index] : offsets[0] & SYMBOLIC ? offsets[0] + 1 : offsets[0] - 1;
+                offset = index == 0 ? offsets[0] : index == 1 ? offsets[1] : index == 2 ? offsets[2]
+                         : offsets[0] & SYMBOLIC ? offsets[0] + 1 : offsets[0] - 1;
                 if (index > 1) offsets[2] = offsets[1];
                 if (index > 0) offsets[1] = offsets[0];
             }
@@ -290,15 +300,6 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
             content += length;
             if (!offset || literals > block.literal_count || content > block.most) return false;
             *found++ = (u64)offset << OFFSET_AT | (u64)length << LENGTH_AT | count;
-            if (left) {
-                bits.fill();
-                states[LL] = (ll >> 16) + bits.peek(ll >> 8 & 255);
-                bits.skip(ll >> 8 & 255);
-                states[ML] = (ml >> 16) + bits.peek(ml >> 8 & 255);
-                bits.skip(ml >> 8 & 255);
-                states[OF] = (of >> 16) + bits.peek(of >> 8 & 255);
-                bits.skip(of >> 8 & 255);
-            }
         }
         if (bits.left != 0) return false;
     }
@@ -353,9 +354,16 @@ __device__ inline bool decode_literals(const batch_t& batch, const block_t& bloc
         fine = begin < end && end <= size && bits.open(p + begin, end - begin);
         if (fine) {
             u8* out = (u8*)block.literals;
-            for (u32 i = first; i < last; ++i) {
-                bits.fill();
-                const u32 code = huffman.codes[bits.peek(log)];
+            u32 i = first;
+            for (; i + 2 <= last; i += 2) {
+                const u32 window = bits.window(), one = huffman.codes[window >> (32 - log)];
+                const u32 two = huffman.codes[window << (one >> 8) >> (32 - log)];
+                bits.skip((one >> 8) + (two >> 8));
+                out[i] = (u8)one;
+                out[i + 1] = (u8)two;
+            }
+            if (i < last) {
+                const u32 code = huffman.codes[bits.window() >> (32 - log)];
                 bits.skip(code >> 8);
                 out[i] = (u8)code;
             }
@@ -384,140 +392,5 @@ extern "C" __global__ void __launch_bounds__(32) zstd_entropy(const batch_t batc
             if (!fine) batch.statuses[batch.streams[block.stream].chunk] = 3;
         }
         __syncwarp();
-    }
-}
-
-// Copy bytes, by a warp.
-__device__ inline void copy(u8* target, const u8* source, u32 count, u32 lane) {
-    for (u32 i = lane; i < count; i += 32) target[i] = source[i];
-}
-
-__device__ inline u32 resolved(u32 offset, const u32* offsets) {
-    if (!(offset & SYMBOLIC)) return offset;
-    const u32 base = offsets[offset >> 26 & 3], less = offset & (1u << 26) - 1;
-    return base > less ? base - less : 0;
-}
-
-// Append the content of a compressed block to a stream that has `at` bytes. Returns whether all matches are valid.
-__device__ inline bool execute(const batch_t& batch, const block_t& block, u8* target, u32 at, u32* offsets, u32 lane) {
-    const u64* sequences = batch.sequences + block.first_sequence;
-    const u8* literals = block.literals;
-    const u32 step = block.literal_step;
-    u32 literal = 0;
-    u64 next = lane < block.sequences ? sequences[lane] : 0;
-    u32 place = 0;
-    for (u32 i = 0; i < block.sequences; i += 32) {
-        const u64 sequence = next;
-        next = i + 32 + lane < block.sequences ? sequences[i + 32 + lane] : 0;
-        const u32 count = sequence & MAX_LITERALS, length = sequence >> LENGTH_AT & MAX_LENGTH;
-        const u32 offset = resolved((u32)(sequence >> OFFSET_AT), offsets);
-        // The literals and the bytes of this and the sequences before it.
-        u32 upto = count, total = count + length;
-        for (int d = 1; d < 32; d <<= 1) {
-            const u32 a = __shfl_up_sync(ALL, upto, d), b = __shfl_up_sync(ALL, total, d);
-            if (lane >= d) upto += a, total += b;
-        }
-        if (block.places && i + lane < block.sequences) place = block.places[i + lane];
-        const u32 from = block.places ? place : literal + upto - count, match = at + total - length;
-        const bool valid = !length || (offset && offset <= match);
-        if (!__all_sync(ALL, valid)) return false;
-        u8* put = target + match - count;
-        if (count <= SHORT_LITERALS) {
-            for (u32 j = 0; j < count; ++j) put[j] = literals[(from + j) * step];
-        }
-        for (u32 left = __ballot_sync(ALL, count > SHORT_LITERALS); left; left &= left - 1) {
-            const int owner = __ffs(left) - 1;
-            const u32 n = __shfl_sync(ALL, count, owner), f = __shfl_sync(ALL, from, owner);
-            u8* to = target + __shfl_sync(ALL, match, owner) - n;
-            if (step) {
-                copy(to, literals + f, n, lane);
-            } else {
-                for (u32 j = lane; j < n; j += 32) to[j] = literals[0];
-            }
-        }
-        __syncwarp();
-        // A match is ready if all that it repeats is before the first match that is missing.
-        u32 missing = __ballot_sync(ALL, length > 0);
-        while (missing) {
-            const int first = __ffs(missing) - 1;
-            const u32 done = __shfl_sync(ALL, match, first);
-            const u32 source = match - offset, end = length < offset ? source + length : match;
-            const bool ready = (missing >> lane & 1) && end <= done;
-            if (ready && length <= SHORT_MATCH) {
-                u8* to = target + match;
-                const u8* s = target + source;
-                u32 j = 0;
-                if (offset >= 8) {
-                    for (; j + 8 <= length; j += 8) {
-                        u8 bytes[8];
-                        for (int k = 0; k < 8; ++k) bytes[k] = s[j + k];
-                        for (int k = 0; k < 8; ++k) to[j + k] = bytes[k];
-                    }
-                }
-                for (; j < length; ++j) to[j] = s[j];
-            }
-            for (u32 left = __ballot_sync(ALL, ready && length > SHORT_MATCH); left; left &= left - 1) {
-                const int owner = __ffs(left) - 1;
-                const u32 n = __shfl_sync(ALL, length, owner), o = __shfl_sync(ALL, offset, owner);
-                u8* to = target + __shfl_sync(ALL, match, owner);
-                const u8* s = to - o;
-                if (o >= n) {
-                    copy(to, s, n, lane);
-                } else {  // the match repeats its own first bytes
-                    for (u32 j = lane, k = lane % o; j < n; j += 32, k = (k + 32) % o) to[j] = s[k];
-                }
-            }
-            missing &= ~__ballot_sync(ALL, ready);
-            __syncwarp();
-        }
-        literal += __shfl_sync(ALL, upto, 31);
-        at += __shfl_sync(ALL, total, 31);
-    }
-    const u32 rest = block.literal_count - literal;
-    if (step) {
-        copy(target + at, literals + literal, rest, lane);
-    } else {
-        for (u32 j = lane; j < rest; j += 32) target[at + j] = literals[0];
-    }
-    __syncwarp();
-    u32 last[3];
-    bool valid = true;
-    for (int i = 0; i < 3; ++i) {
-        last[i] = resolved(block.offsets[i], offsets);
-        valid = valid && last[i];
-    }
-    for (int i = 0; i < 3; ++i) offsets[i] = last[i];
-    return valid;
-}
-
-extern "C" __global__ void __launch_bounds__(32) zstd_execute(const batch_t batch) {
-    const u32 lane = threadIdx.x, streams = min(batch.counters->streams, batch.max_streams);
-    for (;;) {
-        u32 number = lane == 0 ? atomicAdd(&batch.counters->executed, 1) : 0;
-        number = __shfl_sync(ALL, number, 0);
-        if (number >= streams) return;
-        const stream_t stream = batch.streams[number];
-        if (stream.raw) continue;
-        u32 status = lane == 0 ? batch.statuses[stream.chunk] : 0;
-        status = __shfl_sync(ALL, status, 0);
-        if (status) continue;
-        u32 offsets[3] = {1, 4, 8};
-        u64 at = 0;
-        bool fine = true;
-        for (u32 i = 0; fine && i < stream.blocks; ++i) {
-            const block_t block = batch.blocks[stream.first + i];
-            if (at + block.content > stream.length) {
-                fine = false;
-            } else if (block.kind == RAW) {
-                copy(stream.target + at, block.source, block.content, lane);
-            } else if (block.kind == RLE) {
-                for (u32 j = lane; j < block.content; j += 32) stream.target[at + j] = block.source[0];
-            } else {
-                fine = execute(batch, block, stream.target, (u32)at, offsets, lane);
-            }
-            __syncwarp();
-            at += block.content;
-        }
-        if (lane == 0 && (!fine || at != stream.length)) batch.statuses[stream.chunk] = 4;
     }
 }

@@ -18,48 +18,77 @@ __device__ const signed char DEFAULT_ML[53] = {1, 4, 3, 2, 2, 2, 2, 2, 2, 1, 1, 
                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1};
 
+// Of each code of a number of literals or of a length, the least number, and the extra bits that are added (24 on).
+#define CODE(bits, least) ((u32)(bits) << 24 | (least))
+__device__ const u32 LL_CODES[36] = {
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, CODE(1, 16), CODE(1, 18), CODE(1, 20), CODE(1, 22),
+    CODE(2, 24), CODE(2, 28), CODE(3, 32), CODE(3, 40), CODE(4, 48), CODE(6, 64), CODE(7, 128), CODE(8, 256),
+    CODE(9, 512), CODE(10, 1024), CODE(11, 2048), CODE(12, 4096), CODE(13, 8192), CODE(14, 16384), CODE(15, 32768),
+    CODE(16, 65536)};
+__device__ const u32 ML_CODES[53] = {
+    3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33,
+    34, CODE(1, 35), CODE(1, 37), CODE(1, 39), CODE(1, 41), CODE(2, 43), CODE(2, 47), CODE(3, 51), CODE(3, 59),
+    CODE(4, 67), CODE(4, 83), CODE(5, 99), CODE(7, 131), CODE(8, 259), CODE(9, 515), CODE(10, 1027), CODE(11, 2051),
+    CODE(12, 4099), CODE(13, 8195), CODE(14, 16387), CODE(15, 32771), CODE(16, 65539)};
+
+__device__ inline u32 code_of(int kind, u32 symbol) {
+    return kind == LL ? LL_CODES[symbol] : kind == ML ? ML_CODES[symbol] : 0;
+}
+
 __device__ inline int highest(u32 x) { return 31 - __clz(x); }
 
 // Bits that are read from the end of a stream to its start.
 struct backward_t {
     const u32* words;
     int next;   // the next word to read
+    u32 ahead;  // the word before that, which is read early, because a thread waits long for memory
     int held;   // bits in `hold` that have not been read; they are its lowest ones
     int left;   // bits of the stream that have not been read; negative if too many have been read
     u64 hold;
 
+    __device__ u32 word() {
+        const u32 found = next >= 0 ? words[next] : 0;
+        --next;
+        return found;
+    }
     __device__ bool open(const u8* begin, u32 size) {
         const u32 last = size ? begin[size - 1] : 0;
         if (!last) return false;
         left = 8 * (size - 1) + highest(last);  // the highest bit of the last byte marks the end
         const u32 before = (u64)begin & 3, end = 8 * before + left;
         words = (const u32*)(begin - before);
-        next = (int)(end >> 5) - 1;
-        held = end & 31;
-        hold = held ? words[next + 1] : 0;
+        held = end & 31 ? end & 31 : 32;
+        next = ((int)end - held) / 32;
+        hold = word();
+        ahead = word();
         return true;
     }
-    // Hold at least 32 bits.
-    __device__ void fill() {
+    // Return the next 32 bits, the first one as the highest.
+    __device__ u32 window() {
         if (held < 32) {
-            hold = hold << 32 | (next >= 0 ? words[next] : 0);
-            --next;
+            hold = hold << 32 | ahead;
             held += 32;
+            ahead = word();
         }
+        return (u32)(hold >> (held - 32));
     }
-    // At most 32 bits, of those that are held.
-    __device__ u32 peek(int count) const { return (u32)(hold >> (held - count)) & (u32)((1ull << count) - 1); }
     __device__ void skip(int count) {
         held -= count;
         left -= count;
     }
     __device__ u32 take(int count) {
-        fill();
-        const u32 found = peek(count);
+        const u32 found = window() >> 1 >> (31 - count);
         skip(count);
         return found;
     }
 };
+
+// Take bits off a window.
+__device__ inline u32 off(u32& window, int count) {
+    const u32 found = window >> 1 >> (31 - count);
+    window <<= count;
+    return found;
+}
 
 // Bits that are read from the start of `size` bytes to the end, and zeros beyond.
 struct forward_t {
@@ -116,7 +145,8 @@ __device__ inline u32 read_counts(const u8* begin, u32 size, int max_symbol, int
 }
 
 // Build an FSE table: of each state, the symbol, the bits to read (8 bits on), and what to add to them (16 on).
-__device__ inline bool build_table(const short* counts, int symbols, int log, u32* table, u16* following) {
+template <typename T>
+__device__ inline bool build_table(const short* counts, int symbols, int log, T* table, u16* following) {
     const u32 size = 1u << log;
     u32 high = size, at = 0;
     for (int s = 0; s < symbols; ++s) {
@@ -132,7 +162,7 @@ __device__ inline bool build_table(const short* counts, int symbols, int log, u3
     }
     if (at != 0) return false;
     for (u32 state = 0; state < size; ++state) {
-        const u32 symbol = table[state], next = following[symbol]++;
+        const u32 symbol = (u32)table[state], next = following[symbol]++;
         const u32 bits = log - highest(next);
         table[state] = symbol | bits << 8 | ((next << bits) - size) << 16;
     }

@@ -21,7 +21,7 @@ _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
 _WARPS, _PER_WARP = 24, 32 << 10
 _KERNELS = (
     *(("frames", "frames"), ("zstd", "zstd_walk"), ("zstd", "zstd_entropy"), ("lz4", "lz4_parse")),
-    ("zstd", "zstd_execute"),
+    ("execute", "execute"),
 )
 
 
@@ -81,6 +81,6 @@ class Unpacker:
         finding = {"lz4_parse": warps} if codec.compressor == "lz4" else {
             "zstd_walk": ceil_div(warps, 4), "zstd_entropy": warps,
         }  # fmt: skip
-        for name, grid in {"frames": count, **finding, "zstd_execute": warps}.items():
+        for name, grid in {"frames": count, **finding, "execute": warps}.items():
             self._kernels[name](Launch((grid, 1, 1), (32, 1, 1)), given)
         return tables, statuses
