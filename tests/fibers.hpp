@@ -79,6 +79,7 @@ T atomicAdd(T* to, U value) {
     *to += (T)value;
     return before;
 }
+inline void atomicXor(unsigned* to, unsigned value) { *to ^= value; }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));

@@ -77,6 +77,7 @@ def test_the_kernel_compiles_without_spills(
 @pytest.mark.parametrize(
     ("source", "entry"),
     [
+        ("crc32c", "crc32c"),
         ("frames", "frames"),
         ("lz4", "lz4_parse"),
         ("execute", "execute"),

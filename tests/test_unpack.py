@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 from numcodecs import Blosc, Zstd
@@ -109,6 +110,27 @@ def test_frames_with_a_checksum_or_of_other_compressors_are_refused() -> None:
         batch(Blosc("zstd", 5), Codec("zstd", True, 4), [x]),  # elements of eight bytes were shuffled
     ):
         assert unpacked(given) == [None]
+
+
+def test_checksums_are_verified_before_chunks_are_decoded() -> None:
+    for count in (3, 8, 100, 1000, 70_000):
+        chunks = [rng.integers(0, 64, count).astype(np.float64) for _ in range(4)]
+        given = zstd(0, False, chunks)
+        frames = []
+        for number, (at, size) in enumerate(zip(given.start, given.size, strict=True)):
+            frame = given.buffer[at : at + size]
+            crc = google_crc32c.value(frame.tobytes()) ^ (number == 2)
+            frames.append(np.concatenate([frame, np.frombuffer(crc.to_bytes(4, "little"), np.uint8)]))
+        frames[3] = frames[3].copy()
+        frames[3][rng.integers(frames[3].size)] ^= 1 << rng.integers(8)
+        size = np.array([frame.size for frame in frames], np.int64)
+        found = unpacked(
+            Batch(np.concatenate(frames), np.cumsum(size) - size, size, chunks, given.codec), checksum=True
+        )
+        assert [each is None for each in found] == [False, False, True, True]
+        for each, chunk in zip(found[:2], chunks, strict=False):
+            assert each is not None
+            np.testing.assert_array_equal(each, chunk.view(np.uint8))
 
 
 KINDS: dict[str, tuple[Any, Codec]] = {

@@ -1,5 +1,6 @@
 // unpack.cpp: the kernels that decode a batch of chunks, one after the other on a processor (fibers.hpp).
 #include "fibers.hpp"
+#include "decoding/crc32c.cu"
 #include "decoding/frames.cu"
 #undef static_assert
 namespace of_zstd {
@@ -13,6 +14,7 @@ namespace of_lz4 {
 }
 
 extern "C" void unpack(const batch_t* batch, unsigned warps, bool lz4) {
+    launch(PARTS * batch->count, [=] { crc32c(*batch); });
     launch(batch->count, [=] { frames(*batch); });
     if (lz4) {
         launch(warps, [=] { of_lz4::lz4_parse(*batch); });

@@ -14,7 +14,7 @@ from tests.decoding import Array, Batch, ordered
 
 HERE = Path(__file__).parent
 # Fields of the table of the chunks, and bytes of the structures, of kernels/decoding/streams.cuh.
-FIELDS, STREAM, BLOCK = 13, 40, 112
+FIELDS, STREAM, BLOCK = 14, 40, 112
 WARPS = 3
 GUARD = 64
 
@@ -41,17 +41,21 @@ def _built() -> ctypes.CDLL:
         return ctypes.CDLL(library)
 
 
-def unpacked(given: Batch, most: tuple[int, int, int] | None = None) -> list[Array | None]:
+def unpacked(
+    given: Batch, most: tuple[int, int, int] | None = None, *, checksum: bool = False
+) -> list[Array | None]:
     """Decode the chunks of a batch. Return the elements of each as bytes, None of those that are refused.
 
-    `most` are the streams, blocks and sequences for which there is memory.
+    With `checksum`, each frame ends with one. `most` are the streams, blocks and sequences for which there is
+    memory.
     """
     count, chunk = len(given.start), given.chunk
-    streams, blocks, sequences = most or (count * (chunk // 64 + 1), count * (chunk // 64 + 8), count * chunk)
+    each = chunk // 64 + 8
+    streams, blocks, sequences = most or (count * each, count * each, count * chunk)
     buffer = np.concatenate([given.buffer, np.zeros(8, np.uint8)])
     table = np.zeros((count, FIELDS), np.int64)
     table[:, 4], table[:, 8], table[:, 11] = chunk, 1, buffer.ctypes.data + given.start
-    table[:, 12] = given.size
+    table[:, 12], table[:, 13] = given.size - 4 * checksum, checksum
     statuses, counters = np.zeros(count, np.uint32), np.zeros(4, np.uint64)
     pointers = np.zeros(streams, np.uint64)
     memory = [np.full(size, 0xA5, np.uint8) for size in (STREAM * streams, BLOCK * blocks, 8 * sequences)]

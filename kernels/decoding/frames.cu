@@ -84,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(32) frames(const batch_t batch) {
     const u32 number = blockIdx.x, lane = threadIdx.x;
     chunk_t& chunk = batch.chunks[number];
     layout_t layout = {PLAIN, batch.chunk, 1, 1, 0};
-    bool fine = chunk.stored > 0 && (!batch.compressor || header(batch, chunk.source, chunk.stored, layout));
+    // The status tells whether the checksum matches.
+    bool fine = chunk.stored > 0 && !batch.statuses[number] && (!batch.compressor || header(batch, chunk.source, chunk.stored, layout));
     if (fine && batch.compressor) {
         for (u32 b = lane; b < layout.blocks; b += 32) fine = walk(batch, chunk, layout, number, b, -1) && fine;
     }

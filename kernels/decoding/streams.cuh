@@ -1,6 +1,6 @@
 // What the kernels that decode a batch of chunks hand to each other.
 //
-// The host fills the table of the chunks. `frames` finds the compressed streams of each chunk, `zstd_walk` the blocks
+// The host fills the table of the chunks. `crc32c` verifies their checksums. `frames` finds the compressed streams of each chunk, `zstd_walk` the blocks
 // of each stream, and `zstd_entropy` decodes these. (`lz4_parse` does both for LZ4.) `execute` composes the content of
 // the streams, and `place` the elements of the chunks.
 #pragma once
@@ -21,12 +21,12 @@ constexpr u32 SYMBOLIC = 1u << 28;
 constexpr u32 ALL = 0xFFFFFFFF;
 
 // A chunk: its first stream; how it is composed; the bytes of a block and of the chunk; the elements in a row of
-// the chunk; the rectangle of elements that the panel has; the element of the panel where this begins; and where its
-// stored bytes are, and how many.
+// the chunk; the rectangle of elements that the panel has; the element of the panel where this begins; where its stored
+// bytes are, and how many; and whether a checksum of four bytes follows them.
 struct chunk_t {
     long long first, split, order, block, size, width, row, col, rows, cols, target;
     const u8* source;
-    u64 stored;
+    u64 stored, checksum;
 };
 
 // A stream of a chunk, and the place for its content of `length` bytes. It has nothing to decode if it is stored as it
@@ -75,7 +75,7 @@ struct batch_t {
     u64 max_sequences, max_literals;
     u32 count, max_streams, max_blocks, chunk, itemsize, compressor;
 };
-static_assert(sizeof(chunk_t) == 104 && sizeof(stream_t) == 40 && sizeof(block_t) == 112 && sizeof(counters_t) == 32,
+static_assert(sizeof(chunk_t) == 112 && sizeof(stream_t) == 40 && sizeof(block_t) == 112 && sizeof(counters_t) == 32,
               "oocgemm.backends.cuda.zstd allocates the memory");
 
 __device__ inline u32 read(const u8* at, int bytes) {

@@ -53,6 +53,7 @@ class Fetched(NamedTuple):
     - `corner`: row and column of the first element of this part in the chunk.
     - `start`, `size`: the bytes of the chunk in the buffer. The size is 0 if the host must read it, and
       `NO_ROOM` if the buffer is full.
+    - `checksum`: whether a CRC (crc32c) of four bytes follows them.
     """
 
     rows: Range
@@ -60,6 +61,7 @@ class Fetched(NamedTuple):
     corner: tuple[int, int]
     start: int
     size: int
+    checksum: bool = False
 
     def counted_from(self, top: int, left: int) -> "Fetched":
         """Count rows and columns from those of a block."""

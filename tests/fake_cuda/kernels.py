@@ -356,7 +356,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "topk": (10, _topk),
     "place": (4, place),
     "frames": (1, unpacker.frames),
-    **dict.fromkeys(("zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
+    **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

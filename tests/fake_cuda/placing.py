@@ -8,7 +8,7 @@ from tests.decoding import Array, ordered
 from tests.fake_cuda.memory import Block, Memory
 from tests.fake_cuda.work import Macros, Work
 
-FIELDS = 13
+FIELDS = 14
 
 
 def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:

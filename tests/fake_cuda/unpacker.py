@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.stores.frames import NUMBERS, Codec, Frame, frame_of
+from oocgemm.stores.zarr.codecs import checked_content
 from tests.decoding import Array, decompressed
 from tests.fake_cuda.memory import Block, Memory
 from tests.fake_cuda.placing import FIELDS
@@ -27,8 +28,14 @@ def frames(memory: Memory, _macros: Macros, pointers: list[int]) -> Work:
         first = 0
         for i, row in enumerate(table):
             source, size = int(row[11]), int(row[12])
-            stored = memory.bytes_of(Block(source, size)).reshape(-1) if size else np.zeros(0, np.uint8)
-            frame = frame_of(stored.tobytes(), given.chunk, codec)
+            stored = (
+                memory.bytes_of(Block(source, size + 4 * row[13])).reshape(-1)
+                if size
+                else np.zeros(0, np.uint8)
+            )
+            frame = (
+                frame_of(stored[:size].tobytes(), given.chunk, codec) if checked(stored, row[13]) else None
+            )
             if frame is None:
                 statuses[i], row[8] = 1, 0
                 continue
@@ -51,6 +58,14 @@ def frames(memory: Memory, _macros: Macros, pointers: list[int]) -> Work:
 
     chunks, failed = Block(given.chunks, 8 * FIELDS * given.count), Block(given.statuses, 4 * given.count)
     return Work(run, [chunks], [chunks, failed])
+
+
+def checked(stored: Array, checksum: int) -> bool:
+    """Do what kernels/decoding/crc32c.cu does with a chunk."""
+    try:
+        return not checksum or checked_content(stored) is not None
+    except ValueError:
+        return False
 
 
 def _batch(pointers: list[int]) -> Any:

@@ -40,7 +40,7 @@ from oocgemm.stores.frames import NO_ROOM, Fetched
 from oocgemm.system.memory import allocate
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
-FIELDS, MAX_CHUNKS = 13, 8192
+FIELDS, MAX_CHUNKS = 14, 8192
 # Elements that a thread block of the kernel `place` composes.
 _ELEMENTS = 16 << 10
 PAGE = 4096
@@ -153,7 +153,7 @@ class Decoder:
             return sum(
                 self._decode_by(lane, address, block, waits, *half) for half in _halves(block, rows, cols)
             )
-        size = max(0, *(each.start + each.size for each in fetched))
+        size = max(0, *(each.start + each.size + 4 * each.checksum for each in fetched))
         if size:
             cuda_calls.make(cuda_calls.copy(lane.to_frames, lane.frames.ctypes.data, size, stream))
         for number in np.flatnonzero(self._unpack(lane, block, fetched, address, waits)):
@@ -168,9 +168,10 @@ class Decoder:
         Returns for each chunk whether the host must decode it.
         """
         chunks, count = self._fill(lane, fetched, block), len(fetched)
+        table = chunks, count, any(each.checksum for each in fetched)
         room = lane.to_content, lane.to_temporary, lane.to_tables
         size = block.chunk[0] * block.chunk[1] * block.dtype.itemsize
-        streams, statuses = self._unpacker.decode(block.codec, chunks, count, size, room, lane.stream)
+        streams, statuses = self._unpacker.decode(block.codec, table, size, room, lane.stream)
         failed = lane.tables[: 4 * count]
         cuda_calls.make(cuda_calls.copy(failed.ctypes.data, statuses, failed.nbytes, lane.stream))
         for event in waits:
@@ -192,7 +193,7 @@ class Decoder:
         table[:, 4:] = [
             (chunk[0] * chunk[1] * itemsize, chunk[1], *each.corner, each.rows[1] - each.rows[0],
              each.cols[1] - each.cols[0], each.rows[0] * pitch + each.cols[0], lane.to_frames + each.start,
-             max(0, each.size)) for each in fetched
+             max(0, each.size), each.checksum) for each in fetched
         ]  # fmt: skip
         to = lane.to_tables + self._shape.tables - table.nbytes
         cuda_calls.make(cuda_calls.copy(to, table.ctypes.data, table.nbytes, lane.stream))

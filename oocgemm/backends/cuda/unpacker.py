@@ -19,8 +19,16 @@ from oocgemm.stores.frames import NUMBERS, Codec
 _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
 # Warps per multiprocessor that decode, and bytes of content that keep one busy.
 _WARPS, _PER_WARP = 24, 32 << 10
+# Blocks of the kernel `crc32c` per chunk.
+_PARTS = 8
 _KERNELS = (
-    *(("frames", "frames"), ("zstd", "zstd_walk"), ("zstd", "zstd_entropy"), ("lz4", "lz4_parse")),
+    *(
+        ("crc32c", "crc32c"),
+        ("frames", "frames"),
+        ("zstd", "zstd_walk"),
+        ("zstd", "zstd_entropy"),
+        ("lz4", "lz4_parse"),
+    ),
     ("execute", "execute"),
 )
 
@@ -49,14 +57,18 @@ class Unpacker:
         self._kernels = {entry: kernels.plain(source, entry, ()) for source, entry in _KERNELS}
 
     def decode(
-        self, codec: Codec, chunks: int, count: int, chunk: int, lane: tuple[int, int, int], stream: Any
+        self,
+        codec: Codec,
+        chunks: tuple[int, int, bool],
+        chunk: int,
+        lane: tuple[int, int, int],
+        stream: Any,
     ) -> tuple[int, int]:
         """Enqueue on a stream, which is the current one, to decode a batch.
 
         Args:
             codec: how the chunks are compressed.
-            chunks: the device address of their table.
-            count: their number.
+            chunks: the device address of their table, their number, and whether some have checksums.
             chunk: bytes of a decoded chunk.
             lane: device addresses of the lane's content, temporary memory and tables.
 
@@ -64,6 +76,7 @@ class Unpacker:
             The device addresses of the content of each stream, and of the status of each chunk, four bytes.
         """
         shape, (content, temporary, tables) = self._shape, lane
+        table, count, checksums = chunks
         most = shape.streams
         streams = tables + 8 * most
         counters = streams + _STREAM * most
@@ -72,7 +85,7 @@ class Unpacker:
         literals = temporary + _BLOCK * blocks
         sequences = literals + ceil_div(shape.batch, 8) * 8
         given = Batch(
-            *(chunks, statuses, counters, tables, streams, temporary, sequences, literals, content),
+            *(table, statuses, counters, tables, streams, temporary, sequences, literals, content),
             *((temporary + shape.temporary - sequences) // 8, shape.batch),
             *(count, most, blocks, chunk, codec.itemsize, NUMBERS[codec.compressor] if codec.blosc else 0),
         )
@@ -81,6 +94,7 @@ class Unpacker:
         finding = {"lz4_parse": warps} if codec.compressor == "lz4" else {
             "zstd_walk": ceil_div(warps, 4), "zstd_entropy": warps,
         }  # fmt: skip
-        for name, grid in {"frames": count, **finding, "execute": warps}.items():
+        verifying = {"crc32c": _PARTS * count} if checksums else {}
+        for name, grid in {**verifying, "frames": count, **finding, "execute": warps}.items():
             self._kernels[name](Launch((grid, 1, 1), (32, 1, 1)), given)
         return tables, statuses
