@@ -69,9 +69,9 @@ def decoding() -> list[str]:
     first = next(iter(found["products"].values()))
     return [
         f"Products on an {found['device']} with 16 cores, from the page cache: 4096 x {first['k']} x 4096 "
-        "float64 of six bits each, the triangle of X X^T of 20480 rows of int8 genotypes, and 32768^3 float32 "
-        "of six bits each. The shortest of a few runs with each decoder. GB/s: of elements, with the faster "
-        "decoder.",
+        "float64 of six bits each, X X^T of 20480 rows of int8 genotypes, and 32768^3 float32 of six bits "
+        "each. The shortest of a few runs with each decoder.",
+        "GB/s: of elements, with the faster decoder.",
         "",
         *table(["product", "stored", "GPU decodes", "host decodes", "ratio", "GB/s"], rows),
     ]

@@ -108,7 +108,7 @@ void launch(unsigned blocks, F kernel) {
         blockIdx = {b, 0, 0};
         for (int i = 0; i < 32; ++i) {
             fiber_t& fiber = fibers[i];
-            getcontext(&fiber.context);
+            if (!fiber.context.uc_stack.ss_sp) getcontext(&fiber.context);  // a system call
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
             fiber.context.uc_stack.ss_size = fiber.stack.size();
             fiber.context.uc_link = nullptr;

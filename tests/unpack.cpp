@@ -14,7 +14,7 @@ namespace of_lz4 {
 }
 
 extern "C" void unpack(const batch_t* batch, unsigned warps, bool lz4) {
-    launch(PARTS * batch->count, [=] { crc32c(*batch); });
+    if (batch->chunks->checksum) launch(PARTS * batch->count, [=] { crc32c(*batch); });
     launch(batch->count, [=] { frames(*batch); });
     if (lz4) {
         launch(warps, [=] { of_lz4::lz4_parse(*batch); });
