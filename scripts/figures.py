@@ -76,6 +76,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
         "similar": tables.similar,
+        "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,

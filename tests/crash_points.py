@@ -92,6 +92,7 @@ def multiply(case: str, folder: Path) -> None:
 # is the content of files: inode -> (bytes, modification time, extended attributes).
 Names = dict[int, dict[str, tuple[int, bool]]]
 Files = dict[int, tuple[bytes, int, dict[str, bytes]]]
+_recording = threading.Lock()  # files are synced in several threads
 
 
 @dataclass
@@ -109,19 +110,27 @@ class Disk:
         if os.path.isdir(target):
             found = {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(target)}
             done = act()
-            # An entry that was moved here is no longer in its old folder.
-            for other, names in list(self.names.items()):
-                self.names[other] = {name: what for name, what in names.items() if what not in found.values()}
-            self.names[status.st_ino] = found
+            with _recording:
+                # An entry that was moved here is no longer in its old folder.
+                for other, names in self.names.items():
+                    left = {name: what for name, what in names.items() if what not in found.values()}
+                    self.names[other] = left
+                self.names[status.st_ino] = found
             return done
         path = f"/proc/self/fd/{target}" if isinstance(target, int) else target
         attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
         held = Path(path).read_bytes(), status.st_mtime_ns, attributes
         done = act()
-        self.renamed[status.st_ino] = held
-        if not renames:
-            self.files[status.st_ino] = held
+        with _recording:
+            self.renamed[status.st_ino] = held
+            if not renames:
+                self.files[status.st_ino] = held
         return done
+
+    def save(self, place: Path) -> None:
+        """Write this to a file."""
+        with _recording:
+            place.write_bytes(pickle.dumps(self))
 
     def sync_all(self, folder: Path) -> None:
         """Record everything in a folder as synced."""
@@ -154,7 +163,7 @@ def crash_at(point: int, case: str, folder: Path) -> None:
         with lock:
             passed += 1
             if passed == point:
-                kept.write_bytes(pickle.dumps(disk))
+                disk.save(kept)
                 os._exit(CRASHED)
         if name in ("fsync", "fdatasync", "replace"):
             return disk.sync(arguments[0], partial(act, *arguments, **named), renames=name == "replace")
@@ -163,7 +172,7 @@ def crash_at(point: int, case: str, folder: Path) -> None:
     for name in STEPS:
         patch.object(os, name, partial(step, name, getattr(os, name))).start()
     multiply(case, folder)
-    kept.write_bytes(pickle.dumps(disk))
+    disk.save(kept)
 
 
 def check(case: str, folder: Path, ended: bool = False) -> None:

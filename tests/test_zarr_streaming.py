@@ -17,7 +17,6 @@ from oocgemm.backends.base import Pageable
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
 from oocgemm.stores import aio
-from oocgemm.stores.zarr import chunks as chunk_files
 from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
@@ -65,10 +64,12 @@ ARRAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("max_line", [8 << 10, 64], ids=["gaps", "no gaps"])
+@pytest.mark.parametrize("kept_lines", [0, 1000])
 def test_any_block_is_read_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int, kept_lines: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
+    monkeypatch.setattr(together, "MAX_KEPT_LINES", kept_lines)
     monkeypatch.setattr(together, "MAX_OPEN", 3)
     monkeypatch.setattr(together, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
@@ -119,6 +120,39 @@ def test_whole_rows_of_a_chunk_are_read_by_one_call(tmp_path: Path, monkeypatch:
         assert (calls == [1]) == whole
 
 
+@pytest.mark.parametrize("name", ["rows", "format 2"])
+@pytest.mark.parametrize("max_open", [1000, 5])
+def test_requests_are_kept_for_blocks_of_the_same_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_open: int
+) -> None:
+    prepared, right = list[Any](), together._prepare
+
+    def prepare(*given: Any) -> Any:
+        prepared.append(given)
+        return right(*given)
+
+    monkeypatch.setattr(together, "_prepare", prepare)
+    monkeypatch.setattr(together, "MAX_OPEN", max_open)
+    monkeypatch.setattr("oocgemm.stores.zarr.chunks.gather", None)
+    values = integers(rng, (400, 640), "float64")
+    options = {"chunks": (40, 64)} | ARRAYS[name]
+    matrix, buffers = opened(stored(tmp_path, values, **options)), np.empty((2, 100, 140))
+    down, along = matrix.layout.read_chunk
+    for turn in range(6):
+        for at, out in enumerate(buffers):
+            rows, cols = ((x := turn % 3 * step + at, x + n) for step, n in ((down, 100), (along, 140)))
+            matrix.read(rows, cols, out)
+            np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
+    assert len(prepared) == 2
+    monkeypatch.setattr(together, "MAX_FORMS", 1)
+    for _ in range(2):
+        for at, out in enumerate(buffers):
+            matrix.read((2 + at, 102 + at), (2, 142), out)
+            np.testing.assert_array_equal(out, values[2 + at : 102 + at, 2:142])
+    assert len(prepared) == 6
+    assert len(together._prepared.reads) == 1
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_chunks_are_read_together_where_the_system_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
@@ -155,6 +189,26 @@ def test_products_are_exact(tmp_path: Path, name: str, trans_a: Literal["N", "T"
         result = oocgemm.gemm(place, b, trans_a=trans_a, tile="70x40x90", host_memory="3MiB", **chosen)
     np.testing.assert_array_equal(result.out, a @ b)
     assert streams(result.plan) == (name not in ("big-endian", "by columns"))
+
+
+@pytest.mark.parametrize("edge", [0, 1])
+def test_the_chunks_of_an_earlier_result_are_overwritten_in_place(tmp_path: Path, edge: int) -> None:
+    """Except those with another name (hard link), such as in a copy of C."""
+    a, b = integers(rng, (1024 + edge, 80), "float64"), integers(rng, (80, 1024 + edge), "float64")
+    c, chunks = tmp_path / "C", [tmp_path / "C" / "c" / str(i) / str(j) for i in (0, 1) for j in (0, 1)]
+    options: dict[str, Any] = {"overwrite": True, "host_memory": "64MiB"}
+    with running_on("fake-cuda") as chosen:
+        oocgemm.gemm(a, b, c, chunks=(512, 512), **options, **chosen)
+        kept = chunks[0].read_bytes()
+        os.link(chunks[0], tmp_path / "copy")
+        before = [path.stat().st_ino for path in chunks]
+        oocgemm.gemm(2 * a, b, c, **options, **chosen)
+    np.testing.assert_array_equal(zarr.open_array(c, mode="r")[:], 2 * a @ b)
+    assert [path.stat().st_ino == old for path, old in zip(chunks, before, strict=True)] == [
+        False,
+        *[True] * 3,
+    ]
+    assert (tmp_path / "copy").read_bytes() == kept
 
 
 def test_a_gram_matrix_is_exact(tmp_path: Path) -> None:
@@ -211,15 +265,15 @@ def test_a_file_that_changes_during_a_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[str], None], message: str
 ) -> None:
     place = stored(tmp_path, integers(rng, SHAPE, "float64"))
-    right, calls = together.gather, list[int]()
+    right, calls = DirectChunks.read, list[int]()
 
-    def gather(*given: Any) -> Any:
+    def read(*given: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             change(f"{place}/c/5/4")
-        return right(*given)
+        right(*given)
 
-    monkeypatch.setattr(chunk_files, "gather", gather)
+    monkeypatch.setattr(DirectChunks, "read", read)
     with running_on("fake-cuda") as chosen, pytest.raises(ExecutionError, match=message) as raised:
         oocgemm.gemm(place, np.ones((SHAPE[1], 70)), tile="70x40x90", **chosen)
     assert "c/5/4" in str(raised.value)

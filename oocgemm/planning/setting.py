@@ -152,8 +152,8 @@ class Setting:
 
     @cached_property
     def works_apart(self) -> bool:
-        """Whether devices share no panels, because neither A nor B has host slots."""
-        return self.machine.unified or (self.streams(self.layouts.a) and self.streams(self.layouts.b))
+        """Whether devices share no panels, because they multiply in host memory."""
+        return self.machine.unified
 
     def c_chunks(self, tile: TileShape) -> Shape:
         """Return the shape of C's chunks: those of an existing C, or chunks of a new C for this tile shape.

@@ -5,8 +5,9 @@ journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed 
 again. A tile is therefore recorded only when all its bytes are durable.
 
 *beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
-records the tile. After a crash before the record, the resumed run writes the whole tile again. Chunk files
-are renamed into place, so no reader sees half a chunk.
+records the tile. After a crash before the record, the resumed run writes the whole tile again. New chunk
+files are renamed into place. Files of uncompressed chunks that exist are overwritten in place: their old
+content is lost with or without that, and C is marked as unfinished.
 
 *beta != 0: the run also reads C.* If it overwrote a tile in place, a resumed run could not compute that tile
 again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three
@@ -32,7 +33,9 @@ by size and modification time, and the resumed run compares these fingerprints w
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +51,9 @@ DATA = "data.npy"
 # The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
 # spread ones, since reading the status of every file would take too long.
 MAX_FINGERPRINTED = 10_000
+# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
+# threads have started.
+MIN_SYNCED, MAX_SYNCED = 12, 16
 
 
 class Durable(Matrix, Protocol):
@@ -105,10 +111,7 @@ def sync_files(root: Path, names: Collection[str]) -> None:
     The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
     whose elements all have the fill value.
     """
-    for name in names:
-        with suppress(FileNotFoundError):
-            sync_path(root / name)
-    sync_names(root, names)
+    _sync_all([*(root / name for name in names), *_folders(root, names)])
 
 
 def sync_names(root: Path, names: Collection[str]) -> None:
@@ -116,12 +119,35 @@ def sync_names(root: Path, names: Collection[str]) -> None:
 
     The `names` are relative to the folder `root`. All folders from the files up to `root` are flushed.
     """
+    _sync_all(_folders(root, names))
+
+
+def _folders(root: Path, names: Collection[str]) -> list[Path]:
+    """Return the folders from files up to `root`. The `names` of the files are relative to `root`."""
     folders = {root}
     for parent in {(root / name).parent for name in names}:
         folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
-    for folder in folders:
-        if folder.is_dir():
-            sync_path(folder)
+    return sorted(folders)
+
+
+def _sync_all(paths: Collection[Path]) -> None:
+    """Flush files and folders, except missing ones. Raises `OSError`.
+
+    Many are flushed at the same time: the system then joins their requests to the disk to write out its
+    cache. Each of these takes milliseconds, and delays writes of other blocks.
+    """
+
+    def sync(path: Path) -> None:
+        with suppress(FileNotFoundError):
+            sync_path(path)
+
+    if len(paths) > MIN_SYNCED:
+        # If the system refuses a thread, this one flushes all.
+        with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
+            deque(pool.map(sync, paths), maxlen=0)  # raises the first error
+            return
+    for path in paths:
+        sync(path)
 
 
 def sync_path(path: Path) -> None:

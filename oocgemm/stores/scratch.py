@@ -22,7 +22,10 @@ def in_float64(block: Array) -> Array:
 
 
 def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an array in memory that the thread uses again for the next array for this purpose."""
+    """Return an array in memory that the thread uses again for the next array for this purpose.
+
+    A read through several views needs a purpose for each of them.
+    """
     size = prod(shape) * dtype.itemsize
     kept: Array | None = getattr(_kept, purpose, None)
     if kept is None or kept.size < size:

@@ -1,6 +1,6 @@
 """A sparse result: the elements of C that are at or above a threshold, in host memory.
 
-C is symmetric. Only elements of its lower triangle are added, and each stands for its mirror image too.
+If C is symmetric, only elements of its lower triangle are added, and each stands for its mirror image too.
 """
 
 import os
@@ -27,12 +27,14 @@ class Rule:
         absolute: whether magnitudes are compared.
         excludes_self: whether elements on C's diagonal are left out.
         scales: what rows and columns of C are multiplied by to get scores; None for the elements themselves.
+        symmetric: whether C is symmetric. Only elements of its lower triangle are then added.
     """
 
     threshold: float
     absolute: bool
     excludes_self: bool
     scales: Array | None = None
+    symmetric: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +89,17 @@ class _Found:
         return _Part(self.rows, self.cols, counts, columns, scores)
 
 
-def _with_mirror(found: _Part | _Found) -> tuple[_Part, _Part]:
+def _with_mirror(found: _Part | _Found) -> tuple[_Part, ...]:
     part = found.part() if isinstance(found, _Found) else found
     return part, part.mirrored()
 
 
+def _alone(found: _Part | _Found) -> tuple[_Part, ...]:
+    return (found.part() if isinstance(found, _Found) else found,)
+
+
 class SparseMatrix:
-    """A symmetric C of which some elements are kept. Implements `Matrix`, except that it cannot be read."""
+    """A C of which some elements are kept. Implements `Matrix`, except that it cannot be read."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], score: np.dtype[Any], rule: Rule, limit: int
@@ -105,22 +111,25 @@ class SparseMatrix:
         self._scales = None if rule.scales is None else rule.scales.astype(score)
         # Parts are sorted while the device is computing others.
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="oocgemm-sparse")
-        self._parts: list[Future[tuple[_Part, _Part]]] = []
+        self._parts: list[Future[tuple[_Part, ...]]] = []
         self._bytes, self._adding = 0, Lock()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         raise AssertionError("elements that are not kept are unknown")
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Keep the elements of a block that the rule selects, if they are in the lower triangle."""
+        """Keep the elements of a block that the rule selects."""
         scores = data
         if self._scales is not None:
             scores = data * (self._scales[slice(*rows), None] * self._scales[slice(*cols)])
         bound = self.dtype.type(self._rule.threshold)
         kept = (np.abs(scores) if self._rule.absolute else scores) >= bound
         if cols[1] > rows[0]:
-            last = np.arange(*rows)[:, None] - self._rule.excludes_self
-            kept &= np.arange(*cols) <= last
+            across, down = np.arange(*cols), np.arange(*rows)[:, None]
+            if self._rule.symmetric:
+                kept &= across <= down - self._rule.excludes_self
+            elif self._rule.excludes_self:
+                kept &= across != down
         at, columns = np.nonzero(kept)
         counts = np.bincount(at, minlength=rows[1] - rows[0])
         self._add(_Part(rows, cols, counts, columns + cols[0], scores[at, columns]), len(columns))
@@ -132,8 +141,9 @@ class SparseMatrix:
     def _add(self, part: "_Part | _Found", count: int) -> None:
         with self._adding:
             if count:
-                self._parts.append(self._pool.submit(_with_mirror, part))
-            self._bytes += 2 * count * (8 + self.dtype.itemsize)
+                act = _with_mirror if self._rule.symmetric else _alone
+                self._parts.append(self._pool.submit(act, part))
+            self._bytes += (1 + self._rule.symmetric) * count * (8 + self.dtype.itemsize)
             if self._bytes > self._limit:
                 self._pool.shutdown(wait=False, cancel_futures=True)
                 raise ExecutionError(

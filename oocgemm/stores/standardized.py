@@ -8,6 +8,7 @@ import numpy as np
 
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.genetics.known import KnownMatrix
 from oocgemm.stores.scratch import in_float64, scratch_array
 from oocgemm.stores.transformed import SLAB, SLAB_BYTES, transform_of
 from oocgemm.stores.view import View
@@ -74,7 +75,7 @@ class StandardizedMatrix(View):
         assert mean is not None, "the matrix was opened only to plan"
         assert inverse is not None
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = scratch_array("raw", (r1 - r0, c1 - c0), self.stored.dtype)
+            raw = scratch_array("unstandardized", (r1 - r0, c1 - c0), self.stored.dtype)
             self.stored.read((r0, r1), (c0, c1), raw)
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             first = (r0, c0)[self.line_axis]
@@ -89,4 +90,4 @@ class StandardizedMatrix(View):
 
 def change_of(matrix: Matrix) -> str:
     """Return what distinguishes the elements of a matrix from those in storage, as text; "" if nothing."""
-    return matrix.change if isinstance(matrix, StandardizedMatrix) else transform_of(matrix)
+    return matrix.change if isinstance(matrix, StandardizedMatrix | KnownMatrix) else transform_of(matrix)

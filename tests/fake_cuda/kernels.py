@@ -5,15 +5,18 @@ callable that does the work. Kernels that are missing here cannot run on the fak
 """
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from oocgemm.backends.base import SEGMENTS, SELECTED, numpy_dtype
-from oocgemm.backends.host.gaussian import make_gaussian
+from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.backends.host.selection import select
+from oocgemm.kernels.epilogue import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
+from oocgemm.planning.epilogue import REDUCTIONS, Step
 from oocgemm.planning.selection import MIN_SEGMENT
 from tests.fake_cuda import measuring
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
@@ -245,22 +248,44 @@ def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [*read, block], [block])
 
 
-def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/transforms/gaussian.cu, which makes a strip of C one of a kernel matrix."""
-    height, width, *at, gamma, to = values((_LONG, _LONG, _POINTER, _POINTER, _REAL, _POINTER), pointers)
-    dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
-    c = memory.matrix(to, dtype, height, width, width)
-    rows, cols = (
-        memory.matrix(start, np.float64, 1, extent, extent)
-        for start, extent in zip(at, (height, width), strict=True)
-    )
+def _chain(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/epilogue/chain.cu, which applies the steps of an epilogue to a strip of C."""
+    *plain, chain_at, to_at = pointers
+    height, width, source, alpha, beta = values((_LONG, _LONG, _POINTER, _REAL, _REAL), plain)
+    chain, to = ChainNumbers.from_address(chain_at), _POINTER.from_address(to_at).value or 0
+    summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
+    sums, result = (memory.matrix(at, x, height, width, width) for at, x in ((source, summed), (to, stored)))
+    read, steps, numbers = [block_of(source, summed, height, width, width)], [], []
+    for name, number in re.findall(r"OOC_STEP\((\w+),(\d)\)", macros["OOC_CHAIN"]):
+        given, arrays = chain.steps[int(number)], list[Array | None]()
+        for at, extent in ((given.rows, height), (given.cols, width)):
+            arrays.append(memory.matrix(at, np.float64, 1, extent, extent)[0] if at else None)
+            read += [block_of(at, np.float64, 1, extent, extent)] if at else []
+        steps.append(Step(name, bool(given.rows), bool(given.cols), given.value))
+        numbers.append((arrays[0], arrays[1]))
+    block, reads = block_of(to, stored, height, width, width), macros["OOC_READS"] == "1"
 
     def run() -> None:
-        make_gaussian(c, rows[0], cols[0], gamma)
+        run_chain(steps, numbers, sums, (alpha, beta), result, reads=reads)
 
-    read = [block_of(x, np.float64, 1, n, n) for x, n in zip(at, (height, width), strict=True)]
-    block = block_of(to, dtype, height, width, width)
-    return Work(run, [*read, block], [block])
+    return Work(run, [*read, *([block] if reads else [])], [block])
+
+
+def _reduce(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/epilogue/reduce.cu, which reduces the rows of a strip of C."""
+    source, height, width, begins, to = values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
+    summed = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
+    strip, kept = (
+        memory.matrix(source, summed, height, width, width),
+        memory.matrix(to, np.float64, 1, height, height),
+    )
+    block = block_of(to, np.float64, 1, height, height)
+
+    def run() -> None:
+        kind = REDUCTIONS[int(macros["OOC_REDUCTION"])]
+        reduce_rows(kind, strip, kept[0], begins=bool(begins))
+
+    return Work(run, [block_of(source, summed, height, width, width), *([] if begins else [block])], [block])
 
 
 def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
@@ -334,7 +359,11 @@ def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         if reads:
             scores *= factors[top : top + rows, None] * factors[left : left + width]
         kept = (np.abs(scores) if macros["OOC_ABSOLUTE"] == "1" else scores) >= element["score"].type(least)
-        kept &= np.arange(left, left + width) <= np.arange(top, top + rows)[:, None] - bool(excludes_self)
+        across, down = np.arange(left, left + width), np.arange(top, top + rows)[:, None]
+        if macros["OOC_TRIANGLE"] == "1":
+            kept &= across <= down - bool(excludes_self)
+        elif excludes_self:
+            kept &= across != down
         for row in reversed(range(rows)):
             columns = np.flatnonzero(kept[row])
             for part in np.array_split(columns, room // rows) if columns.size else ():
@@ -375,7 +404,8 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "measure_products": (6, measuring.measure_products),
     "measure_square": (3, measuring.measure_square),
     "measure_center": (7, measuring.measure_center),
-    "gaussian": (6, _gaussian),
+    "chain": (7, _chain),
+    "reduce": (5, _reduce),
     "threshold": (11, _threshold),
     "topk": (9, _topk),
     "topk_columns": (9, _topk_columns),

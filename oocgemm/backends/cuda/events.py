@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import cupy
 
+from oocgemm.backends.base import Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Slot
@@ -17,7 +18,7 @@ REANCHOR_NS = 2_000_000_000
 # The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
 # stream first. So a Prepare, or a kernel that a Download needs, does not have to wait until all blocks of the
 # current Multiply have started.
-STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": -1, "d2h-turned": -1}
+STREAMS = {"h2d": 0, "h2d-c": 0, "peer": -1, "prepare": -1, "compute": 0, "d2h": -1, "d2h-turned": -1}
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
@@ -141,3 +142,18 @@ class CudaToken:
         if self.noting is not None:
             self.noting()
         return self.own.interval(self.clock)
+
+
+def own_tokens(after: Sequence[Token], clock: Clock) -> list[CudaToken]:
+    """Return the tokens of the session that has this clock, for whose events its streams may wait.
+
+    The calling thread waits for the other ones, among them those of other devices: a stream that waits for an
+    event of a device that has failed might wait forever.
+    """
+    own = list[CudaToken]()
+    for token in after:
+        if isinstance(token, CudaToken) and token.clock is clock:
+            own.append(token)
+        else:
+            token.synchronize()
+    return own

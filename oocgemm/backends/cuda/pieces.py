@@ -7,7 +7,7 @@ from oocgemm.planning.tiling import Range, ceil_div
 
 # A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
 # and to look up a file takes about as long as to read a tenth of it.
-MIN_PART = 256 << 10
+MIN_PART = 512 << 10
 # If a row of a chunk has at least MIN_ROW bytes, and the chunk MIN_APART, a piece has columns of one chunk
 # only: it is read from one place of one file, by one call. The link copies shorter rows more slowly.
 MIN_ROW, MIN_APART = 4 << 10, 2 << 20

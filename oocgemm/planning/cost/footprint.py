@@ -11,6 +11,7 @@ from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.planning.expansion import (
     correction_bytes,
+    epilogue_bytes,
     expanded_bytes,
     factor_bytes,
     measure_room,
@@ -39,13 +40,18 @@ MIRRORED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a problem. The planner chooses among candidates."""
+    """One way to run a problem. The planner chooses among candidates.
+
+    `ends` is the number of tiles that the run computes last, at the same time: one per device. The last steps
+    of these run strip by strip. A resumed run computes the same tiles so, whatever devices it has.
+    """
 
     tile: TileShape
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
     ramp: int = 0  # number of times that the depth of the first step of the run is halved (`TileGrid.ramp`)
+    ends: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         + sum(correction_bytes(problem))
         + measure_room(problem).end
         + scale_bytes(problem)
+        + epilogue_bytes(problem)
         + factor_bytes(problem),
         # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
         "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,

@@ -3,7 +3,7 @@
 The devices run in step. So the clock runs only one of them, on a product of as many tile rows and columns as
 this device computes. Storage, the host's copies and the time to issue operations are common to all devices.
 In the share, they are slower accordingly: storage by the number of panels that are read for all devices per
-panel that is read for one.
+panel that is read for one. Copies between devices count as uploads.
 """
 
 from dataclasses import dataclass, replace
@@ -75,17 +75,19 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
 
     `reading` is the factor by which reads take longer. Other work that the devices have in common takes
     `devices` times as long. The rate of copies between pageable arrays and pinned buffers follows the number
-    of threads that copy for each device.
+    of threads that copy for each device, and the part of its panels that these copy.
     """
     each = 1 / devices
     factors = {"read": 1 / reading, "decode": 1 / reading, "write": each}
     factors["issue"] = devices
     if machine.shares_cores:
         return scaled(machine, factors | dict.fromkeys(("memory", *machine.kernels), each))
-    factors["memory"] = machine.copy_threads_of(devices) / machine.copy_threads
+    # The threads of a device read only a part of its panels: it copies the others from other devices.
+    threads = machine.copy_threads_of(devices) / machine.copy_threads
+    factors["memory"] = min(1.0, threads * devices / reading)
     # More threads read for several devices, if there are cores for them.
-    threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
-    return replace(scaled(machine, factors), io_threads=threads)
+    io_threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
+    return replace(scaled(machine, factors), io_threads=io_threads)
 
 
 def divided(machine: MachineModel, sessions: int) -> MachineModel:
@@ -117,10 +119,12 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     each, part = share.loads(), rounds / share.tiles
     alone = part * (each.a_read + each.b_read)
     reading = max(1.0, (loads.a_read + loads.b_read) / alone) if alone else 1.0
-    machine = slowed(setting.machine, reading, setting.devices)
-    # Only one device has the last tile. The others may end later.
+    devices = setting.devices
+    machine = slowed(setting.machine, reading, devices)
     setting = replace(share.setting, machine=machine)
-    return part_of(predict(setting, share.candidate, last_drains=False), part)
+    # In a run that was begun by one device, only one device has the last tile. The others may end later.
+    drains = candidate.ends >= devices
+    return part_of(predict(setting, share.candidate, last_drains=drains), part)
 
 
 def part_of(whole: Prediction, share: float) -> Prediction:

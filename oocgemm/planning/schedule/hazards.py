@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # Streams whose operations run one after another in program order, so that an operation ends only after all
 # earlier ones of its stream. Reads and Writes may run in any order.
-IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
+IN_ORDER = frozenset({"h2d", "h2d-c", "peer", "prepare", "compute", "d2h"})
 
 
 # An access to elements [start, stop) of a slot: start, stop, the token of the operation, its device and

@@ -7,7 +7,9 @@ and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +19,10 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded, publish
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
+from oocgemm.stores.publish import overwrite, publish
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.zarr.together import (
     MAX_COPIED,
@@ -30,6 +33,7 @@ from oocgemm.stores.zarr.together import (
     adjacent,
     decode,
     gather,
+    gather_again,
     min_line,
     view,
 )
@@ -106,17 +110,19 @@ class DirectChunks:
     cached: bool = False
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
     unchanging: bool = False
-    _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
+    _mtimes: dict[str, int | None] = field(default_factory=dict, compare=False, repr=False)
     opener: Opener = field(default_factory=Opener, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.unchanging:
+        if not self.unchanging or self._mtimes:  # `replace` keeps them
             return
         folders = self._folders((0, 0))
+        self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
         # With file names such as "c/0/1", each row of chunks has its own folder. Record all these too.
         if folders[0] != self._folders((1, 0))[0]:
-            folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
-        self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
+            with suppress(OSError), os.scandir(folders[1]) as entries:
+                paths = [entry.path for entry in entries if entry.is_dir()]
+                self._mtimes.update({path: folder_mtime(path) for path in paths})
 
     @property
     def chunk_bytes(self) -> int:
@@ -181,7 +187,7 @@ class DirectChunks:
         too little memory to decode a chunk.
         """
         gathers = self._gathers(out)
-        if gathers and adjacent(self, (rows, cols), out):
+        if gathers and (adjacent(self, (rows, cols), out) or gather_again(self, (rows, cols), out)):
             return
         needed = list(_cut((rows, cols), self._file_extents))
         if gathers:
@@ -203,14 +209,16 @@ class DirectChunks:
                     self._damaged(number, str(error), error)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Write a block that consists of whole chunks. Replace each chunk's file atomically.
+        """Write a block that consists of whole chunks.
 
-        A chunk that extends beyond the edge of the matrix counts as whole.
+        An uncompressed chunk is overwritten in place, if it has a file already. The file of any other chunk
+        is created or replaced atomically. A chunk that extends beyond the edge of the matrix counts as whole.
         """
         for number, block in _cut((rows, cols), self.chunk):
-            part = view(data, (rows, cols), block)
+            part, path = view(data, (rows, cols), block), self.root / self.key(number)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
-            publish(self.root / self.key(number), stored, size)
+            if size != stored.nbytes or not self.encoding.raw or not overwrite(path, stored):
+                publish(path, stored, size, self.root)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""
@@ -296,10 +304,10 @@ class DirectChunks:
         except ValueError as error:
             self._damaged(number, str(error), error)
 
-    def _folders(self, number: tuple[int, int]) -> list[Path]:
+    def _folders(self, number: tuple[int, int]) -> list[str]:
         """Return the folder of a chunk's file, and the folders above it up to the array's folder."""
         parents = list((self.root / self.key(number)).parents)
-        return parents[: parents.index(self.root) + 1]
+        return list(map(str, parents[: parents.index(self.root) + 1]))
 
     def _check_not_deleted(self, number: tuple[int, int]) -> None:
         """Raise `ExecutionError` if the missing file of a chunk may have been deleted during the run."""

@@ -6,7 +6,9 @@ files, such as missing or damaged ones, to the caller.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +16,9 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS
-from oocgemm.stores.base import Array
+from oocgemm.stores.base import Array, pieces
 from oocgemm.stores.files import MIN_DIRECT, MIN_SEGMENT, OpenFile, many_cores, scratch
-from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
+from oocgemm.stores.gather import MAX_PART_LINES, Part, Reads, read_parts, read_ranges
 from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 MAX_OPEN = 32
 # Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
 MAX_LINES = 4096
+# A thread keeps the requests for blocks of up to MAX_FORMS forms: it fills two buffers in turn. The requests
+# for a block have at most MAX_KEPT_LINES lines. Fewer than MIN_FILES files are read as fast by other means.
+MAX_FORMS, MAX_KEPT_LINES, MIN_FILES = 3, 16384, 4
 # Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
 # are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
 MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
@@ -40,6 +45,9 @@ MIN_LINE_ON_MANY_CORES = 256
 Block = tuple[Range, Range]
 # A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
 Needed = tuple[tuple[int, int], Block]
+# What blocks have in common if their requests differ in the files only: the shape of the chunks, the first
+# row and column in their chunk, the shape of the block, and the address, pitch and itemsize of its memory.
+Form = tuple[int, ...]
 # The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
 Place = tuple[int | None, int, Block]
 
@@ -55,8 +63,7 @@ def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: 
     `out` is for the rows and columns `block`. Returns what must be read from one file at a time, because
     something about the file is unusual.
     """
-    itemsize, (height, width) = out.itemsize, chunks.chunk
-    line, pitch, address = width * itemsize, out.strides[0], out.ctypes.data
+    line, pitch = chunks.chunk[1] * out.itemsize, out.strides[0]
     waiting, owners, lines, failed = list[Part](), list[int](), 0, set[int]()
 
     def read() -> None:
@@ -73,23 +80,104 @@ def gather(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: 
             if offset is None:
                 view(out, block, part)[...] = chunks.fill
                 continue
-            (r0, r1), (c0, c1) = part
-            start = offset + r0 % height * line + c0 % width * itemsize
-            to = address + (r0 - block[0][0]) * pitch + (c0 - block[1][0]) * itemsize
-            size, left = (c1 - c0) * itemsize, r1 - r0
-            if size == line == pitch:
-                size, left = left * line, 1
-            while left:
-                count = min(left, MAX_PART_LINES)
-                waiting.append(Part(file.descriptor, start, to, count, size))
+            for each in _lines(chunks.chunk, block, out, part, offset, file.descriptor):
+                waiting.append(each)
                 owners.append(at)
-                start, to = start + count * line, to + count * pitch
-                left, lines = left - count, lines + count
+                lines += each.lines
             if lines >= MAX_LINES:
                 read()
     except OSError:  # the system does not support such reads
         return list(needed)
     return [needed[at] for at in sorted(failed)]
+
+
+def _lines(
+    chunk: tuple[int, int], block: Block, out: Array, part: Block, offset: int, descriptor: int
+) -> Iterator[Part]:
+    """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of.
+
+    `out` is for the rows and columns `block`, and the chunk at the byte `offset` of the file has the block
+    `part` of it.
+    """
+    (height, width), ((r0, r1), (c0, c1)) = chunk, part
+    line, pitch = width * out.itemsize, out.strides[0]
+    start = offset + r0 % height * line + c0 % width * out.itemsize
+    to = out.ctypes.data + (r0 - block[0][0]) * pitch + (c0 - block[1][0]) * out.itemsize
+    size, left = (c1 - c0) * out.itemsize, r1 - r0
+    if size == line == pitch:
+        size, left = left * line, 1
+    while left:
+        count = min(left, MAX_PART_LINES)
+        yield Part(descriptor, start, to, count, size)
+        start, to, left = start + count * line, to + count * pitch, left - count
+
+
+class _Prepared(threading.local):
+    """The reads that a thread has prepared, by the form of the block and its place in memory.
+
+    Attributes:
+        reads: for each form, the reads of each group of up to `MAX_OPEN` files.
+    """
+
+    def __init__(self) -> None:
+        self.reads = dict[Form, list[Reads]]()
+
+
+_prepared = _Prepared()
+
+
+def gather_again(chunks: "DirectChunks", block: Block, out: Array) -> bool:
+    """Read a block of uncompressed chunks by requests that are kept for the next block of the same form.
+
+    So a thread that fills the same buffers again and again only opens files and submits requests. Returns
+    whether that was possible. If not, because something about a file is unusual, or because the requests take
+    too much memory to be kept, the caller must read the block in another way.
+    """
+    (top, bottom), (left, right), (height, width) = *block, chunks.chunk
+    place = out.ctypes.data, out.strides[0], out.itemsize
+    form: Form = (*chunks.chunk, top % height, left % width, *out.shape, *place)
+    rows, cols = range(top // height, -(-bottom // height)), range(left // width, -(-right // width))
+    if chunks.shards or len(rows) * len(cols) < MIN_FILES:
+        return False
+    reads = _prepared.reads.get(form)
+    if reads is None:
+        if (reads := _prepare(chunks, block, out)) is None:
+            return False
+        while len(_prepared.reads) >= MAX_FORMS:
+            _prepared.reads.pop(next(iter(_prepared.reads)))
+        _prepared.reads[form] = reads
+    numbers, root, key, opener = product(rows, cols), str(chunks.root), chunks.key, chunks.opener
+    for group in reads:
+        opened = list[int]()
+        try:
+            for number in islice(numbers, MAX_OPEN):
+                descriptor, size = opener.open(f"{root}/{key(number)}")
+                opened.append(descriptor)
+                if size != chunks.chunk_bytes:
+                    return False
+            if not group.read(opened).all():
+                return False
+        except OSError:
+            return False
+        finally:
+            for descriptor in opened:
+                opener.close(descriptor)
+    return True
+
+
+def _prepare(chunks: "DirectChunks", block: Block, out: Array) -> list[Reads] | None:
+    """Prepare to read a block, in groups of up to `MAX_OPEN` files. Return None if that takes much memory."""
+    needed = pieces(*block, chunks.chunk, 1)
+    line, found, total = chunks.chunk[1] * out.itemsize, list[Reads](), 0
+    while group := list(islice(needed, MAX_OPEN)):
+        parts = [
+            each for at, part in enumerate(group) for each in _lines(chunks.chunk, block, out, part, 0, at)
+        ]
+        total += sum(part.lines for part in parts)
+        if total > MAX_KEPT_LINES:
+            return None
+        found.append(Reads(parts, line, out.strides[0]))
+    return found
 
 
 def adjacent(chunks: "DirectChunks", block: Block, out: Array) -> bool:
