@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import gram_tables
 import grid_tables
 import ladder_tables
 import storage_tables
@@ -76,6 +77,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "chunks": storage_tables.chunks,
         "decoding": storage_tables.decoding,
         "libraries": tables.libraries,
+        "grams": gram_tables.grams,
         "similar": tables.similar,
         "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,

@@ -17,6 +17,7 @@ from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.scratch import in_float64
 from oocgemm.stores.transformed import SLAB, TransformedMatrix, is_missing
 
 
@@ -74,7 +75,7 @@ def _of_block(k_axis: int, vector: Array, code: float | None, rows: Range, cols:
     along = vector[slice(*(cols if k_axis else rows))]
     for top in range(0, len(raw), height):
         part = slice(top, top + height)
-        x = raw[part].astype(np.float64)
+        x = in_float64(raw[part])
         absent = is_missing(x, code)
         if absent is not None:
             x[np.nonzero(absent)] = 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from oocgemm.stores import Array
+from oocgemm.stores.scratch import in_float64
 from oocgemm.stores.transformed import SLAB, is_missing
 
 # Elements of a slab of int8, and how many of them are added at most: squares up to 2^14 give sums up to 2^24.
@@ -58,7 +59,7 @@ def moments(raw: Array, axis: int, code: float | None, log1p: bool) -> Moments:
         return _of_int8(raw, axis, code)
     found = Moments(raw.shape[1 - axis])
     for block, at in _slabs(raw.shape, SLAB, SLAB, axis):
-        found.add(at, _of_floats(raw[block].astype(np.float64), axis, code, log1p))
+        found.add(at, _of_floats(in_float64(raw[block]), axis, code, log1p))
     return found
 
 

@@ -10,6 +10,7 @@ from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.scratch import in_float64
 from oocgemm.stores.transformed import SLAB
 
 logger = logging.getLogger("oocgemm")
@@ -65,7 +66,7 @@ def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
         for top in range(0, len(raw), height):
             part = slice(top, top + height)
             # Not by a BLAS: its result may depend on the number of threads.
-            x = raw[part].astype(np.float64)
+            x = in_float64(raw[part])
             x *= x
             if axis:
                 x.sum(1, out=found[part])

@@ -7,16 +7,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-import numpy as np
-
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores import Array, Matrix, pieces
+from oocgemm.stores.scratch import scratch_array
 
 T = TypeVar("T")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other
 # reads from the disk.
 MAX_THREADS, THREADS_PER_CORE = 16, 2
+# Minimum bytes of a block. With smaller ones, threads mostly wait for the GIL.
+BATCH_BYTES = 4 << 20
 # Columns of the blocks in which an array without chunks is read along its columns.
 COLUMNS = 1 << 12
 
@@ -35,7 +36,8 @@ def reduced(
         memory: upper bound in bytes, unless one thread needs more.
         scratch: bytes that `act` needs besides the block and its result. The result has at most 96 bytes per
             row or column.
-        act: called by several threads with the rows, the columns and the elements of a block.
+        act: called by several threads with the rows, the columns and the elements of a block, which it must
+            not keep.
 
     Raises:
         ExecutionError: a block cannot be read.
@@ -50,7 +52,9 @@ def reduced(
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
 
     def work(rows: Range, cols: Range) -> T:
-        return act(rows, cols, _read(matrix, rows, cols))
+        raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+        _read(matrix, rows, cols, raw)
+        return act(rows, cols, raw)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
         submitted = deque[tuple[Range, Range, Future[T]]]()
@@ -75,8 +79,7 @@ def _unit(matrix: Matrix, axis: int, batch: int) -> tuple[int, int]:
     return (max(1, min(height, batch // width)), width) if layout.partial_reads else (height, width)
 
 
-def _read(matrix: Matrix, rows: Range, cols: Range) -> Array:
-    raw = np.empty((rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+def _read(matrix: Matrix, rows: Range, cols: Range, raw: Array) -> None:
     try:
         matrix.read(rows, cols, raw)
     except Exception as error:  # a store may raise any exception
@@ -84,4 +87,3 @@ def _read(matrix: Matrix, rows: Range, cols: Range) -> Array:
         raise ExecutionError(
             f"reading {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}"
         ) from error
-    return raw

@@ -4,7 +4,7 @@ If C is symmetric, only elements of its lower triangle are added, and each stand
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -109,7 +109,9 @@ class SparseMatrix:
         self.layout = Layout(in_memory=True, itemsize=score.itemsize)
         self._rule, self._limit = rule, limit
         self._scales = None if rule.scales is None else rule.scales.astype(score)
-        self._parts: list[_Part | _Found] = []
+        # Parts are sorted while the device is computing others.
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="oocgemm-sparse")
+        self._parts: list[Future[tuple[_Part, ...]]] = []
         self._bytes, self._adding = 0, Lock()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -139,21 +141,25 @@ class SparseMatrix:
     def _add(self, part: "_Part | _Found", count: int) -> None:
         with self._adding:
             if count:
-                self._parts.append(part)
-            self._bytes += 2 * count * (8 + self.dtype.itemsize)
+                act = _with_mirror if self._rule.symmetric else _alone
+                self._parts.append(self._pool.submit(act, part))
+            self._bytes += (1 + self._rule.symmetric) * count * (8 + self.dtype.itemsize)
             if self._bytes > self._limit:
+                self._pool.shutdown(wait=False, cancel_futures=True)
                 raise ExecutionError(
                     f"the elements found so far take {format_size(self._bytes)}, more than the "
                     f"{format_size(self._limit)} of memory for them: pass a larger threshold"
                 )
 
     def csr(self) -> tuple[Array, Array, Array]:
-        """Return all elements row by row, in ascending order of columns: row starts, columns, and scores."""
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        """Return all elements row by row, in ascending order of columns: row starts, columns, and scores.
+
+        Call this once, after all elements have been added.
+        """
+        with self._pool as pool:
             # The parts of a row are in the order of their columns. That of its diagonal is before its mirror
             # image, which may have the same first column.
-            act = _with_mirror if self._rule.symmetric else _alone
-            parts = [part for each in pool.map(act, self._parts) for part in each]
+            parts = [part for each in self._parts for part in each.result()]
             self._parts.clear()
             parts.sort(key=lambda part: (part.cols[0], part.mirrors))
             totals = np.zeros(self.shape[0] + 1, np.int64)

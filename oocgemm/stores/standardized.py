@@ -9,6 +9,7 @@ import numpy as np
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.stores.genetics.known import KnownMatrix
+from oocgemm.stores.scratch import in_float64, scratch_array
 from oocgemm.stores.transformed import SLAB, SLAB_BYTES, transform_of
 from oocgemm.stores.view import View
 
@@ -74,14 +75,14 @@ class StandardizedMatrix(View):
         assert mean is not None, "the matrix was opened only to plan"
         assert inverse is not None
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = np.empty((r1 - r0, c1 - c0), self.stored.dtype)
+            raw = scratch_array("unstandardized", (r1 - r0, c1 - c0), self.stored.dtype)
             self.stored.read((r0, r1), (c0, c1), raw)
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             first = (r0, c0)[self.line_axis]
             for top, left in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):
                 start, stop = (top, left)[self.line_axis]
                 here, shape = slice(first + start, first + stop), (-1, 1) if self.line_axis == 0 else (1, -1)
-                x = raw[slice(*top), slice(*left)].astype(np.float64)
+                x = in_float64(raw[slice(*top), slice(*left)])
                 x -= mean[here].reshape(shape)
                 x *= inverse[here].reshape(shape)
                 np.copyto(part[slice(*top), slice(*left)], x, casting="unsafe")

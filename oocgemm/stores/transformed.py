@@ -12,11 +12,12 @@ from oocgemm.planning import Layout
 from oocgemm.planning.expansion import VECTOR_BYTES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.scratch import in_float64, scratch_array
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.view import View
 
 # Elements that are transformed at a time. With fewer, threads mostly wait for the GIL.
-SLAB = 1 << 17
+SLAB = 1 << 18
 # Bytes of the temporary arrays for one slab: float64 elements, and which of them are missing.
 SLAB_BYTES = SLAB * 10
 
@@ -107,7 +108,7 @@ class TransformedMatrix(View):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = np.empty((r1 - r0, c1 - c0), self.stored.dtype)
+            raw = scratch_array("stored", (r1 - r0, c1 - c0), self.stored.dtype)
             self.stored.read((r0, r1), (c0, c1), raw)
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             self._expand(raw, (c0 if self.k_axis else r0), part)
@@ -125,7 +126,7 @@ class TransformedMatrix(View):
             fill, shape = vectors.fill[here], (1, -1) if self.k_axis else (-1, 1)
             center, inverse = (x[here].reshape(shape) for x in (vectors.center, vectors.inverse))
             at = slice(*rows), slice(*cols)
-            x = raw[at].astype(np.float64)
+            x = in_float64(raw[at])
             absent = is_missing(x, self.code)
             with np.errstate(all="ignore"):
                 if self.transform.log1p:

@@ -7,7 +7,7 @@ strips per tile suffice to multiply little more than the triangle.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import lcm
+from math import inf, lcm
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.footprint import Candidate, footprint, slot_bytes
@@ -23,6 +23,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # Numbers of tile rows to try: all up to DENSE_COUNTS, then in steps of about a quarter, up to MAX_COUNT. If
 # none of them fits, larger ones are tried until one fits.
 DENSE_COUNTS, MAX_COUNT = 12, 64
+# Larger numbers are not tried if the last STALE ones each took at least SLOWER times as long as the best one.
+STALE, SLOWER = 3, 1.1
 # For this many sides of tiles, the best ones, all depths and numbers of strips are tried.
 REFINED = 4
 # Of all candidates, the loads of this many, the best ones, are counted where that takes little time.
@@ -56,21 +58,27 @@ def gram_candidates(
     depths = best_depths(setting, memory, every_depth=memory < SCARCE_MEMORY)
     found: dict[Candidate, float] = {}
 
-    def try_shape(shape: TileShape, factors: Sequence[int]) -> bool:
-        """Predict the candidates with a tile shape. Returns whether there are any."""
-        before = len(found)
+    def try_shape(shape: TileShape, factors: Sequence[int]) -> float:
+        """Predict the candidates with a tile shape. Return the seconds of the best one; inf if none fits."""
+        fastest = inf
         for candidate in _filled(prices, shape, io_threads, factors):
             found[candidate] = predict(setting, candidate, prices, rough=True).total
-        return len(found) > before
+            fastest = min(fastest, found[candidate])
+        return fastest
 
+    stale = 0
     for count in () if tile else (1,) if setting.problem.measured else _counts(n):
-        if found and count > MAX_COUNT:
+        if found and (count > MAX_COUNT or stale == STALE):
             break
+        fastest = inf
         for side in _sides(setting, count):
             # Of the depths, the middle one is tried, or the largest one that fits.
             for k in (depths[len(depths) // 2], *reversed(depths)):
-                if try_shape(TileShape(side, side, k), STRIP_FACTORS[:1]):
+                seconds = try_shape(TileShape(side, side, k), STRIP_FACTORS[:1])
+                if seconds < inf:
+                    fastest = min(fastest, seconds)
                     break
+        stale = stale + 1 if found and fastest > SLOWER * min(found.values()) else 0
     sides = dict.fromkeys(candidate.tile.m for candidate in sorted(found, key=found.__getitem__))
     refined = [TileShape(side, side, k) for side in list(sides)[:REFINED] for k in depths]
     for shape in [tile] if tile else refined:
@@ -221,6 +229,9 @@ def _cached(setting: Setting, candidate: Candidate) -> Iterator[Candidate]:
                 slots, host_a=slots.host_a + min(wanted, host_free // (size["host", "A"] + checks))
             )
     candidate = replace(candidate, slots=slots)
+    if slots.a >= lines * steps:
+        yield replace(candidate, traversal=Traversal(0, 1))  # all bands load each panel once
+        return
     # Bands of equal height, whose lines are cached on the device, or on the host, or nearly so.
     widths = {1, *(count // steps + more for count in (slots.a, slots.host_a) for more in (-1, 0))}
     even = {ceil_div(lines, ceil_div(lines, min(lines, width))) for width in widths if width >= 1}
