@@ -219,8 +219,15 @@ class Bench:
             "lanes": dict(plan.prediction.lanes),
         }
         spans = result.timeline.spans
-        for kind, lanes in (("read", ("read", "decode")), ("h2d", ("h2d",))):
-            found[f"{kind}_bytes"] = sum(span.bytes for span in spans if span.lane in lanes)
+        # Panels without host slots are read when they are uploaded, but not when they are copied from a GPU.
+        streamed = [operand for operand in "AB" if plan.slots.streams(operand)]
+        found["h2d_bytes"] = sum(span.bytes for span in spans if span.lane == "h2d")
+        found["read_bytes"] = sum(
+            span.bytes
+            for span in spans
+            if span.lane in ("read", "decode")
+            or (span.lane == "h2d" and span.operand in streamed and span.stream != "peer")
+        )
         described = result.log.header.get("devices") or []
         found["names"] = [f"{each['number']}: {each['device']}" for each in described]
         with suppress(Exception):

@@ -1,7 +1,7 @@
 """Measure `gram` relative to `gemm(X, X^T)`, in the same run and in turn.
 
     python scripts/bench_gram.py --backend host --size 8192
-    python scripts/bench_gram.py --backend cuda --size 32768 --dtype float64 --dtype float32 --dtype int8
+    python scripts/bench_gram.py --backend cuda --size 32768 --dtype int8 --uplo lower --uplo full
     python scripts/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
 
 X holds small integers, so that C is exact: a sample of rows of both results is compared with NumPy. X and C
@@ -14,6 +14,7 @@ import json
 import shutil
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def check(x: Any, c: Any, uplo: str) -> None:
 @click.option("--size", default=8192, show_default=True, help="Rows of X.")
 @click.option("--depth", type=int, help="Columns of X.  [default: as many as rows]")
 @click.option("--dtype", "dtypes", multiple=True, default=("float64",), show_default=True)
-@click.option("--uplo", default="lower", show_default=True)
+@click.option("--uplo", "triangles", multiple=True, default=("lower",), show_default=True)
 @click.option("--folder", type=Path, help="Keep X and C in zarr arrays in this folder.  [default: in memory]")
 @click.option("--chunk", default=1024, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
@@ -70,7 +71,7 @@ def main(
     size: int,
     depth: int | None,
     dtypes: tuple[str, ...],
-    uplo: str,
+    triangles: tuple[str, ...],
     folder: Path | None,
     chunk: int,
     rounds: int,
@@ -87,7 +88,7 @@ def main(
         "verify": verify,
     }
     k = depth or size
-    for dtype in dtypes:
+    for dtype, uplo in product(dtypes, triangles):
         found = compared(size, k, dtype, uplo, folder, chunk, rounds, tile, options)
         place = "zarr" if folder else "memory"
         name = f"{backend} {dtype} {size}x{k} {uplo} {place}"

@@ -21,6 +21,7 @@ import ctypes
 import shutil
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,16 @@ def store(folder: Path, people: int, places: int) -> None:
         )
         for name, dtype in (("complete", "int8"), ("missing", "int8"), ("half", "float16"))
     }
-    for left in range(0, places, width):
+
+    def fill(left: int) -> None:
         count = min(width, places - left)
         part, holes = (np.roll(x[:, :count], 37 * (left // width) + i, 0) for i, x in enumerate((some, lost)))
         at = slice(left, left + count)
         arrays["complete"][:, at], arrays["half"][:, at] = part, part.astype(np.float16)
-        arrays["missing"][:, at] = np.where(holes, -1, part)
+        arrays["missing"][:, at] = np.where(holes, np.int8(-1), part)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(0, places, width)))
 
 
 def rms_error(folder: Path, c: Any, found: oocgemm.Stats) -> float:

@@ -47,7 +47,7 @@ def test_sparse_results_agree_with_numpy(engine: Engine, axis: int) -> None:
     reference = np.corrcoef(wide)
     np.fill_diagonal(reference, 0)
     with running_on(engine) as options:
-        given: Any = {"axis": axis, "tile": "40x50x10", **options}
+        given: Any = {"axis": axis, "tile": "40x40x10", **options}
         pairs, best = oocgemm.corr(x, threshold=0.3, **given), oocgemm.corr(x, topk=4, **given)
     assert (np.abs(np.abs(reference) - 0.3) > 1e-5).all(), "no coefficient may be so near to the threshold"
     rows, columns = np.nonzero(np.abs(reference) >= 0.3)

@@ -19,7 +19,7 @@ from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.schedule.dealing import arrangement
-from tests.backends_here import running_on
+from tests.backends_here import needs_gpu, running_on
 from tests.command import command, run
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.faulty_runs import store
@@ -45,12 +45,15 @@ def gpus() -> Iterator[Device]:
         found.check()
 
 
-def product(folder: Path, c: str = "C", **options: Any) -> oocgemm.Result:
-    """Multiply two stored arrays on fake GPUs; all other options are as in most tests of this file."""
+def product(folder: Path, c: str = "C", kind: str = "raw", **options: Any) -> oocgemm.Result:
+    """Multiply two stored arrays on fake GPUs; all other options are as in most tests of this file.
+
+    Panels of "raw" arrays have no host slots, those of "zstd" arrays have.
+    """
     operands: list[Any] = []
     for name, values in (("A", A), ("B", B)):
         place = folder / name
-        operands.append(place if place.exists() else store(place, "raw", values))
+        operands.append(place if place.exists() else store(place, kind, values))
     given = {"backend": "cuda", "kernel": "cublas", "tile": TILE, "host_memory": "64MiB"}
     return oocgemm.gemm(
         operands[0], operands[1], folder / c, **(given | {"device_memory": "100MiB"} | options)
@@ -58,12 +61,17 @@ def product(folder: Path, c: str = "C", **options: Any) -> oocgemm.Result:
 
 
 def reads(result: oocgemm.Result) -> int:
-    return sum(span.bytes for span in result.timeline.spans if span.kind == "read")
+    """Return the bytes that the host has read: into host slots, or to upload them to one of the devices."""
+    spans = result.timeline.spans
+    slots = sum(span.bytes for span in spans if span.kind == "read")
+    return slots or sum(span.bytes for span in spans if span.kind == "upload" and span.stream != "peer")
 
 
 @pytest.mark.parametrize("beta", [0, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8"])
-@pytest.mark.parametrize("engine", ["host", "host-staged", "fake-cuda"])
+@pytest.mark.parametrize(
+    "engine", ["host", "host-staged", "fake-cuda", pytest.param("cuda", marks=needs_gpu)]
+)
 def test_c_is_exact_on_several_sessions(engine: str, dtype: str, beta: int, tmp_path: Path) -> None:
     a, b = (integers(RNG, shape, dtype) for shape in SHAPES)
     c_dtype = "int32" if dtype == "int8" else dtype
@@ -110,12 +118,31 @@ def test_emulated_products_run_on_several_sessions(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("devices", SEVERAL)
-def test_devices_read_each_panel_once_between_them(devices: Any, gpus: Device, tmp_path: Path) -> None:
-    several = product(tmp_path, devices=devices)
-    once = A.nbytes + B.nbytes
-    assert once <= reads(several) <= 1.05 * once
-    assert several.plan.traffic["h2d"] > several.plan.traffic["read"]
-    assert several.plan.traffic["read"] == reads(several)
+@pytest.mark.parametrize("kind", ["raw", "zstd"])
+def test_devices_read_each_panel_once_between_them(
+    kind: str, devices: Any, gpus: Device, tmp_path: Path
+) -> None:
+    tile = "11x37x10"  # 12 rows of tiles: in all rounds, two or three devices have rows of one direction
+    one = reads(product(tmp_path, "one", kind=kind, tile=tile))
+    several = product(tmp_path, devices=devices, kind=kind, tile=tile)
+    traffic = several.plan.traffic
+    assert A.nbytes + B.nbytes <= reads(several) <= 1.05 * one
+    assert traffic["h2d"] > reads(several)
+    assert traffic["read"] == (0 if kind == "raw" else reads(several))
+
+
+def test_panels_are_copied_between_devices_that_cannot_access_each_other(
+    gpus: Device, tmp_path: Path
+) -> None:
+    one = np.asarray(product(tmp_path, "one"))
+    oocgemm.backends.open_backend("cuda")
+    with patch.object(sys.modules["cupy.cuda"].runtime, "deviceCanAccessPeer", lambda *_: 0):
+        several = product(tmp_path, devices="0,1")
+    assert not gpus.peers
+    product(tmp_path, "connected", devices="0,2")
+    assert gpus.peers == {(0, 2), (2, 0)}
+    assert any(span.stream == "peer" for span in several.timeline.spans)
+    np.testing.assert_array_equal(np.asarray(several), one)
 
 
 def test_the_log_describes_every_device(gpus: Device, tmp_path: Path) -> None:
@@ -162,7 +189,7 @@ def test_host_slots_are_pinned_for_all_devices(gpus: Device, tmp_path: Path) -> 
         patch.object(memory, "PORTABLE", 0),
         pytest.raises(ExecutionError, match=r"device 1: .* accesses .* of another"),
     ):
-        product(tmp_path, devices="0,1")
+        product(tmp_path, devices="0,1", kind="zstd")
     with pytest.raises(MisuseError, match="of another"):
         gpus.check()
     gpus.misuses.clear()

@@ -50,6 +50,7 @@ def _one_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     k=st.integers(1, 50),
     depth=st.sampled_from([8, 24, 64]),
     uplo=st.sampled_from(list(TRIANGLES)),
+    axis=st.integers(0, 1),
     scale=st.sampled_from([None, "k", "hwe", "given"]),
     center=st.sampled_from([None, "k", "given"]),
     impute=st.sampled_from(["mean", 0]),
@@ -57,7 +58,7 @@ def _one_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 @settings(max_examples=examples(100, quick=30), deadline=None)
 def test_genotypes_are_measured_on_the_device(
-    n: int, k: int, depth: int, uplo: str, scale: Any, center: Any, impute: Any, seed: int
+    n: int, k: int, depth: int, uplo: str, axis: int, scale: Any, center: Any, impute: Any, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     x = genotypes(rng, n, k)
@@ -74,10 +75,11 @@ def test_genotypes_are_measured_on_the_device(
         scale=scales[scale] if scale == "given" else scale,
         cast="float64",
     )
+    stored = x if axis == 0 else np.ascontiguousarray(x.T)
     with fake_cuda(seed) as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(transforms, "stats_of", forbidden)
         options: Any = {"backend": "cuda", "kernel": "cublas", "tile": f"{n}x{n}x{depth}"}
-        found = oocgemm.gram(x, uplo=uplo, transform=change, **options)
+        found = oocgemm.gram(stored, axis=axis, uplo=uplo, transform=change, **options)
         device.check()
     kept = TRIANGLES[uplo]
     assert found.plan.problem.measured == change.needs_stats
@@ -88,6 +90,7 @@ def test_genotypes_are_measured_on_the_device(
     power=st.integers(0, 6),
     k=st.integers(1, 50),
     depth=st.sampled_from([8, 24, 64]),
+    axis=st.integers(0, 1),
     alpha=st.sampled_from([1, -2]),
     beta=st.sampled_from([0, 3]),
     missing=st.booleans(),
@@ -95,7 +98,7 @@ def test_genotypes_are_measured_on_the_device(
 )
 @settings(max_examples=examples(100, quick=30), deadline=None)
 def test_centered_integers_are_exact_in_one_pass(
-    power: int, k: int, depth: int, alpha: int, beta: int, missing: bool, seed: int
+    power: int, k: int, depth: int, axis: int, alpha: int, beta: int, missing: bool, seed: int
 ) -> None:
     rng, n = np.random.default_rng(seed), 2**power  # so that the means are exact
     x = rng.integers(-3, 4, (n, k)).astype(np.int8)
@@ -107,11 +110,11 @@ def test_centered_integers_are_exact_in_one_pass(
         z = known - known.sum(axis=0) / (x != -3).sum(axis=0)
         change = Transform(missing=-3, impute=0, center="k", cast="int8")
     old = rng.integers(-9, 9, (n, n)).astype(np.float64)
-    c = old.copy()
+    c, stored = old.copy(), x if axis == 0 else np.ascontiguousarray(x.T)
     with fake_cuda(seed) as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(transforms, "stats_of", forbidden)
         options: Any = {"backend": "cuda", "kernel": "cublas", "tile": f"{n}x{n}x{depth}", "beta": beta}
-        found = oocgemm.gram(x, c, transform=change, alpha=alpha, **options)
+        found = oocgemm.gram(stored, c, axis=axis, transform=change, alpha=alpha, **options)
         device.check()
     assert found.plan.problem.measured
     right = np.tril(alpha * (z @ z.T) + beta * old)
@@ -289,11 +292,11 @@ def test_genotypes_on_a_gpu_give_the_matrix_of_float64(axis: int, scale: str | N
     for cast, tolerance in (("float64", 1e-11), ("float32", 1e-5), ("float16", 3e-3)):
         change = Transform(missing=-1, center="k", scale=scale, cast=cast)
         found = oocgemm.gram(stored, transform=change, **options)
-        assert found.plan.problem.measured == (axis == 0)
+        assert found.plan.problem.measured
         np.testing.assert_allclose(found.out, z @ z.T, atol=tolerance * 3000)
     whole = np.where(x == -1, 1, x)
     known = whole if axis == 0 else np.ascontiguousarray(whole.T)
     found = oocgemm.gram(known, transform=Transform(center="k", cast="int8"), **options)
-    assert found.plan.problem.measured == (axis == 0)
+    assert found.plan.problem.measured
     z = whole - whole.mean(axis=0)
     np.testing.assert_allclose(found.out, z @ z.T, atol=1e-8)

@@ -226,7 +226,7 @@ def test_a_gram_matrix_in_pinned_memory_is_exactly_symmetric(backend: str, uplo:
         result = oocgemm.gram(x, c, uplo=uplo, tile="256x256x128", **engine)
         oocgemm.release()
         runtime.hostUnregister(c.ctypes.data)
-    assert "C" not in direct(result)
+    assert ("C" in direct(result)) == (uplo != "full")
     np.testing.assert_allclose(kept(np.nan_to_num(c)), kept(x @ x.T), atol=1e-10)
     for top in range(0, 700, 256):
         for first in range(top, min(700, top + 256), result.plan.slots.strip):

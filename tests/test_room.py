@@ -16,7 +16,8 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.cli.output import EXIT_FAILED
-from oocgemm.stores import files, open_matrix
+from oocgemm.stores import open_matrix
+from oocgemm.stores.publish import publish
 from oocgemm.stores.zarr import chunks as direct
 from tests.command import contents, run
 
@@ -35,15 +36,15 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 1 << 40
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self.free))
-        self._publish, self._writing = files.publish, threading.Lock()
+        self._publish, self._writing = publish, threading.Lock()
         monkeypatch.setattr(direct, "publish", self._write)
 
-    def _write(self, path: Path, data: Any, size: int) -> None:
+    def _write(self, path: Path, data: Any, size: int, root: Path) -> None:
         with self._writing:
             if self.free < 4 * KIB:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             self.free -= 0 if path.exists() else 4 * KIB
-            self._publish(path, data, size)
+            self._publish(path, data, size, root)
 
 
 @pytest.fixture

@@ -32,7 +32,9 @@ HOW: tuple[dict[str, Any], ...] = ({"topk": 20}, {"sparse": True, "threshold": 0
 
 def problem(rows: int, depth: int, how: dict[str, Any]) -> GemmProblem:
     dtypes = "float32", "float32", "float32", "void64"
-    return GemmProblem(rows, rows, depth, *dtypes, trans_b=Op.T, scaled=True, excludes_self=True, **how)
+    return GemmProblem(
+        rows, rows, depth, *dtypes, trans_b=Op.T, gram="lower", scaled=True, excludes_self=True, **how
+    )
 
 
 def planned(given: GemmProblem, backend: str, device: int, host: int, tile: TileShape | None = None) -> Plan:
@@ -46,17 +48,17 @@ def test_every_schedule_finds_what_it_needs(data: st.DataObject) -> None:
     rows, depth = data.draw(st.integers(2, 60)), data.draw(st.integers(1, 20))
     backend, how = data.draw(st.sampled_from(["cuda", "host"])), data.draw(st.sampled_from(HOW))
     how = {"topk": data.draw(st.integers(1, rows))} if "topk" in how else how
-    extents = (data.draw(st.integers(1, most)) for most in (rows, rows, depth))
-    plan = planned(problem(rows, depth, how), backend, 1 << 30, 1 << 30, TileShape(*extents))
+    side, k = data.draw(st.integers(1, rows)), data.draw(st.integers(1, depth))
+    plan = planned(problem(rows, depth, how), backend, 1 << 30, 1 << 30, TileShape(side, side, k))
     verify(plan.schedule())
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("backend", ["cuda", "host"])
+# The host backend finds pairs in the store of C, so that its products are not sparse.
+@pytest.mark.parametrize(("backend", "how"), [("cuda", HOW[0]), ("cuda", HOW[1]), ("host", HOW[0])])
 def test_plans_keep_to_their_budgets_and_predict_the_simulated_time(
-    how: dict[str, Any], backend: str
+    backend: str, how: dict[str, Any]
 ) -> None:
-    plan = planned(problem(60_000, 200, how), backend, 3 << 30, 2 << 30)
+    plan = planned(problem(150_000, 200, how), backend, 9 << 30, 2 << 30)
     used, budgets = plan.footprint, plan.budgets
     assert used.device_total <= budgets.device
     assert used.host_total <= budgets.host
@@ -99,12 +101,12 @@ class _Without(Schedule):
                 yield op
 
 
-@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("lost", range(3))
 def test_a_tile_that_is_not_searched_is_noticed(lost: int) -> None:
     plan = planned(problem(40, 8, {"topk": 3}), "cuda", 1 << 30, 1 << 30, TileShape(20, 20, 8))
     whole = plan.schedule()
     fields = whole.problem, whole.grid, whole.tiles, whole.slots
     operations: list[Operation] = list(_Without(*fields, last=whole.last, lost=9))
-    assert sum(op.kind is Kind.FINISH for op in operations) == 4
+    assert sum(op.kind is Kind.FINISH for op in operations) == 3
     with pytest.raises(ScheduleError):
         verify(_Without(*fields, last=whole.last, lost=lost))

@@ -34,7 +34,12 @@ def shared(
 @st.composite
 def shared_schedules(draw: st.DrawFn) -> SharedSchedule:
     traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)), draw(st.booleans()))
-    return shared(draw(schedules()), draw(DEVICES), traversal, apart=draw(st.booleans()))
+    schedule = draw(schedules())
+    slots = schedule.slots
+    if not slots.unified:  # panels of operands in host memory or in the page cache need no host slots
+        host_a, host_b = (draw(st.sampled_from((0, count))) for count in (slots.host_a, slots.host_b))
+        schedule = replace(schedule, slots=replace(slots, host_a=host_a, host_b=host_b))
+    return shared(schedule, draw(DEVICES), traversal, apart=draw(st.booleans()))
 
 
 @given(
@@ -115,7 +120,8 @@ def test_no_legal_order_breaks_a_schedule_of_several_devices(schedule: SharedSch
 @settings(max_examples=examples(200), deadline=None)
 def test_operations_use_the_slots_of_their_own_device(schedule: SharedSchedule) -> None:
     for operation in schedule:
-        for region in (*operation.reads, *operation.writes):
+        assert not operation.peer or operation.reads[0].slot.device != operation.device
+        for region in (*(() if operation.peer else operation.reads), *operation.writes):
             is_common = region.slot.tier is Tier.HOST and region.slot.operand in "AB"
             assert region.slot.device == (0 if is_common else operation.device)
         assert schedule.tiles.index(operation.tile) % schedule.devices == operation.device
@@ -205,6 +211,27 @@ def test_several_devices_read_no_more_than_one(
 
     for axis in (0, 1):
         assert read(Traversal(axis), devices) <= 1.05 * read(Traversal(axis), 1), axis
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4), (12, 6), (7, 9)])
+def test_devices_pass_panels_without_host_slots_on(devices: int, shape: tuple[int, int]) -> None:
+    """Each panel of a round is uploaded to one device. The devices upload about equally many."""
+    p = problem(8 * shape[0], 8 * shape[1], 64)
+    grid = TileGrid.of(p, TileShape(8, 8, 2))
+    tiles = deal(devices, shape, Traversal(), arrangement(devices, p, grid))
+    schedule = SharedSchedule(p, grid, tiles, Slots(a=3, b=3, host_a=0, host_b=0), devices=devices)
+    uploads = [operation for operation in schedule if operation.kind is Kind.UPLOAD]
+    distinct = 0
+    for start in range(0, len(tiles), devices):
+        now = tiles[start : start + devices]
+        distinct += len({i for i, _ in now}) + len({j for _, j in now})
+    by_device = [0] * devices
+    for operation in uploads:
+        by_device[operation.device] += 0 if operation.peer else operation.bytes
+    assert sum(by_device) <= 1.05 * distinct * 8 * p.k * 8
+    assert sum(by_device) < sum(operation.bytes for operation in uploads)
+    assert devices * max(by_device) <= 2 * sum(by_device)
 
 
 def test_devices_take_turns_step_by_step() -> None:

@@ -56,7 +56,7 @@ def check(found: oocgemm.Neighbors, e: Array, topk: int, metric: str, exclude_se
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
 def test_the_rows_are_those_of_a_sort(engine: Engine, metric: str, dtype: str) -> None:
     e = embedded(0, 211, 9, dtype)
-    for tile in (None, "50x40x4"):
+    for tile in (None, "50x50x4"):
         with running_on(engine) as options:
             found = oocgemm.similarity(e, topk=20, metric=metric, tile=tile, **options)
         assert found.scores.dtype == ("float32" if dtype in ("float32", "float16") else "float64")
@@ -80,7 +80,7 @@ def check_pairs(found: oocgemm.Pairs, e: Array, least: float, metric: str, exclu
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
 def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, least: float, dtype: str) -> None:
     e = embedded(0, 211, 9, dtype)
-    for tile in (None, "50x40x4"):
+    for tile in (None, "50x50x4"):
         with running_on(engine) as options:
             found = oocgemm.similarity(e, threshold=least, metric=metric, tile=tile, **options)
         check_pairs(found, e, least, metric)
@@ -91,7 +91,8 @@ def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, leas
 def test_any_tiles_find_the_same_pairs(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
     exclude_self, least = data.draw(st.booleans()), data.draw(st.integers(-9, 9))
-    tile = "x".join(str(data.draw(st.integers(1, most))) for most in (n, n, k))
+    side, depth = data.draw(st.integers(1, n)), data.draw(st.integers(1, k))
+    tile = f"{side}x{side}x{depth}"
     e = embedded(data.draw(st.integers(0, 99)), n, k)
     for engine in ("host", "fake-cuda"):
         with running_on(engine) as options:
@@ -114,7 +115,8 @@ def test_any_tiles_and_numbers_of_rows_are_exact(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 6))
     exclude_self, metric = data.draw(st.booleans()), data.draw(st.sampled_from(["cosine", "dot"]))
     topk = data.draw(st.integers(1, n - exclude_self))
-    tile = "x".join(str(data.draw(st.integers(1, most))) for most in (n, n, k))
+    side, depth = data.draw(st.integers(1, n)), data.draw(st.integers(1, k))
+    tile = f"{side}x{side}x{depth}"
     e = embedded(data.draw(st.integers(0, 99)), n, k)
     found = oocgemm.similarity(
         e, topk=topk, metric=metric, exclude_self=exclude_self, backend="host", tile=tile
@@ -127,7 +129,7 @@ def test_any_tiles_and_numbers_of_rows_are_exact(data: st.DataObject) -> None:
 def test_streams_of_a_gpu_may_run_in_any_order(seed: int, dtype: str) -> None:
     e = embedded(seed, 150, 7, dtype)
     with fake_cuda(seed) as device:
-        found = oocgemm.similarity(e, topk=10, backend="cuda", kernel="cublas", tile="40x50x3")
+        found = oocgemm.similarity(e, topk=10, backend="cuda", kernel="cublas", tile="40x40x3")
         device.check()
     check(found, e, 10, "cosine")
 
@@ -160,9 +162,10 @@ def test_nan_ranks_last_and_zeros_are_equal() -> None:
 def test_the_timeline_and_the_report_cover_the_run(tmp_path: Path) -> None:
     e = embedded(3, 200, 8)
     log = tmp_path / "log"
-    found = oocgemm.similarity(e, topk=7, backend="host", tile="50x60x8", timeline=log)
+    found = oocgemm.similarity(e, topk=7, backend="host", tile="50x50x8", timeline=log)
     assert found.run.report.traffic["write"]["bytes"] == 200 * 7 * 8
-    assert oocgemm.report(oocgemm.read_log(log)).flops == 2 * 200 * 200 * 8
+    # Of 4 x 4 tiles, those of the lower triangle are computed.
+    assert oocgemm.report(oocgemm.read_log(log)).flops == 10 * 2 * 50 * 50 * 8
     assert found.run.c is None
 
 

@@ -38,35 +38,37 @@ def problem(accumulator: str, least: float, *, scaled: bool, absolute: bool) -> 
 
 
 def check(run: Run, accumulator: str) -> None:
-    rng, at = np.random.default_rng(0), (4, 3)
+    # The diagonal of C crosses the first strip, and lies right of the others.
+    rng, at, n = np.random.default_rng(0), (650, 3), 750
     for shape in SHAPES:
         for least in THRESHOLDS:
             for scaled, absolute in ((False, False), (True, True)):
                 given = problem(accumulator, least, scaled=scaled, absolute=absolute)
                 element = SELECTED[given.c_dtype]
                 sums = scores(rng, shape, accumulator)
-                scales = rng.choice(np.array([0.5, 1, 3], element["score"]), sum(shape) + 7)
+                scales = rng.choice(np.array([0.5, 1, 3], element["score"]), n)
                 room = found_layout(given, *shape)
                 slot = np.zeros(room.end, np.uint8)
                 run(given, sums, at, scales, slot)
                 found, segments = slot[:COUNTER_BYTES].view(np.uint64)
                 listed = slot[room.segments :][: int(segments) * SEGMENT_BYTES].view(SEGMENTS)
                 elements = slot[room.elements :][: int(found) * element.itemsize].view(element)
-                sparse = SparseMatrix("C", (99, 999), element["score"], Rule(least, absolute, True), 1 << 30)
+                sparse = SparseMatrix("C", (n, n), element["score"], Rule(least, absolute, True), 1 << 30)
                 sparse.put((at[0], at[0] + shape[0]), (at[1], at[1] + shape[1]), listed, elements)
                 starts, columns, kept = sparse.csr()
                 wide = sums.astype(element["score"])
                 if scaled:
                     with np.errstate(invalid="ignore"):
                         wide *= scales[at[0] :][: shape[0], None] * scales[at[1] :][: shape[1]]
-                wanted = (np.abs(wide) if absolute else wide) >= least
-                for row in range(shape[0]):
-                    if at[0] + row - at[1] < shape[1]:
-                        wanted[row, at[0] + row - at[1]] = False
-                rows, expected = np.nonzero(wanted)
-                np.testing.assert_array_equal(np.repeat(np.arange(99), np.diff(starts)), rows + at[0])
-                np.testing.assert_array_equal(columns, expected + at[1])
-                np.testing.assert_array_equal(kept, wide[wanted])
+                wanted, every = np.zeros((n, n), bool), np.zeros((n, n), wide.dtype)
+                block = tuple(slice(first, first + extent) for first, extent in zip(at, shape, strict=True))
+                wanted[block], every[block] = (np.abs(wide) if absolute else wide) >= least, wide
+                wanted = np.tril(wanted, -1)
+                every = np.where(wanted, every, every.T)
+                rows, expected = np.nonzero(wanted | wanted.T)
+                np.testing.assert_array_equal(np.repeat(np.arange(n), np.diff(starts)), rows)
+                np.testing.assert_array_equal(columns, expected)
+                np.testing.assert_array_equal(kept, every[rows, expected])
 
 
 def arguments(

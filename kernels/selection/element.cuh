@@ -26,10 +26,32 @@ constexpr unsigned ALL = 0xffffffffu;  // the threads of a warp
 // A warp reads this many times 32 successive elements of a row at once.
 constexpr int UNROLL = 8;
 
-// Returns a score. `of_row` is scales[i], and `scales` starts with that of the first column of `from`.
+// Returns a score. One of its scales is `scale`, the other one is scales[other].
 __device__ inline score_t score_at(
-    const OOC_ACCUMULATED* from, long long column, score_t of_row, const score_t* __restrict__ scales) {
+    const OOC_ACCUMULATED* from, long long at, score_t scale, const score_t* __restrict__ scales, long long other) {
     // Sums are read once, and shall not evict the scales from the cache.
-    const score_t score = static_cast<score_t>(__ldcs(from + column));
-    return OOC_SCALED ? score * (of_row * scales[column]) : score;
+    const score_t score = static_cast<score_t>(__ldcs(from + at));
+    return OOC_SCALED ? score * (scale * scales[other]) : score;
+}
+
+// Reads the scores of 32 * UNROLL columns from `first` on, of which those from `end` on become NaN. `of_row` is
+// scales[i], and `scales` starts with that of the first column of `from`. A branch per column would keep the compiler
+// from issuing all loads before it uses their results.
+__device__ inline void read_scores(
+    const OOC_ACCUMULATED* from, long long first, long long end, int lane, score_t of_row,
+    const score_t* __restrict__ scales, score_t (&scores)[UNROLL]) {
+    if (first + 32 * UNROLL <= end) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const long long column = first + u * 32 + lane;
+            scores[u] = score_at(from, column, of_row, scales, column);
+        }
+    } else {
+        const score_t nan = score_t(0) / score_t(0);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const long long column = first + u * 32 + lane;
+            scores[u] = column < end ? score_at(from, column, of_row, scales, column) : nan;
+        }
+    }
 }

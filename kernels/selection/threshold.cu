@@ -1,5 +1,7 @@
 // threshold: finds the elements of a strip of C (some rows of a tile) that are at or above a threshold.
 //
+// C is symmetric. Elements right of its diagonal are left out, and with `excludes_self` those on it.
+//
 // A warp searches one row, and each element is read once. The warp collects what it finds in a buffer in shared
 // memory, in the order of columns. When the buffer is nearly full, and at the end of the row, its elements are
 // appended to `elements` as a segment. Segments of a row are in the order of their first elements. `counters` are the
@@ -43,26 +45,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
     const score_t bound = static_cast<score_t>(least);
     for (long long row = static_cast<long long>(blockIdx.x) * warps + warp; row < rows;
          row += static_cast<long long>(gridDim.x) * warps) {
-        const long long own = excludes_self ? first_row + row - first_column : -1;
+        const long long below = first_row + row - first_column + !excludes_self;
+        const long long end = below < width ? below : width;  // the first column that is left out
         const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
         const OOC_ACCUMULATED* from = sums + row * width;
         int used = 0;
-        for (long long start = 0; start < width; start += 32 * UNROLL) {
+        for (long long start = 0; start < end; start += 32 * UNROLL) {
             score_t scores[UNROLL];
+            read_scores(from, start, end, lane, of_row, scales + first_column, scores);
             bool some = false;
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const long long column = start + u * 32 + lane;
-                const bool inside = column < width;
-                scores[u] = inside ? score_at(from, column, of_row, scales + first_column) : score_t(0);
-                some |= inside && (scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound));
-            }
+            for (int u = 0; u < UNROLL; ++u) some |= scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);
             if (!__ballot_sync(ALL, some)) continue;
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 const long long column = start + u * 32 + lane;
-                const bool found = column < width && column != own &&
-                                   (scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound));
+                const bool found = scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);
                 const unsigned votes = __ballot_sync(ALL, found);
                 if (found) {
                     buffer[used + __popc(votes & ((1u << lane) - 1))] = {

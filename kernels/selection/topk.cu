@@ -2,7 +2,7 @@
 //
 // Scores are those of selection/element.cuh. kept[i] has the `count` largest ones of row i so far, with the numbers of
 // their columns. They are in descending order, and equal scores in ascending order of columns. NaN comes last, and -0
-// becomes 0.
+// becomes 0. Before a run, all bytes of kept are 0xff. Such an element has the key 0 (see below), which stands for none.
 //
 // A warp searches one row, and each element is read once. The warp's buffer in shared memory starts with kept[i].
 // Elements that rank above its element number `count` are appended to it, with a ballot. Before the buffer
@@ -10,13 +10,16 @@
 // any element is appended, and the kernel is bound by memory.
 //
 // Elements are ranked by keys (rank_t). A key is an unsigned integer. Its upper half is made of the bits of the score,
-// such that larger scores have larger keys. Its lower half is the inverted number of the column. The key 0 stands for
-// no element.
+// such that larger scores have larger keys. Its lower half is the inverted number of the column.
+//
+// C is symmetric, and only its lower triangle is computed. So topk_columns also searches the columns of a strip, which
+// are rows of the upper triangle.
 //
 // Macros: those of selection/element.cuh, and
 //   OOC_ROOM         elements in the buffer of a warp: a power of two, at least count + 64
-// Launch: blocks of one warp per row (threadIdx.x / 32). The grid may have fewer warps than there are rows. Dynamic
-// shared memory: OOC_ROOM keys per warp.
+// Launch: blocks of one warp per row, or per column. The grid may have fewer warps than there are rows or columns.
+// Dynamic shared memory: OOC_ROOM keys per warp. For topk_columns, the number of warps of a block is a power of two, and
+// if it is not 1, memory for 32 * UNROLL + 32 / warps scores more per warp.
 #include "selection/element.cuh"
 
 constexpr int ROOM = OOC_ROOM;
@@ -74,60 +77,132 @@ __device__ inline void sort(rank_t* keys, int used, int lane) {
     }
 }
 
-extern "C" __global__ void topk(
-    const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
-    long long first_column, long long count, long long excludes_self, long long begins,
-    const score_t* __restrict__ scales, element_t* __restrict__ kept) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    rank_t* keys = reinterpret_cast<rank_t*>(shared) + warp * ROOM;
-    for (long long row = static_cast<long long>(blockIdx.x) * warps + warp; row < rows;
-         row += static_cast<long long>(gridDim.x) * warps) {
-        element_t* best = kept + row * count;
-        for (int e = lane; e < count; e += 32) keys[e] = begins ? rank_t{} : key_of(best[e].score, best[e].column);
+// What a warp has selected of a row: keys[0..used), and the rank and the score below which nothing is appended.
+struct Selected {
+    rank_t* keys;
+    int used;
+    bool changed;
+    rank_t least;
+    score_t bound;
+
+    __device__ inline void begin(const element_t* best, int count, int lane) {
+        for (int e = lane; e < count; e += 32) keys[e] = key_of(best[e].score, best[e].column);
         __syncwarp();
-        int used = static_cast<int>(count);
-        bool changed = begins != 0;
-        rank_t least = keys[count - 1];
-        score_t bound = score_of(least);
-        const long long own = excludes_self ? first_row + row - first_column : -1;
-        const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
-        const OOC_ACCUMULATED* from = sums + row * width;
-        for (long long start = 0; start < width; start += 32 * UNROLL) {
-            score_t scores[UNROLL];
-            bool some = false;
+        used = count;
+        changed = false;
+        least = keys[count - 1];
+        bound = score_of(least);
+    }
+
+    // Appends those of 32 * UNROLL scores that rank high enough. The first one is that of column `first`. Scores of
+    // the column `own`, and of those from `end` on, are left out.
+    __device__ inline void add(
+        const score_t (&scores)[UNROLL], long long first, long long end, long long own, int count, int lane) {
+        bool some = false;
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const long long column = start + u * 32 + lane;
-                const bool inside = column < width;
-                scores[u] = inside ? score_at(from, column, of_row, scales + first_column) : score_t(0);
-                some |= inside && !(scores[u] < bound);
-            }
-            if (!__ballot_sync(ALL, some)) continue;
+        for (int u = 0; u < UNROLL; ++u) some |= !(scores[u] < bound);
+        if (!__ballot_sync(ALL, some)) return;
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const long long column = start + u * 32 + lane;
-                const rank_t key = key_of(scores[u], static_cast<column_t>(first_column + column));
-                const bool appends = column < width && column != own && below(least, key);
-                const unsigned votes = __ballot_sync(ALL, appends);
-                if (!votes) continue;
-                if (appends) keys[used + __popc(votes & ((1u << lane) - 1))] = key;
-                used += __popc(votes);
-                changed = true;
+        for (int u = 0; u < UNROLL; ++u) {
+            const long long column = first + u * 32 + lane;
+            const rank_t key = key_of(scores[u], static_cast<column_t>(column));
+            const bool appends = column < end && column != own && below(least, key);
+            const unsigned votes = __ballot_sync(ALL, appends);
+            if (!votes) continue;
+            if (appends) keys[used + __popc(votes & ((1u << lane) - 1))] = key;
+            used += __popc(votes);
+            changed = true;
+            __syncwarp();
+            if (used > ROOM - 32) {
+                sort(keys, used, lane);
+                used = count;
+                least = keys[count - 1];
+                bound = score_of(least);
                 __syncwarp();
-                if (used > ROOM - 32) {
-                    sort(keys, used, lane);
-                    used = static_cast<int>(count);
-                    least = keys[count - 1];
-                    bound = score_of(least);
-                    __syncwarp();
-                }
             }
         }
+    }
+
+    __device__ inline void end(element_t* best, int count, int lane) {
         if (changed) {
             if (used > count) sort(keys, used, lane);
             for (int e = lane; e < count; e += 32) best[e] = {score_of(keys[e]), column_of(keys[e])};
         }
         __syncwarp();
+    }
+};
+
+extern "C" __global__ void topk(
+    const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
+    long long first_column, long long count, long long excludes_self, const score_t* __restrict__ scales,
+    element_t* __restrict__ kept) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32, k = static_cast<int>(count);
+    Selected selected;
+    selected.keys = reinterpret_cast<rank_t*>(shared) + warp * ROOM;
+    for (long long row = static_cast<long long>(blockIdx.x) * warps + warp; row < rows;
+         row += static_cast<long long>(gridDim.x) * warps) {
+        selected.begin(kept + row * count, k, lane);
+        const long long own = excludes_self ? first_row + row : -1;
+        const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
+        const OOC_ACCUMULATED* from = sums + row * width;
+        for (long long start = 0; start < width; start += 32 * UNROLL) {
+            score_t scores[UNROLL];
+            read_scores(from, start, width, lane, of_row, scales + first_column, scores);
+            selected.add(scores, first_column + start, first_column + width, own, k, lane);
+        }
+        selected.end(kept + row * count, k, lane);
+    }
+}
+
+// Selects of each of the first `columns` columns of a strip, as topk does of its transpose. Its rows have `width`
+// elements. A block reads 32 * UNROLL rows of as many adjacent columns as it has warps at a time, and transposes them
+// in shared memory. C's diagonal is not in these columns.
+extern "C" __global__ void topk_columns(
+    const OOC_ACCUMULATED* __restrict__ sums, long long rows, long long width, long long first_row,
+    long long first_column, long long columns, long long count, const score_t* __restrict__ scales,
+    element_t* __restrict__ kept) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32, k = static_cast<int>(count);
+    Selected selected;
+    selected.keys = reinterpret_cast<rank_t*>(shared) + warp * ROOM;
+    // 32 / warps more elements per column, so that the threads of a warp write to different banks.
+    const int pitch = 32 * UNROLL + 32 / warps;
+    score_t* turned = reinterpret_cast<score_t*>(reinterpret_cast<rank_t*>(shared) + warps * ROOM);
+    const int across = threadIdx.x % warps, down = threadIdx.x / warps;
+    const score_t none = score_t(0), nan = none / none;
+    for (long long left = static_cast<long long>(blockIdx.x) * warps; left < columns;
+         left += static_cast<long long>(gridDim.x) * warps) {
+        const long long column = left + across;
+        const bool reads = column < columns, searches = left + warp < columns;
+        element_t* best = kept + (left + warp) * count;
+        if (searches) selected.begin(best, k, lane);
+        const score_t of_column = OOC_SCALED && reads ? scales[first_column + column] : score_t(1);
+        for (long long top = 0; top < rows; top += 32 * UNROLL) {
+            score_t scores[UNROLL];
+            const OOC_ACCUMULATED* from = sums + (top + down) * width + column;
+            if (reads && top + 32 * UNROLL <= rows) {
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u)
+                    scores[u] = score_at(from, u * 32 * width, of_column, scales + first_row + top + down, u * 32);
+            } else {
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u)
+                    scores[u] = reads && top + down + u * 32 < rows
+                                    ? score_at(from, u * 32 * width, of_column, scales + first_row + top + down, u * 32)
+                                    : nan;
+            }
+            if (warps > 1) {
+                __syncthreads();
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) turned[across * pitch + down + u * 32] = scores[u];
+                __syncthreads();
+                if (!searches) continue;
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) scores[u] = turned[warp * pitch + u * 32 + lane];
+            }
+            selected.add(scores, first_row + top, first_row + rows, -1, k, lane);
+        }
+        if (searches) selected.end(best, k, lane);
     }
 }

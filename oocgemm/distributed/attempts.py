@@ -22,7 +22,7 @@ from typing import cast
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.committer import TileQueue
 from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO, append_line, parse_line
-from oocgemm.jobs.output import Target
+from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import Job
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
@@ -60,7 +60,7 @@ def old_attempts(sidecar: Path) -> list[Attempt]:
 
 def remove_attempts(sidecar: Path) -> None:
     """Remove all attempts. Child processes that still write there fail."""
-    shutil.rmtree(sidecar / ATTEMPTS, ignore_errors=True)
+    remove_shared(sidecar / ATTEMPTS)
 
 
 def clean_up(folder: Path) -> None:

@@ -317,7 +317,7 @@ class Run:
     def _host_block(self, operation: Operation) -> HostBlock:
         """Return the host memory of an operation that is about to be submitted."""
         host: HostBlock = []
-        if operation.kind is Kind.UPLOAD:
+        if operation.kind is Kind.UPLOAD and not operation.peer:
             host = self._staging.upload_source(operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.prepare_download(operation)

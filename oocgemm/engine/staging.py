@@ -59,7 +59,7 @@ class Staging:
         The thread that submits it is busy until the block has been copied.
         """
         operand = operation.operand
-        copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD)
+        copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer
         return copies and self._plan.slots.streams(operand) and not self._plan.is_direct(operand)
 
     def is_in_place(self, operation: Operation) -> bool:

@@ -71,7 +71,7 @@ class Transfers:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
-        if self._plan.problem.gram:
+        if self._plan.problem.gram and not self._plan.problem.kept:
             complete(self._plan, operation, columns)
             work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
             blocks = list(trimmed(self._plan, operation, blocks))

@@ -41,16 +41,11 @@ def measured(
 
 
 def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
-    """Tell whether the kernels can measure X: small integers, whose sums are exact.
-
-    Where k is along rows of X (the product of its columns), the kernels have not run on a GPU yet, only on a
-    processor. So they are not used there.
-    """
+    """Tell whether the kernels can measure X: small integers, whose sums are exact."""
     transform = x.transform
     read_as_stored = problem.expands or x.is_copy
     by_word = isinstance(transform.center, str) or not transform.corrects
     small = problem.depth > 0 and x.stored.dtype.name == "int8" and not transform.log1p
-    small = small and not problem.trans_a.swaps
     return bool(small and transform.needs_stats and by_word and read_as_stored and not problem.checked)
 
 

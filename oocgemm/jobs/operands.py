@@ -78,6 +78,7 @@ def _open_selection(
     e, trans = by_rows(e, None, trans, left=True)
     other, score = Op.N if trans.swaps else Op.T, _SCORES.get(e.dtype.name)
     problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute, score), backend)
+    problem = replace(problem, gram="lower")
     if selection.topk or backend == "cuda":
         problem = replace(
             problem,

@@ -238,8 +238,20 @@ class Journaled(Target):
         folder = self._earlier.folder
         if isinstance(folder, Path):
             for name in (ATTEMPTS, PARTIAL):
-                shutil.rmtree(folder / name, ignore_errors=True)
+                remove_shared(folder / name)
             (folder / COORDINATOR).unlink(missing_ok=True)
+
+
+def remove_shared(folder: Path) -> None:
+    """Remove a folder in which other processes may still be writing. Their writes fail from now on.
+
+    The folder is renamed first, so that no file can be created in it while its files are removed.
+    """
+    removed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed in this function
+    with suppress(OSError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def open_journal(folder: Folder) -> Journal | ObjectJournal:

@@ -268,8 +268,8 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
-    # Strips of a Gram matrix pass through the ring, also to a pinned C.
-    of_c = replace(of_c, pinned=False) if problem.gram else of_c
+    # Strips that are transposed pass through the ring.
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
@@ -285,8 +285,7 @@ def _plan(
         given = problem, budgets, machines, rates.assumed
         if devices == 1:
             return guarded_plan(*given, tuned(budgets), tile)
-        # Through rings, each device would read its own panels. Host slots are shared, so each is read once.
-        return shared_plan(*given, tuned(budgets).cached_as(a=False, b=False), tile, devices)
+        return shared_plan(*given, tuned(budgets), tile, devices)
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory

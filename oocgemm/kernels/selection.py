@@ -13,8 +13,10 @@ from oocgemm.planning.selection import SEGMENT
 # its size is a power of two.
 MAX_TOPK = 2048
 # Maximum bytes of shared memory, and maximum number of warps, of a thread block. All GPUs since sm_75 have as
-# much.
-_MAX_SHARED, _MAX_WARPS = 64 << 10, 8
+# much. Blocks that search columns have more warps: they read as many adjacent columns together.
+_MAX_SHARED, _MAX_WARPS, _MAX_COLUMNS = 64 << 10, 8, 16
+# Scores that a warp reads together.
+_SCORES = 256
 _MAX_GRID = (1 << 31) - 1
 
 
@@ -25,7 +27,7 @@ def _room(count: int) -> int:
 
 @lru_cache
 def topk_options(problem: GemmProblem) -> tuple[str, ...]:
-    """Return the compiler options of the kernel topk."""
+    """Return the compiler options of the kernels topk and topk_columns."""
     return _options(problem, {"ROOM": _room(problem.topk)})
 
 
@@ -49,6 +51,20 @@ def topk_launch(problem: GemmProblem, rows: int) -> Launch:
     each = _room(problem.topk) * (16 if _is_wide(problem) else 8)
     warps = max(1, min(_MAX_WARPS, _MAX_SHARED // each))
     return Launch((min(_MAX_GRID, blocks(rows, warps)), 1, 1), (32 * warps, 1, 1), warps * each)
+
+
+def columns_launch(problem: GemmProblem, columns: int) -> Launch:
+    """Return the launch of the kernel topk_columns for this many columns of a strip."""
+    score, keys = (8, 16) if _is_wide(problem) else (4, 8)
+
+    def shared(warps: int) -> int:
+        turned = _SCORES + 32 // warps if warps > 1 else 0
+        return warps * (_room(problem.topk) * keys + turned * score)
+
+    warps = _MAX_COLUMNS
+    while warps > 1 and shared(warps) > _MAX_SHARED:
+        warps //= 2
+    return Launch((min(_MAX_GRID, blocks(columns, warps)), 1, 1), (32 * warps, 1, 1), shared(warps))
 
 
 def threshold_launch(rows: int) -> Launch:

@@ -354,13 +354,22 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
         order = triangle(grid.shape[0], traversal.band, upper=problem.gram == "upper")
         chosen = order if only is None else [tile for tile in order if tile in only]
         return Schedule(problem, grid, chosen, candidate.slots, encoded, order[-1] if order else None)
-    given = candidate.slots, encoded, last(traversal, *grid.shape) if 0 not in grid.shape else None
+    end = last(traversal, *grid.shape) if 0 not in grid.shape else None
+
+    def dealt(devices: int, tiles: TileSet | None) -> list[Tile]:
+        apart = setting.works_apart
+        arranged = arrangement(devices, problem, grid, apart=apart)
+        return deal(devices, grid.shape, traversal, arranged, tiles, apart=apart)
+
+    ends = frozenset[Tile]()
+    if candidate.ends > 1:
+        whole = dealt(candidate.ends, None)
+        ends = frozenset(whole[(len(whole) - 1) // candidate.ends * candidate.ends :])
+    given = candidate.slots, encoded, end
     if setting.devices == 1:
-        return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given)
-    apart = setting.works_apart
-    arranged = arrangement(setting.devices, problem, grid, apart=apart)
-    dealt = deal(setting.devices, grid.shape, traversal, arranged, only, apart=apart)
-    return SharedSchedule(problem, grid, dealt, *given, devices=setting.devices)
+        return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given, ends=ends)
+    shared = dealt(setting.devices, only)
+    return SharedSchedule(problem, grid, shared, *given, ends=ends, devices=setting.devices)
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:

@@ -1,7 +1,8 @@
-"""The memory of elements of C that are kept because they are at or above a threshold.
+"""The memory of elements of C that are selected: the largest ones of each row, or those above a threshold.
 
-A device slot D contains those of a strip. Many warps of a GPU append to it. Each append is a *segment*: some
-elements of one row, in ascending order of columns.
+A device slot D contains the largest elements of all rows of C, or the elements above a threshold of a strip.
+Many warps of a GPU append to the latter. Each append is a *segment*: some elements of one row, in ascending
+order of columns.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.tiling import round_up
 
+# The value of all bytes of a selected element that stands for none: its score is NaN, and no index is larger.
+NONE = 0xFF
 # Alignment of the parts of a slot, in bytes.
 _ALIGNMENT = 512
 # Maximum number of elements in a segment, and minimum number in one that is not the last one of its row.

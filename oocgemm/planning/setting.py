@@ -124,7 +124,7 @@ class Setting:
         If checksums are computed, C is checked in host slots. There, strips of a Gram matrix are mirrored
         unless a GPU does it.
         """
-        mirrored = bool(self.problem.gram) and self.machine.multiprocessors == 1
+        mirrored = self.problem.gram and not self.problem.selects and self.machine.multiprocessors == 1
         return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked or mirrored)
 
     @cached_property
@@ -152,8 +152,8 @@ class Setting:
 
     @cached_property
     def works_apart(self) -> bool:
-        """Whether devices share no panels, because neither A nor B has host slots."""
-        return self.machine.unified or (self.streams(self.layouts.a) and self.streams(self.layouts.b))
+        """Whether devices share no panels, because they multiply in host memory."""
+        return self.machine.unified
 
     def c_chunks(self, tile: TileShape) -> Shape:
         """Return the shape of C's chunks: those of an existing C, or chunks of a new C for this tile shape.

@@ -1,4 +1,4 @@
-"""Read local files into given memory, map them, and create new files atomically.
+"""Read local files into given memory, and map them.
 
 Large reads choose the fastest way. Data that is in the page cache is read from there: on a few cores by
 copying from a mapping, on many by preadv, since each unmapping interrupts all cores. Other data can be read
@@ -11,13 +11,10 @@ while a GPU copied from there. preadv alone gave 41 GB/s.
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
-import stat
 import sys
 import threading
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +164,7 @@ class OpenFile:
                 stored = np.frombuffer(view, np.uint8, out.nbytes, before)
                 np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
                 return
-        rows = _segments(out)
+        rows = segments(out)
         if large and not maps:
             # Another thread reads the next bytes. If this one read them ahead, both would have to wait.
             Opener.without_readahead(self.descriptor)
@@ -231,45 +228,6 @@ def resident(address: int, size: int) -> bool:
     return 2 * sum(flag & 1 for flag in flags) >= SAMPLED_PAGES
 
 
-def publish(path: Path, data: Array, size: int) -> None:
-    """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
-
-    The file is first written under a temporary name, and then renamed. It is written past the page cache if
-    `data` is sector-aligned and padded to whole sectors.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        _write(temporary, data, size)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def overwrite(path: Path, data: Array) -> bool:
-    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible.
-
-    It keeps its blocks on the disk. To allocate others and free these can take as long as the write itself.
-    It is not possible if `data` is not sector-aligned, or the file is not regular or has several names.
-    """
-    if not O_DIRECT or not sector_aligned(data):
-        return False
-    with contextlib.suppress(OSError):  # the caller's own way to write may raise it again
-        # O_NONBLOCK: not to wait for the reader of a named pipe
-        descriptor = os.open(path, os.O_WRONLY | O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if status.st_size != data.nbytes or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
-                return False
-            _put(descriptor, data)
-            return True
-        finally:
-            os.close(descriptor)
-    return False
-
-
 def worth_caching(size: int) -> bool:
     """Return whether files of `size` bytes are small enough to stay in the page cache for a second read."""
     return size <= MAX_CACHED_SHARE * memory_limit()
@@ -295,44 +253,11 @@ def sector_aligned(data: Array) -> bool:
     """Return whether direct I/O can write all rows of an array without a copy to aligned memory."""
     if data.size == 0 or data.strides[-1] != data.itemsize:
         return False
-    direct = _sectors(_segments(data))
+    direct = _sectors(segments(data))
     return sum(row.nbytes for row in direct) == data.nbytes
 
 
-def _write(path: Path, data: Array, size: int) -> None:
-    """Write the first `size` bytes of the rows of `data` to a new file.
-
-    Use direct I/O if `data` is sector-aligned and the file system supports it. Direct I/O takes less
-    processor time, and leaves the page cache to other data.
-    """
-    past_cache = O_DIRECT if sector_aligned(data) else 0
-    for extra in (past_cache, 0) if past_cache else (0,):
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
-        except OSError as error:
-            if extra and error.errno == errno.EINVAL:
-                continue
-            raise
-        try:
-            _put(descriptor, data)
-            if size != data.nbytes:
-                os.ftruncate(descriptor, size)
-            return
-        except OSError as error:
-            if not (extra and error.errno == errno.EINVAL):
-                raise
-        finally:
-            os.close(descriptor)
-
-
-def _put(descriptor: int, data: Array) -> None:
-    """Write the rows of an array to a file, from its first byte on."""
-    rows, done = _segments(data), 0
-    while done < data.nbytes:
-        done += os.pwritev(descriptor, _after(rows, done), done)
-
-
-def _segments(data: Array) -> list[Array]:
+def segments(data: Array) -> list[Array]:
     """Return the rows of an array as arrays of bytes. If the whole array is contiguous, return one array."""
     if data.flags.c_contiguous:
         return [data.reshape(-1).view(np.uint8)]
@@ -354,7 +279,7 @@ def _sectors(rows: list[Array]) -> list[Array]:
     return rows if stride % SECTOR == 0 and rows[0].nbytes % SECTOR == 0 else []
 
 
-def _after(rows: list[Array], done: int) -> list[Any]:
+def rest_of(rows: list[Array], done: int) -> list[Any]:
     """Return the buffers for the next call of preadv or pwritev. Earlier calls transferred `done` bytes.
 
     All rows have the same length. Rows that were transferred are left out, and so is the transferred part of
@@ -373,7 +298,7 @@ def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags:
     """
     total = len(rows) * rows[0].nbytes
     while done < total:
-        got = os.preadv(descriptor, _after(rows, done), offset + done, flags)
+        got = os.preadv(descriptor, rest_of(rows, done), offset + done, flags)
         if got == 0:
             break
         done += got

@@ -27,10 +27,11 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_path,
 )
-from oocgemm.stores.files import OpenFile, publish, worth_caching
+from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
 from oocgemm.stores.opener import Opener
+from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
 
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
@@ -142,7 +143,7 @@ class NpyMatrix:
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._redirected is not None:
-            publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
+            publish(saved_block(self._redirected, rows, cols), data, data.nbytes, self._redirected)
         else:
             self._write(rows, cols, data)
 
@@ -175,6 +176,7 @@ class NpyMatrix:
         sync_path(self._path)
 
     def redirect_writes(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self._redirected = folder
 
     def sync_block(self, rows: Range, cols: Range) -> None:

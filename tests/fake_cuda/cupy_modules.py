@@ -88,6 +88,15 @@ class Runtime:
     def deviceGetAttribute(self, attribute: int, number: int) -> int:  # noqa: N802
         return 0
 
+    def deviceCanAccessPeer(self, number: int, owner: int) -> int:  # noqa: N802
+        return 1
+
+    def deviceEnablePeerAccess(self, owner: int) -> None:  # noqa: N802
+        self._enter("deviceEnablePeerAccess", owner)
+        known = len(self._device.peers)
+        self._device.peers.add((self._device.number, owner))
+        check_status(CudaRuntimeError, 704 if len(self._device.peers) == known else 0)
+
     def deviceGetPCIBusId(self, number: int) -> str:  # noqa: N802
         return "FFFF:FF:00.0"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import oocgemm
-from tests.fake_cuda.memory import Block, Memory, MisuseError, StatusError
+from tests.fake_cuda.memory import BASE, Block, Memory, MisuseError, StatusError
 
 NOT_READY, LAUNCH_FAILED = 600, 719
 FOREVER = 1 << 30
@@ -114,6 +114,7 @@ class Device:
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.link_rate: float | None = None  # bytes per second of host copies; None for no delay
         self.misuses: list[MisuseError] = []
+        self.peers: set[tuple[int, int]] = set()  # (device, another one whose memory it may access)
         self.lock = threading.RLock()
         self.failed: dict[int, int] = {}  # device -> the error number of its first command that failed
         self._random = random.Random(seed)
@@ -188,7 +189,9 @@ class Device:
             for blocks, writing in ((reads, False), (writes, True)):
                 for block in blocks:
                     if block.rows and block.width:
-                        if self.memory.device_of(block) not in (None, queue.device):
+                        owner = self.memory.device_of(block)
+                        copied = name == "cuMemcpyAsync" and block.address >= BASE  # between devices
+                        if owner not in (None, queue.device) and not copied:
                             raise self.misuse(f"{name} on device {queue.device} accesses {block} of another")
                         self._access(
                             queue, Access(stream, queue.count, block.address, block.end, block, writing, name)

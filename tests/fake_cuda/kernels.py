@@ -264,13 +264,35 @@ def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/selection/topk.cu, which selects the largest elements of rows of C."""
-    kinds = (_POINTER, *(_LONG for _ in range(7)), _POINTER, _POINTER)
-    source, rows, width, top, left, count, excludes_self, begins, scales, kept = values(kinds, pointers)
+    """Prepare topk of kernels/selection/topk.cu, which selects the largest elements of rows of C."""
+    kinds = (_POINTER, *(_LONG for _ in range(6)), _POINTER, _POINTER)
+    source, rows, width, top, left, count, excludes_self, scales, kept = values(kinds, pointers)
+    strip = source, (rows, width), (top, left), scales
+    return _selecting(memory, macros, strip, kept, (rows, count), excludes_self=bool(excludes_self))
+
+
+def _topk_columns(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare topk_columns, which selects those of columns."""
+    kinds = (_POINTER, *(_LONG for _ in range(6)), _POINTER, _POINTER)
+    source, rows, width, top, left, columns, count, scales, kept = values(kinds, pointers)
+    strip = source, (rows, width), (top, left), scales
+    return _selecting(memory, macros, strip, kept, (columns, count), excludes_self=None)
+
+
+def _selecting(
+    memory: Memory,
+    macros: Macros,
+    strip: tuple[int, tuple[int, int], tuple[int, int], int],
+    kept: int,
+    shape: tuple[int, int],
+    excludes_self: bool | None,
+) -> Work:
+    """Prepare the selection of the rows of a strip, or of its columns if `excludes_self` is None."""
+    source, (rows, width), (top, left), scales = strip
     summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
     sums, best = (
         memory.matrix(source, summed, rows, width, width),
-        memory.matrix(kept, element, rows, count, count),
+        memory.matrix(kept, element, *shape, shape[1]),
     )
     read, factors = [block_of(source, summed, rows, width, width)], None
     if macros["OOC_SCALED"] == "1":
@@ -279,10 +301,13 @@ def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         read.append(block_of(scales, element["score"], 1, extent, extent))
 
     def run() -> None:
-        select(best, sums, factors, (top, left), excludes_self=bool(excludes_self), begins=bool(begins))
+        if excludes_self is None:
+            select(best, sums[:, : shape[0]].T, factors, (left, top), False)
+        else:
+            select(best, sums, factors, (top, left), excludes_self)
 
-    written = block_of(kept, element, rows, count, count)
-    return Work(run, read if begins else [*read, written], [written])
+    written = block_of(kept, element, *shape, shape[1])
+    return Work(run, [*read, written], [written])
 
 
 def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
@@ -309,8 +334,7 @@ def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         if reads:
             scores *= factors[top : top + rows, None] * factors[left : left + width]
         kept = (np.abs(scores) if macros["OOC_ABSOLUTE"] == "1" else scores) >= element["score"].type(least)
-        if excludes_self:
-            kept &= np.arange(left, left + width) != np.arange(top, top + rows)[:, None]
+        kept &= np.arange(left, left + width) <= np.arange(top, top + rows)[:, None] - bool(excludes_self)
         for row in reversed(range(rows)):
             columns = np.flatnonzero(kept[row])
             for part in np.array_split(columns, room // rows) if columns.size else ():
@@ -353,7 +377,8 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "measure_center": (7, measuring.measure_center),
     "gaussian": (6, _gaussian),
     "threshold": (11, _threshold),
-    "topk": (10, _topk),
+    "topk": (9, _topk),
+    "topk_columns": (9, _topk_columns),
     "place": (4, place),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),

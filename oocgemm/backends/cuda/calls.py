@@ -162,9 +162,9 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
     return made, driver.check_status
 
 
-def zero(address: int, size: int, stream: Any) -> Launch:
-    """Return a deferred call that fills `size` bytes of device memory with zeros, from `address` on."""
-    made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, 0, size, stream.ptr)
+def fill(address: int, size: int, stream: Any, byte: int = 0) -> Launch:
+    """Return a deferred call that fills `size` bytes of device memory with `byte`, from `address` on."""
+    made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, byte, size, stream.ptr)
     return made, driver.check_status
 
 

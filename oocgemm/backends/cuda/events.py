@@ -17,7 +17,7 @@ REANCHOR_NS = 2_000_000_000
 # The streams and their priorities; -1 is higher than 0. The device starts thread blocks of a high-priority
 # stream first. So a Prepare, or a kernel that a Download needs, does not have to wait until all blocks of the
 # current Multiply have started.
-STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": -1, "d2h-turned": -1}
+STREAMS = {"h2d": 0, "h2d-c": 0, "peer": -1, "prepare": -1, "compute": 0, "d2h": -1, "d2h-turned": -1}
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"

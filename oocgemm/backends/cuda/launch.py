@@ -173,7 +173,7 @@ class SumsDevice:
         self._kernels.plain("check_sums", entry, macros)(grid, given)
 
     def zero(self, address: int, size: int) -> None:
-        cuda_calls.make(cuda_calls.zero(address, size, cupy.cuda.get_current_stream()))
+        cuda_calls.make(cuda_calls.fill(address, size, cupy.cuda.get_current_stream()))
 
     def copy(self, to: int, source: int, size: int) -> None:
         cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))

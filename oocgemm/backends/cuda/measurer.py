@@ -38,7 +38,7 @@ class Measurer:
         self._transform, self._at, self._vectors, self._stream = transform, at, vectors, stream
         self._weights, self._products, self._square = at + room.weights, at + room.products, at + room.square
         np.frombuffer(self._wrong, np.int32)[:] = 0
-        cuda_calls.make(cuda_calls.zero(at, room.end, stream))
+        cuda_calls.make(cuda_calls.fill(at, room.end, stream))
         stream.synchronize()
         for entry in ("sums", "numbers", "products", "square", "center"):
             for width in (1, WIDTH) if entry in ("sums", "products") else (1,):

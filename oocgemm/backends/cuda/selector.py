@@ -14,9 +14,17 @@ from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.cuda.ring import Ring
-from oocgemm.kernels.selection import threshold_launch, threshold_options, topk_launch, topk_options
-from oocgemm.planning import GemmProblem, Operation, Plan, Region
-from oocgemm.planning.selection import COUNTER_BYTES, found_layout
+from oocgemm.kernels.selection import (
+    columns_launch,
+    threshold_launch,
+    threshold_options,
+    topk_launch,
+    topk_options,
+)
+from oocgemm.planning import GemmProblem, Operation, Plan, Region, Tier
+from oocgemm.planning.schedule.selecting import mirrored_columns
+from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
 from oocgemm.planning.tiling import length
 
 
@@ -54,21 +62,41 @@ class Scaled:
 
 
 class Selector(Scaled):
-    """The kernel of the Finish operations of one product of which the largest elements are kept."""
+    """The kernels of the Finish operations of one product of which the largest elements are kept."""
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
-        return kernels.plain("topk", "topk", topk_options(self._problem))
+        options = topk_options(self._problem)
+        self._of_columns = kernels.plain("topk", "topk_columns", options)
+        return kernels.plain("topk", "topk", options)
+
+    def use(
+        self,
+        correction: Correction,
+        scales: Scales,
+        address: int,
+        stream: Any,
+        measurer: Measurer | None = None,
+    ) -> None:
+        super().use(correction, scales, address, stream, measurer)
+        size = self._problem.m * self._problem.topk * self._problem.itemsizes["C"]
+        kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0), 0, 0))
+        cuda_calls.make(cuda_calls.fill(kept, size, stream, NONE))
+        stream.synchronize()
 
     def finish(self, op: Operation) -> None:
-        """Launch the kernel for the strip of a Finish."""
-        problem, rows = self._problem, length(op.m)
-        numbers = rows, length(op.n), op.m[0], op.n[0], problem.topk, problem.excludes_self, op.first
-        self._kernel(
-            topk_launch(problem, rows),
-            ctypes.c_void_p(self._address(op.reads[0])),
-            *map(ctypes.c_longlong, numbers),
-            *map(ctypes.c_void_p, (self._scales, self._address(op.writes[0]))),
-        )
+        """Launch the kernels for the strip of a Finish."""
+        problem, rows, columns = self._problem, length(op.m), length(mirrored_columns(op.m, op.n))
+        strip = rows, length(op.n), op.m[0], op.n[0]
+        launches = [(self._kernel, topk_launch(problem, rows), (problem.topk, int(problem.excludes_self)))]
+        if columns:
+            launches.append((self._of_columns, columns_launch(problem, columns), (columns, problem.topk)))
+        for (kernel, how, more), kept in zip(launches, op.writes, strict=True):
+            kernel(
+                how,
+                ctypes.c_void_p(self._address(op.reads[0])),
+                *map(ctypes.c_longlong, (*strip, *more)),
+                *map(ctypes.c_void_p, (self._scales, self._address(kept))),
+            )
 
 
 class Sifter(Scaled):
@@ -82,7 +110,7 @@ class Sifter(Scaled):
         problem, rows, to = self._problem, length(op.m), self._address(op.writes[0])
         room = found_layout(problem, rows, length(op.n))
         numbers = rows, length(op.n), op.m[0], op.n[0], problem.excludes_self
-        cuda_calls.make(cuda_calls.zero(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
+        cuda_calls.make(cuda_calls.fill(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
         self._kernel(
             threshold_launch(rows),
             ctypes.c_void_p(self._address(op.reads[0])),

@@ -40,6 +40,7 @@ from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
+from oocgemm.backends.cuda.peers import Places, connected
 from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
 from oocgemm.backends.cuda.turner import Turner
 from oocgemm.backends.cuda.warm import take
@@ -65,14 +66,14 @@ class CudaSession:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
         self._arena = 0
-        self._warm, self._closed = take(device), False
+        known = [(session._device.id, session._places) for session in beside]
+        self._places: Places = connected(device, known)
+        self._warm, self._closed, self._loading = take(device), False, Loading()
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
         self.host_arena: Array | None = None
-        # How many steps used each number of moduli; 0 counts the steps that were not emulated.
-        self._steps: Counter[int] = Counter()
-        # How many residues of each panel (one per modulus) a slot for residues contains.
-        self._moduli: dict[Slot, int] = {}
-        self._loading = Loading()
+        # How many steps used each number of moduli; 0 counts the steps that were not emulated. How many
+        # residues of each panel (one per modulus) a slot for residues contains.
+        self._steps, self._moduli = Counter[int](), dict[Slot, int]()
         self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
@@ -84,12 +85,13 @@ class CudaSession:
                 if self._problem.prepares and not self._problem.planes:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
-                self._offsets, self._vectors = device_offsets(plan, self._number)
+                offsets, self._vectors = device_offsets(plan, self._number)
                 turned, self._work, decode, size = areas(plan, self._vectors)
                 self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
                 self._arena = self._warm.reserve(size, plan.budgets.device)
+                self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 if self._problem.checked == "device":
@@ -312,8 +314,11 @@ class CudaSession:
         """Prepare the copies of an Upload or a Download. Pin the block's host slot if necessary."""
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
+        if op.peer:
+            return [cuda_calls.copy(device, self._address(op.reads[0]), op.bytes, stream)]
         if isinstance(host, Pinned):
-            return [array_copy(device, host.array, stream, uploading=uploading)]
+            copy = array_copy(device, host.array, stream, uploading=uploading)
+            return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)
@@ -329,7 +334,7 @@ class CudaSession:
     def _address(self, region: Region) -> int:
         """Return the device address of the first element of a region."""
         of = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
-        return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes.get(of, 0)
+        return self._places[region.slot] + region.start * self._problem.itemsizes.get(of, 0)
 
     def _addresses(self, reads: Sequence[Region]) -> tuple[int, int]:
         """Return the addresses of the panels of op(A) and op(B) that a Multiply with these regions reads."""
@@ -344,10 +349,8 @@ class CudaSession:
         problem, planes = self._problem, op.writes[0].slot
         shape = op.m[1] - op.m[0], op.n[1] - op.n[0], op.k[1] - op.k[0]
         a, b = (self._address(region) for region in op.reads)
-        address = self._arena + self._offsets[planes]
-        number = self._emulated.prepare(
-            a, b, shape, problem.trans_a, problem.trans_b, address, self._plane_offsets(op)
-        )
+        given = problem.trans_a, problem.trans_b, self._places[planes], self._plane_offsets(op)
+        number = self._emulated.prepare(a, b, shape, *given)
         self._moduli[planes] = number
         self._steps[number] += 1
 
@@ -365,12 +368,11 @@ class CudaSession:
         c = self._address(op.writes[0])
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
         if number:
-            planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, right - left, k)
+            planes, shape = self._places[op.reads[2].slot], (bottom - top, right - left, k)
             rows, cols = (op.m[0] - top, op.m[1] - top), (op.n[0] - left, op.n[1] - left)
             alpha, beta = step_scalars(problem, op.first)
-            work = self._arena + self._work
-            offsets = self._plane_offsets(op)
-            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n, cols
+            given = self._plane_offsets(op), self._arena + self._work
+            arguments = planes, *given, rows, shape, number, alpha.real, beta.real, c, n, cols
             return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
         call = self._call((m, n, k), (bottom - top, right - left), (a, b, c), first=op.first)
         if problem.exact and problem.acc_dtype == "float64":

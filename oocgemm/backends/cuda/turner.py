@@ -7,6 +7,7 @@ stored whole, the part of a strip left of its diagonal block is also stored in t
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cupy
@@ -16,7 +17,7 @@ from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.spec import C_TYPES, blocks
-from oocgemm.planning import GemmProblem, Operation, Plan
+from oocgemm.planning import GemmProblem, Kind, Operation, Plan
 from oocgemm.planning.tiling import Range, length
 
 # Elements along both sides of the squares that a thread block transposes, and the maximum number of blocks.
@@ -39,7 +40,7 @@ class Turner:
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
         self._size, self._upper = problem.itemsizes["C"], problem.gram == "upper"
-        self._completes = bool(problem.gram) and plan.setting.streams_c
+        self._completes = bool(problem.gram) and plan.setting.streams_c and not problem.selects
         if self._completes:
             options = turn_options(problem)
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))
@@ -64,20 +65,33 @@ class Turner:
 
     def _completed(self, op: Operation, strip: int, waits: Sequence[Any]) -> Sequence[Any]:
         """Make the diagonal block of a strip Hermitian, in place. Return the events to wait for instead."""
-        if not self._grid.is_staircase(op.tile):
+        launches = self.launches(op, strip)
+        if not launches:
             return waits
         for event in waits:
             cuda_calls.wait(self._stream, event)
-        extent, pitch = length(op.m), length(op.n)
+        for launch in launches:
+            cuda_calls.make(launch)
+        done = cupy.cuda.Event(block=True, disable_timing=True)
+        cuda_calls.record(done, self._stream)
+        return [done]
+
+    def launches(self, op: Operation, strip: int) -> list[cuda_calls.Launch]:
+        """Prepare the launch that makes the diagonal block of a strip Hermitian, if it has one.
+
+        It is made on the stream of Downloads. `strip` is the device address of the strip.
+        """
+        if op.kind is not Kind.DOWNLOAD or not self._completes or not self._grid.is_staircase(op.tile):
+            return []
+        return [cuda_calls.in_python(partial(self._launch, strip, length(op.m), length(op.n)))]
+
+    def _launch(self, strip: int, extent: int, pitch: int) -> None:
         first = 0 if self._upper else pitch - extent
         with self._stream:
             self._complete(
                 (min(_MAX_GRID, blocks(extent, _SIDE) ** 2), 1, 1),
                 *(_pointer(strip + first * self._size), *map(ctypes.c_longlong, (pitch, extent))),
             )
-        done = cupy.cuda.Event(block=True, disable_timing=True)
-        cuda_calls.record(done, self._stream)
-        return [done]
 
     def _turn_of(self, op: Operation) -> Turn:
         """Return the function that transposes pieces of the strip of a Download."""

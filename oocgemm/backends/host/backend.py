@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,8 +37,11 @@ from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
+from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets
+from oocgemm.planning.schedule.selecting import mirrored_columns
+from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.selection import NONE
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
 
@@ -50,9 +53,11 @@ class HostSession:
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
-    def __init__(self, plan: Plan, device: int = 0) -> None:
+    def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
         self._problem = plan.problem
-        self._offsets, size = device_offsets(plan, device)
+        self._each: list[HostSession] = beside[0]._each if beside else []  # all sessions of the run
+        self._each.append(self)
+        self._offsets, size = device_offsets(plan, len(beside))
         self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
@@ -84,6 +89,9 @@ class HostSession:
             return DoneToken(start, perf_counter_ns())
         assert not isinstance(host, Found)  # the store of a sparse C searches it
         host = [host.array] if isinstance(host, Pinned) else host
+        if operation.peer:
+            source = operation.reads[0]
+            host = [self._each[source.slot.device].view(operation, source)]
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -107,6 +115,10 @@ class HostSession:
     def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
         assert not transforms  # operands are transformed when they are read
         self._correction, self._scales = correction, scales
+        if topk := self._problem.topk:
+            slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(self._problem.c_dtype)
+            self._kept = self._view(self._offsets[slot], (self._problem.m, topk), dtype)
+            self._kept.view(np.uint8)[...] = NONE
 
     def use_factor(self, factor: Array) -> None:
         self._factor = factor
@@ -226,10 +238,7 @@ class HostSession:
             self._apply(op)
             return
         if self._problem.topk:
-            sums, scales, at = self._rows(op, op.reads[0]), self._scales, (op.m[0], op.n[0])
-            kept = self._rows(op._replace(n=(0, self._problem.topk)), op.writes[0])
-            excludes_self = self._problem.excludes_self
-            select(kept, sums, scales, at, excludes_self=excludes_self, begins=op.first)
+            self._select(op)
             return
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
         alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
@@ -238,6 +247,13 @@ class HostSession:
             rows, cols = self._correction
             finished -= rows[slice(*op.m), None]
             finished -= cols[slice(*op.n)]
+
+    def _select(self, op: Operation) -> None:
+        """Update the selected elements of the rows of a strip, and of its columns that are mirrored."""
+        sums, cols = self._rows(op, op.reads[0]), mirrored_columns(op.m, op.n)
+        for (m, n), block in (((op.m, op.n), sums), ((cols, op.m), sums[:, : length(cols)].T)):
+            if length(m):
+                select(self._kept[slice(*m)], block, self._scales, (m[0], n[0]), self._problem.excludes_self)
 
     def _apply(self, op: Operation) -> None:
         """Make a strip of C a strip of a kernel matrix, and multiply it and its rows of V."""
@@ -289,4 +305,4 @@ class HostBackend:
         return "blas"
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> HostSession:
-        return HostSession(plan, len(beside))
+        return HostSession(plan, cast(Sequence[HostSession], beside))

@@ -8,18 +8,16 @@ from oocgemm.backends.base import Array
 PIECE = 1 << 17
 
 
-def select(
-    kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], *, excludes_self: bool, begins: bool
-) -> None:
+def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], excludes_self: bool) -> None:
     """Update the selected elements of some rows of C with those of a tile.
 
     Args:
-        kept: the selected elements (`SELECTED`), one row for each row of C.
+        kept: the selected elements (`SELECTED`), one row for each row of C. All bytes of elements that stand
+            for none are `NONE`.
         sums: the tile's elements of these rows, in the accumulator's dtype.
         scales: what rows and columns of C are multiplied by, if they are scaled.
         at: the row and the column of C of the first of `sums`.
         excludes_self: whether elements on C's diagonal are left out.
-        begins: whether this is the first tile of these rows, so that `kept` has no elements yet.
     """
     (top, left), width = at, sums.shape[1]
     height, score = max(1, PIECE // max(1, width)), kept.dtype["score"]
@@ -31,9 +29,6 @@ def select(
         if scales is not None:
             scores *= scales[first : first + len(scores), None] * scales[left : left + width]
         scores += score.type(0)  # makes -0 equal to 0
-        if begins:
-            # Elements that stand for none rank after all others.
-            best["score"], best["index"] = np.nan, np.iinfo(kept.dtype["index"]).max
         _merge(scores, left, first - left if excludes_self else None, best)
 
 

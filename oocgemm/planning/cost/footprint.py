@@ -39,13 +39,18 @@ MIRRORED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a problem. The planner chooses among candidates."""
+    """One way to run a problem. The planner chooses among candidates.
+
+    `ends` is the number of tiles that the run computes last, at the same time: one per device. The last steps
+    of these run strip by strip. A resumed run computes the same tiles so, whatever devices it has.
+    """
 
     tile: TileShape
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
     ramp: int = 0  # number of times that the depth of the first step of the run is halved (`TileGrid.ramp`)
+    ends: int = 1
 
 
 @dataclass(frozen=True, slots=True)

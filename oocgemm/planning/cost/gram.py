@@ -127,7 +127,7 @@ class _Formulas:
 
     def prediction(self) -> Prediction:
         prices, slots, grid, setting = self._prices, self._slots, self._grid, self._setting
-        problem, machine = setting.problem, setting.machine
+        problem, machine, layouts = setting.problem, setting.machine, setting.layouts
         depth = min(grid.tile.k, grid.k)
         loads = estimate_line_loads(problem, grid, slots, self._band, self._counted)
         busy = dict.fromkeys(LANES, 0.0)
@@ -143,13 +143,12 @@ class _Formulas:
         reading = 0.0 if slots.streams("A") else prices.read("A", self._side, depth)
         uploading = 0.0 if slots.unified else prices.upload("A", self._side, depth)
         held = min(read, slots.count(Tier.DEVICE if slots.unified else Tier.HOST, "A"))
-        layouts = setting.layouts
         lane = "decode" if layouts.a.decode_bytes else "read"
         busy[lane] = read * reading + held * prices.faults("A", self._side, depth)
         busy["h2d"] = uploads * uploading
-        # Strips of full size that together have as many elements as C.
-        strip = min(slots.strip, self._side)
-        strips = self._elements() / (strip * self._side)
+        strip, strips = min(slots.strip, self._side), self._strips()
+        if problem.selects:
+            busy["compute"] += strips * prices.finish(strip, self._side)
         streams_c = slots.streams("C")
         down, writing = prices.download(strip, self._side), prices.write(strip, self._side)
         # Off the diagonal, a whole Gram matrix is stored twice.
@@ -159,9 +158,8 @@ class _Formulas:
         busy[out] = 0.0 if streams_c else strips * twice * writing
         busy["d2h"] = 0.0 if slots.unified else downs * down
         if problem.reads_c:
-            busy["decode" if layouts.c.decode_bytes else "read"] += strips * prices.read(
-                "C", strip, self._side
-            )
+            lane = "decode" if layouts.c.decode_bytes else "read"
+            busy[lane] += strips * prices.read("C", strip, self._side)
             busy["h2d"] += 0.0 if slots.unified else strips * prices.upload("C", strip, self._side)
         copied = (downs + strips * problem.reads_c) * prices.staged("C", strip, self._side)
         staged = uploads * prices.staged("A", self._side, depth) + copied
@@ -174,16 +172,18 @@ class _Formulas:
         hidden = min(slots.last_steps, grid.steps) * step
         if machine.shares_cores:
             total = sum(busy[x] for x in ("read", "decode", "compute")) + prices.write_cpu_share * busy[out]
-            tail = draining
-            bubbles = 0.0
+            tail, bubbles = draining, 0.0
         else:
             tail = max(draining, last * draining - hidden)
             # With one accumulator, the strips of the next tile wait until those of this tile have drained.
             # Those that pass through the ring have drained when the host has copied them, which is later.
             waiting = self._side / strip * draining - (0 if streams_c else 2 * slots.turn_steps * step)
-            bubbles = (grid.count - 1) * max(0.0, waiting) if slots.c == 1 else 0.0
+            # Elements that are selected are in other slots when the next tile begins.
+            tiles = grid.count - 1 if slots.c == 1 and not problem.selects else 0
+            bubbles = tiles * max(0.0, waiting) + self._first_waits(max(reading, uploading), depth)
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
-            total += downs * STREAMED_STRIP if streams_c else 0.0
+            # Of the largest elements of rows, those of a tile row are downloaded together.
+            total += (grid.shape[0] if problem.kept else downs) * STREAMED_STRIP if streams_c else 0.0
         return Prediction(busy, start, bubbles, tail, total + tail)
 
     def _staircase(self, rows: int, depth: int) -> float:
@@ -193,8 +193,16 @@ class _Formulas:
         seconds = sum(prices.multiply(strip, strip, (i + 1) * strip, depth) for i in range(whole))
         return seconds + (prices.multiply(rest, rest, rows, depth) if rest else 0.0)
 
-    def _elements(self) -> int:
-        """Return the number of elements that are computed."""
+    def _first_waits(self, loading: float, depth: int) -> float:
+        """Return the seconds for which the first tile waits for panels, which take `loading` seconds each.
+
+        It is on the diagonal of C, and needs only half of the flops of other tiles per byte.
+        """
+        return (self._grid.steps - 1) * max(0.0, loading - self._staircase(self._side, depth))
+
+    def _strips(self) -> float:
+        """Return how many strips of full size have as many elements together as are computed."""
         grid, end = self._grid, self._grid.shape[0] - 1
         squares = sum(count * rows * cols for count, rows, cols in self._squares)
-        return squares + end * grid.elements((0, 0)) + grid.elements((end, end))
+        elements = squares + end * grid.elements((0, 0)) + grid.elements((end, end))
+        return elements / (min(self._slots.strip, self._side) * self._side)

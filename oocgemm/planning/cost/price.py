@@ -91,6 +91,8 @@ class Prices:
         """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
         problem, machine = self.setting.problem, self.setting.machine
         searched = rows * cols * self._sizes["acc"] if problem.selects else 0
+        if problem.gram and problem.topk:
+            searched *= 2  # the rows of a strip, then its columns
         return machine.step_latency + searched / machine.select
 
     def download(self, rows: int, cols: int) -> float:

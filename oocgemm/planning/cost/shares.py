@@ -3,7 +3,7 @@
 The devices run in step. So the clock runs only one of them, on a product of as many tile rows and columns as
 this device computes. Storage, the host's copies and the time to issue operations are common to all devices.
 In the share, they are slower accordingly: storage by the number of panels that are read for all devices per
-panel that is read for one.
+panel that is read for one. Copies between devices count as uploads.
 """
 
 from dataclasses import dataclass, replace
@@ -117,10 +117,12 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     each, part = share.loads(), rounds / share.tiles
     alone = part * (each.a_read + each.b_read)
     reading = max(1.0, (loads.a_read + loads.b_read) / alone) if alone else 1.0
-    machine = slowed(setting.machine, reading, setting.devices)
-    # Only one device has the last tile. The others may end later.
+    devices = setting.devices
+    machine = slowed(setting.machine, reading, devices)
     setting = replace(share.setting, machine=machine)
-    return part_of(predict(setting, share.candidate, last_drains=False), part)
+    # In a run that was begun by one device, only one device has the last tile. The others may end later.
+    drains = candidate.ends >= devices
+    return part_of(predict(setting, share.candidate, last_drains=drains), part)
 
 
 def part_of(whole: Prediction, share: float) -> Prediction:

@@ -22,6 +22,10 @@ from oocgemm.planning.tiling import length
 _WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
+# Bytes per second of copies between devices, over NVLink.
+PEER_RATE = 150e9
+
+
 @lru_cache(4)
 def _prices(setting: Setting) -> Prices:
     return Prices(setting)
@@ -42,6 +46,8 @@ def _seconds(operation: Operation, prices: Prices) -> float:
             seconds = prices.read(operation.operand, rows, cols)
         case Kind.WRITE:
             seconds = prices.write(rows, cols)
+        case Kind.UPLOAD if operation.peer:
+            seconds = operation.bytes / PEER_RATE + prices.setting.machine.copy_latency
         case Kind.UPLOAD:
             seconds = prices.upload(operation.operand, rows, cols)
         case Kind.DOWNLOAD:
@@ -102,7 +108,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
         if shares_cores and operation.kind is Kind.WRITE:
             computed = stream_free.get((0, "compute"), 0.0)
             stream_free[0, "compute"] = computed + prices.write_cpu_share * seconds
-        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer:
             copied = prices.staged(operation.operand, *map(length, operation.block))
             staged[operation.device] += copied / copying
         end = max(end, done[0])

@@ -1,11 +1,10 @@
 """Deal the tiles of C to several devices.
 
 The devices work on one tile each at the same time: a *round*. Tiles of a round that are in one tile row use
-the same panels of op(A), and those in one tile column the same panels of op(B). If devices share host slots,
-such a panel is read from storage once for all of them, provided that they use it at about the same time. So a
-round takes tiles that have the same direction along k, which is that of the sum of their coordinates: even or
-odd. With four devices, for example, the first round takes every other tile of two tile rows and of two tile
-columns:
+the same panels of op(A), and those in one tile column the same panels of op(B). Such a panel is read once for
+all of them (`shared`), provided that they use it at about the same time. So a round takes tiles that have the
+same direction along k, which is that of the sum of their coordinates: even or odd. With four devices, for
+example, the first round takes every other tile of two tile rows and of two tile columns:
 
     0 . 1 .
     . . . .
@@ -13,8 +12,8 @@ columns:
 
 The next round takes the tiles to the right of these. So a device keeps its panels of op(A) at the turn.
 
-Without shared host slots, as for operands in host memory, each device loads all its panels itself. Then the
-devices work *apart*: each takes a rectangle of C, so that it loads as few panels as possible.
+Sessions on the CPU share no panels. They work *apart*: each takes a rectangle of C, so that it loads as few
+panels as possible.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence

@@ -72,6 +72,10 @@ class SlotCache:
         self._current.append(slot)
         return slot, hit
 
+    def find(self, key: Panel) -> int | None:
+        """Return the slot of panel `key`, or None if it is not cached."""
+        return self._where.get(key)
+
     def postpone(self, key: Panel, next_use: int) -> None:
         """Update the next use of panel `key` if it is cached.
 

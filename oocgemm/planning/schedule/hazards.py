@@ -10,7 +10,7 @@ one in program order waits for the earlier one in three cases:
 No wait is written by hand anywhere in this project.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 from oocgemm.errors import ScheduleError
 from oocgemm.planning.schedule.operation import Kind, Operation
 from oocgemm.planning.schedule.operations import Schedule
+from oocgemm.planning.schedule.selecting import mirrored_columns
 from oocgemm.planning.schedule.slots import Slot, Tier
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import Range, Tile, length
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 # Streams whose operations run one after another in program order, so that an operation ends only after all
 # earlier ones of its stream. Reads and Writes may run in any order.
-IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
+IN_ORDER = frozenset({"h2d", "h2d-c", "peer", "prepare", "compute", "d2h"})
 
 
 # An access to elements [start, stop) of a slot: start, stop, the token of the operation, its device and
@@ -108,6 +109,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
     """
     contents, grid, extents = dict[Slot, object](), schedule.grid, (schedule.grid.m, schedule.grid.n)
     selected: dict[Range, set[int]] = defaultdict(set)  # tile columns that were searched, by ranges of rows
+    # Of a Gram matrix: the strips that were searched, and how many elements were, by tile rows.
+    searched, found = set[tuple[Range, Range]](), Counter[int]()
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Range, list[Range]] = defaultdict(list)
     for op in schedule:
@@ -141,6 +144,18 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                     tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
+            case Kind.FINISH if schedule.problem.kept and schedule.problem.gram:
+                _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
+                _require((op.m, op.n) not in searched, op)
+                searched.add((op.m, op.n))
+                mirrored = mirrored_columns(op.m, op.n)
+                _require([length(x) > 0 for x in (op.m, mirrored)].count(True) == len(op.writes), op)
+                found[op.tile[0]] += length(op.m) * length(op.n)
+                found[op.tile[1]] += length(op.m) * length(mirrored)
+            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.kept and schedule.problem.gram:
+                _require(op.m == grid.rows(op.tile[0]), op)
+                _require(found[op.tile[0]] == length(op.m) * grid.n, op)
+                _note_written(op, written, chunks, extents)
             case Kind.FINISH if schedule.problem.kept:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
@@ -168,8 +183,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    mirrored = schedule.problem.gram and schedule.slots.streams("C")
-    stored = schedule.elements_written if mirrored else schedule.elements
+    twice = schedule.problem.gram == "full" and schedule.slots.streams("C")
+    stored = schedule.elements_written if twice else schedule.elements
     _check_area(written, schedule.elements_stored if schedule.problem.kept else stored)
 
 

@@ -72,6 +72,7 @@ class Operation(NamedTuple):
     - `coded`: it is a Read that decodes or a Write that encodes.
     - `device`: the device of its tile, as a position in the list of the run's devices.
     - `turned`: it is a Download of the conjugate transpose of a strip. `m` and `n` are where C stores it.
+    - `peer`: it is an Upload from a slot of another device.
     """
 
     kind: Kind
@@ -89,6 +90,7 @@ class Operation(NamedTuple):
     coded: bool = False
     device: int = 0
     turned: bool = False
+    peer: bool = False
 
     @property
     def strip(self) -> Range:
@@ -110,8 +112,11 @@ class Operation(NamedTuple):
 
         It is the name of the operation's lane. Only loads of C have queues of their own, such as "read-c", so
         that they do not queue behind loads of A and B. Both Downloads of a strip of a whole Gram matrix read
-        the same elements, and may end in any order. So the second one has a queue of its own, too.
+        the same elements, and may end in any order. So the second one has a queue of its own, too. So have
+        copies from other devices, which may have to wait for these.
         """
+        if self.peer:
+            return "peer"
         return "d2h-turned" if self.turned else _STREAM[self.kind, self.coded, self.operand == "C"]
 
     @property

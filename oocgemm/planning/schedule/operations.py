@@ -53,8 +53,8 @@ class Schedule:
     A schedule can be iterated repeatedly, and creates its operations during iteration.
 
     `coded` are the operands ("A", "B", "C") whose chunks are decoded or encoded. `last` is the tile that a
-    run over all of C would compute last, even if this run does not compute it. `device` is the device that
-    computes the tiles.
+    run over all of C would compute last, even if this run does not compute it. If such a run has several
+    devices, it would compute the tiles `ends` last instead. `device` is the device that computes the tiles.
     """
 
     problem: GemmProblem
@@ -64,6 +64,7 @@ class Schedule:
     coded: frozenset[str] = frozenset()
     last: Tile | None = None
     device: int = 0
+    ends: frozenset[Tile] = frozenset()
 
     def __iter__(self) -> Iterator[Operation]:
         for _, operations in self.batches(self._placing()):
@@ -208,8 +209,8 @@ class Schedule:
         return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
 
     def _placing(self) -> Placing:
-        kind = LinePlacing if self.problem.gram else Placing
-        return kind(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
+        given = self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last
+        return LinePlacing(*given) if self.problem.gram else Placing(*given, ends=self.ends)
 
     def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])
@@ -239,8 +240,14 @@ class Schedule:
             )
             return
         if self.slots.streams(operand):
+            source: tuple[Region, ...] = ()
+            if placed.peer is not None:
+                peer, index = placed.peer
+                source = (Region(slot_of(Tier.DEVICE, operand, index, peer), 0, elements),)
             yield Operation(
-                Kind.UPLOAD, operand, tile, step, (), (device,), m, n, k, size, device=self.device
+                *(Kind.UPLOAD, operand, tile, step, source, (device,), m, n, k, size),
+                device=self.device,
+                peer=bool(source),
             )
             return
         host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)

@@ -1,6 +1,6 @@
 """Assign slots (buffers) to the panels of A and B, step by step, and count the panels that are loaded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee, zip_longest
 from math import inf
@@ -36,12 +36,16 @@ def step_groups(
 
 
 class Placed(NamedTuple):
-    """The device slot and host slot of a panel, and whether it must be uploaded and read before use."""
+    """The device slot and host slot of a panel, and whether it must be uploaded and read before use.
+
+    If another device has the panel, `peer` is that device and its slot. The panel is copied from there.
+    """
 
     device_slot: int
     upload: bool
     host_slot: int
     read: bool
+    peer: tuple[int, int] | None = None
 
 
 def place_on_host(slot: int, hit: bool, host: Sequence[SlotCache], panel: Panel, next_use: int) -> Placed:
@@ -111,11 +115,15 @@ class Panels:
     Panels are placed in program order. `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for
     op(B), whose panels belong to tile columns. `device` is the number of device slots. `host` is the number
     of host slots, or the host slots that several devices share. It is None if panels have no host slots.
+
+    `peers` are the numbers and the panels of the devices from which panels may be copied, the preferred one
+    first.
     """
 
     def __init__(
         self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | SharedHost | None
     ) -> None:
+        self.peers: Sequence[tuple[int, Panels]] = ()
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
@@ -140,6 +148,10 @@ class Panels:
         row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
+        if not hit:
+            for device, panels in self.peers:
+                if (found := panels._tiers[0].find((row, step))) is not None:
+                    return Placed(slot, upload=True, host_slot=0, read=False, peer=(device, found))
         if shared := self._shared:
             use = shared.next_use(row, step, position * shared.devices + shared.device)
         return place_on_host(slot, hit, self._tiers[1:], (row, step), use)
@@ -217,9 +229,10 @@ class Placing:
         ramp: int = 0,
         last: Tile | None = None,
         panels: tuple[Panels, Panels] | None = None,
+        ends: frozenset[Tile] = frozenset(),
     ) -> None:
         self._tiles = tiles
-        self._last = last if last is not None or not tiles else tiles[-1]
+        self._ends: Collection[Tile] = ends or ([last] if last is not None else list(tiles[-1:]))
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
@@ -332,7 +345,7 @@ class Placing:
         if memoised:
             tile = self._tiles[position]
             self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
-            state = panels.state(position), position == 0, tile == (0, 0), tile == self._last
+            state = panels.state(position), position == 0, tile == (0, 0), tile in self._ends
             if state in known:
                 found, after = known[state]
                 panels.refill(after, position)
@@ -359,4 +372,4 @@ class Placing:
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         tile = self._tiles[position]
         order = step_order(tile, self._steps, self._ramp)
-        return step_groups(order, self._slots, first=tile == (0, 0), last=tile == self._last)
+        return step_groups(order, self._slots, first=tile == (0, 0), last=tile in self._ends)

@@ -1,9 +1,12 @@
 """The schedule of several devices of one host.
 
 Every device computes tiles of its own (`dealing`). In program order, the devices take turns: the device with
-the fewest steps so far is next. All devices share the host slots for panels of op(A) and op(B). So a panel
-that several devices use at about the same time is read once, and uploaded to each of them. The waits are
-derived from this one program, as for one device.
+the fewest steps so far is next. So a panel that several devices use at about the same time is read once:
+
+- With host slots, which all devices share, it is uploaded to each of them from there.
+- Without, it is uploaded to one device. The next device copies it from there, and so on.
+
+The waits are derived from this one program, as for one device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +35,7 @@ class SharedSchedule(Schedule):
         batches = [
             self._of_device(device).batches(placing) for device, placing in enumerate(self._placings())
         ]
-        for operations in interleaved(batches):
+        for operations in interleaved(batches, rotating=self._streams):
             yield from operations
 
     def loads_within(self, max_work: float) -> Loads | None:
@@ -45,7 +48,7 @@ class SharedSchedule(Schedule):
             return None
         steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]
         a_up = b_up = a_read = b_read = 0
-        for tile, group in interleaved(steps):
+        for tile, group in interleaved(steps, rotating=self._streams):
             height, width = length(self.grid.rows(tile[0])), length(self.grid.cols(tile[1]))
             for step, a, b in group:
                 a_up += height * depths[step] * a.upload
@@ -60,12 +63,18 @@ class SharedSchedule(Schedule):
             for _, group in placing.groups(position):
                 yield len(group), (tile, group)
 
+    @property
+    def _streams(self) -> bool:
+        """Whether no panels have host slots."""
+        return self.slots.streams("A") and self.slots.streams("B")
+
     def _tiles_of(self, device: int) -> Sequence[Tile]:
         return self.tiles[device :: self.devices]
 
     def _of_device(self, device: int) -> Schedule:
         tiles = self._tiles_of(device)
-        return Schedule(self.problem, self.grid, tiles, self.slots, self.coded, self.last, device)
+        given = self.slots, self.coded, self.last, device, self.ends
+        return Schedule(self.problem, self.grid, tiles, *given)
 
     def _placings(self) -> Iterator[Placing]:
         """Yield what places the panels of each device, with common host slots."""
@@ -73,6 +82,7 @@ class SharedSchedule(Schedule):
         uses = [NextUse(self.tiles, steps, axis, self.devices) for axis in (0, 1)]
         on_host = [0, 0] if slots.unified else [slots.host_a, slots.host_b]
         caches = [SlotCache(count, spread=max(1, steps)) if count else None for count in on_host]
+        everywhere = list[tuple[Panels, Panels]]()
         for device in range(self.devices):
             tiles = self._tiles_of(device)
             panels = []
@@ -80,22 +90,43 @@ class SharedSchedule(Schedule):
                 cache, use = caches[axis], copy(uses[axis])  # a copy, since it remembers its latest result
                 shared = None if cache is None else SharedHost(cache, use, device, self.devices)
                 panels.append(Panels(tiles, steps, axis, count, shared))
-            last = self.last or (self.tiles[-1] if self.tiles else None)
-            yield Placing(tiles, steps, slots, self.grid.ramp, last, (panels[0], panels[1]))
+            everywhere.append((panels[0], panels[1]))
+        self._connect(everywhere)
+        last = self.last or (self.tiles[-1] if self.tiles else None)
+        for device, (a, b) in enumerate(everywhere):
+            yield Placing(self._tiles_of(device), steps, slots, self.grid.ramp, last, (a, b), self.ends)
+
+    def _connect(self, everywhere: Sequence[tuple[Panels, Panels]]) -> None:
+        """Let devices copy panels that have no host slots from each other.
+
+        A device prefers the one before it: it is the latest one to load the panel. So each device passes a
+        panel on once.
+        """
+        for axis, operand in enumerate("AB"):
+            if not self.slots.streams(operand):
+                continue
+            for device, panels in enumerate(everywhere):
+                before = [(device - back) % self.devices for back in range(1, self.devices)]
+                panels[axis].peers = [(other, everywhere[other][axis]) for other in before]
 
 
-def interleaved(streams: Sequence[Iterator[tuple[int, T]]]) -> Iterator[T]:
+def interleaved(streams: Sequence[Iterator[tuple[int, T]]], *, rotating: bool = False) -> Iterator[T]:
     """Merge streams of (number of steps, item). The stream with the fewest steps so far is next.
 
-    >>> list(interleaved([iter([(1, "a"), (2, "b"), (1, "c")]), iter([(3, "x"), (1, "y")])]))
-    ['a', 'x', 'b', 'c', 'y']
+    Of several, it is the first one. If `rotating`, each is the first one in turn, from step to step.
+
+    >>> streams = lambda: [iter([(1, "a"), (2, "b"), (1, "c")]), iter([(3, "x"), (1, "y")])]
+    >>> list(interleaved(streams())), list(interleaved(streams(), rotating=True))
+    (['a', 'x', 'b', 'c', 'y'], ['a', 'x', 'b', 'y', 'c'])
     """
-    turns = [(0, number) for number in range(len(streams))]
+    count = len(streams)
+    turns = [(0, number, number) for number in range(count)]
     while turns:
-        done, number = turns[0]
+        done, _, number = turns[0]
         found = next(streams[number], None)
         if found is None:
             heappop(turns)
             continue
-        heapreplace(turns, (done + found[0], number))
+        done += found[0]
+        heapreplace(turns, (done, (number - done) % count if rotating else number, number))
         yield found[1]

@@ -191,7 +191,8 @@ def _drain(prices: Prices, tile: TileShape, slots: Slots) -> int:
         return 1
     step = machine.multiply_seconds(problem.rate, flops, side, side, depth) + machine.step_latency
     rate = machine.write if slots.unified else prices.rate("d2h", "C", slots.strip, side)
-    seconds = side * side / 2 * problem.itemsizes["C"] / rate
+    twice = 2 if setting.turns_on_device else 1
+    seconds = twice * side * side / 2 * problem.itemsizes["C"] / rate
     return max(1, min(TileGrid.of(problem, tile).steps, MAX_DRAIN, int(seconds / step) + 1))
 
 

@@ -27,7 +27,7 @@ from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
-from oocgemm.planning.search.guarded import guarded_plan
+from oocgemm.planning.search.guarded import PREDICTED_MARGIN, guarded_plan
 from oocgemm.planning.search.planner import CLOSE
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
@@ -47,8 +47,8 @@ MAX_CHOSEN, MAX_OTHERS = 8, 2
 # into one share per device, short ones for smaller shares too, and a longer one for the best share.
 QUICK, SHORT, LONG = 0.0, 0.05, 0.5
 # The short searches are left out for products that take less than this many seconds, because they would take
-# more time than they save: on GPUs that share panels, and on GPUs that do not.
-MIN_THOROUGH, MIN_THOROUGH_APART = 1.0, 20.0
+# more time than they save: if panels have host slots, and if they have none.
+MIN_THOROUGH, MIN_THOROUGH_STREAMED = 1.0, 20.0
 # The host budget of one device is the largest of these parts of the whole one with which the slots of all
 # devices fit. If even the smallest part is too large, each device gets an equal share.
 HOST_PARTS = (1.0, 0.75, 0.6, 0.5, 0.35, 0.25, 0.18, 0.125)
@@ -76,20 +76,37 @@ def shared_plan(
         budgets: the device budget is for each device, the host budget for all together.
         devices: number of devices.
 
+    The plan for the default rates is the incumbent, as in `guarded_plan`. Another one must be clearly faster.
+
     Raises what `guarded_plan` raises. The budgets that a `BudgetError` names have been tried: they suffice.
     """
-    setting = Setting(problem, machines[-1], layouts, budgets, devices)
+    first, latest = (Setting(problem, x, layouts, budgets, devices) for x in (machines[0], machines[-1]))
     if tile is not None:
-        check_tile(setting, tile)
-    search = _Search(setting, machines, assumed)
+        check_tile(first, tile)
+    plans = [replace(plan, machine=latest.machine) for plan in _ranked(_Search(first, machines[:1]), tile)]
+    best = (1 - PREDICTED_MARGIN) * plans[0].prediction.total
+    # Hardly any plan takes less time than the multiplications of the incumbent.
+    if latest != first and plans[0].prediction.lanes["compute"] < best:
+        others = _ranked(_Search(latest, machines, assumed), tile)
+        plans = others if others[0].prediction.total < best else plans
+    return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
+
+
+def _ranked(search: "_Search", tile: TileShape | None) -> list[Plan]:
+    """Return the plans of a search, the best one first."""
     try:
         plans = [plan for _, plan in sorted(search.plans(tile), key=itemgetter(0))]
     except BudgetError as error:
         raise search.sufficing(error, tile) from error
-    # Of plans that take about as long, the one with less work for all lanes depends less on exact rates.
+    # Of plans that take about as long, the one that reads less depends less on exact rates, and then the one
+    # with less work for all lanes.
     limit = (1 + ALIKE) * min(plan.prediction.total for plan in plans)
-    plans.sort(key=lambda plan: (max(limit, plan.prediction.total), plan.prediction.serial))
-    return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
+
+    def work(plan: Plan) -> tuple[float, float, float]:
+        read = plan.loads.a_read + plan.loads.b_read
+        return max(limit, plan.prediction.total), read, plan.prediction.serial
+
+    return sorted(plans, key=work)
 
 
 # A way to divide C: numbers of shares down and across, and numbers of tiles of each share.
@@ -99,7 +116,9 @@ _Division = tuple[tuple[int, int], tuple[int, int]]
 class _Search:
     """Plans the share of one device, and turns its plan into one for all devices."""
 
-    def __init__(self, setting: Setting, machines: tuple[MachineModel, ...], assumed: frozenset[str]) -> None:
+    def __init__(
+        self, setting: Setting, machines: tuple[MachineModel, ...], assumed: frozenset[str] = frozenset()
+    ) -> None:
         self.setting = setting
         self._machines, self._assumed = machines, assumed
         # Bytes of host memory that the run needs once, not per device.
@@ -113,9 +132,9 @@ class _Search:
         if tile is not None:
             yield from self._plans_of([tile])
             return
-        apart = self.setting.works_apart and not self.setting.machine.unified
+        streamed = all(map(self.setting.streams, (self.setting.layouts.a, self.setting.layouts.b)))
         try:
-            yield from self._plans_of(self.shapes(MIN_THOROUGH_APART if apart else MIN_THOROUGH))
+            yield from self._plans_of(self.shapes(MIN_THOROUGH_STREAMED if streamed else MIN_THOROUGH))
         except BudgetError:
             yield from self._plans_of(self.shapes(0.0))
 
@@ -185,10 +204,14 @@ class _Search:
         return best + others[:MAX_OTHERS]
 
     def _smaller(self, tile: TileShape) -> Iterator[TileShape]:
-        """Yield tile shapes with half of the rows, half of the columns, or both."""
-        problem, ((*_, unit_m), (*_, unit_n)) = self.setting.problem, alignments(self.setting)
-        for rows, cols in ((2, 1), (1, 2), (2, 2)):
-            m, n = round_up(ceil_div(tile.m, rows), unit_m), round_up(ceil_div(tile.n, cols), unit_n)
+        """Yield tile shapes with half of the rows, half of the columns, or both.
+
+        They consist of whole chunks, or are as near to half as possible.
+        """
+        problem, (units_m, units_n) = self.setting.problem, alignments(self.setting)
+        for (rows, cols), at in product(((2, 1), (1, 2), (2, 2)), (-1, 0)):
+            m = round_up(ceil_div(tile.m, rows), units_m[at])
+            n = round_up(ceil_div(tile.n, cols), units_n[at])
             yield replace(tile, m=min(m, problem.m), n=min(n, problem.n))
 
     def share_of(self, division: tuple[int, int], tiles: tuple[int, int], effort: float) -> Plan:
@@ -336,8 +359,7 @@ class _Alone:
             return True
         setting, most = self._prices.setting, limit / self._part
         return any(
-            least <= most and predict(setting, one, self._prices, last_drains=False).total <= most
-            for least, one in self._found
+            least <= most and predict(setting, one, self._prices).total <= most for least, one in self._found
         )
 
 
@@ -356,4 +378,5 @@ def _widened(alone: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Can
     )
     host_a, host_b = on_host
     order = replace(order, band=order.band * arranged[order.axis])
-    return replace(alone, slots=replace(slots, host_a=host_a, host_b=host_b), traversal=order, ramp=0)
+    slots = replace(slots, host_a=host_a, host_b=host_b)
+    return replace(alone, slots=slots, traversal=order, ramp=0, ends=prod(arranged))

@@ -19,9 +19,10 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, overwrite, padded, publish
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
+from oocgemm.stores.publish import overwrite, publish
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.zarr.together import (
     MAX_COPIED,
@@ -217,7 +218,7 @@ class DirectChunks:
             part, path = view(data, (rows, cols), block), self.root / self.key(number)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             if size != stored.nbytes or not self.encoding.raw or not overwrite(path, stored):
-                publish(path, stored, size)
+                publish(path, stored, size, self.root)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""

@@ -189,7 +189,7 @@ class ZarrMatrix:
         """Do nothing: `sync_block` flushes each block of a local array after it is written."""
 
     def redirect_writes(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         self._target = folder
         if self._writer is not None and self._writes_directly:
             self._writer = replace(self._writer, root=folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.files import publish
+from oocgemm.stores.publish import publish
 from oocgemm.stores.zarr.chunks import Shards
 from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
@@ -303,4 +303,5 @@ def _v2_compressor(encoding: Encoding) -> dict[str, Any] | None:
 def _write(path: Path, document: Mapping[str, Any]) -> None:
     """Replace a metadata file atomically. Indent it by two spaces, as zarr does."""
     data = np.frombuffer(json.dumps(document, indent=2).encode(), np.uint8)
-    publish(path, data, data.nbytes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, data, data.nbytes, path.parent)
