@@ -198,7 +198,7 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
         case: the product.
         rates: bytes per second of the links, as `grid_ceilings` measures them. `h2d` and `d2h`: copies from
             and to pinned memory. `stage` and `unstage`: copies of pageable memory to pinned memory and back.
-            `page_read` and `page_write`: the page cache. `disk_read`, `disk_write`: the disk.
+            `page_read`: the page cache. `disk_read`, `disk_write`: the disk.
         compute: seconds of the product in core, operands on the device; None if they are not known.
 
     >>> case = Case(1000, 1000, 1000, "float64", "pageable")
@@ -213,12 +213,11 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
     if case.source == PAGEABLE and "stage" in rates:
         found["staging"] = up / rate_at("stage", up, rates) + down / rate_at("unstage", down, rates)
     if case.source not in IN_MEMORY:
-        found["page cache"] = down / rates["page_write"]
-        found["disk write"] = down / rates["disk_write"]
+        found["disk write"] = down / rates["disk_write"]  # direct I/O needs no page cache for C
         if case.source in COLD:
             found["disk read"] = up / rates["disk_read"]
         else:
-            found["page cache"] += up / rates["page_read"]
+            found["page cache"] = up / rates["page_read"]
     return found
 
 

@@ -146,22 +146,25 @@ def gather_again(chunks: "DirectChunks", block: Block, out: Array) -> bool:
         while len(_prepared.reads) >= MAX_FORMS:
             _prepared.reads.pop(next(iter(_prepared.reads)))
         _prepared.reads[form] = reads
-    numbers, root, key, opener = product(rows, cols), str(chunks.root), chunks.key, chunks.opener
-    for group in reads:
-        opened = list[int]()
-        try:
+    numbers, opened = product(rows, cols), list[int]()
+    try:
+        folder, _ = chunks.opener.open(chunks.root)
+        opened.append(folder)
+        for group in reads:
             for number in islice(numbers, MAX_OPEN):
-                descriptor, size = opener.open(f"{root}/{key(number)}")
+                descriptor, size = chunks.opener.open(chunks.key(number), folder)
                 opened.append(descriptor)
                 if size != chunks.chunk_bytes:
                     return False
-            if not group.read(opened).all():
+            if not group.read(opened[1:]).all():
                 return False
-        except OSError:
-            return False
-        finally:
-            for descriptor in opened:
-                opener.close(descriptor)
+            while len(opened) > 1:
+                chunks.opener.close(opened.pop())
+    except OSError:
+        return False
+    finally:
+        for descriptor in opened:
+            chunks.opener.close(descriptor)
     return True
 
 
