@@ -2,8 +2,8 @@
 """Measure products of compressed arrays that the GPU decodes, beside the host.
 
 Each product runs in turns with decoding by the GPU, where the plan chooses it, and with decoding by the host.
-int8 genotypes are also multiplied uncompressed, from the page cache. Arrays are filled with copies of a few
-chunks, since only their number matters.
+int8 genotypes, and float32 matrices with zarr's default codec and chunks, are also multiplied uncompressed,
+from the page cache. Arrays are filled with copies of a few chunks, since only their number matters.
 """
 
 import json
@@ -34,7 +34,8 @@ THREADS = 16
 class Case:
     """A product: of A and B, or of X and its transpose if X is int8.
 
-    `chunk` are rows and columns of a chunk. `codecs` are zarr's compressors, None for none.
+    `chunk` are rows and columns of a chunk. `codecs` are zarr's compressors, None for none. float32 matrices
+    have `SQUARE` rows and columns, and the default chunks of zarr for these.
     """
 
     dtype: str
@@ -42,25 +43,29 @@ class Case:
     codecs: Any
 
 
+SQUARE = 32768
 SHUFFLED = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
 BITS = BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle")
 LZ4 = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")
+ZSTD = ZstdCodec(level=0)  # the default of zarr
 CHECKED = Crc32cCodec()
 CASES = {
-    "float64, blosc-zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED, CHECKED]),
-    "float64, zstd and crc32c, 1 MiB": Case("f8", (512, 256), [ZstdCodec(level=0), CHECKED]),
-    "float64, zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [ZstdCodec(level=0), CHECKED]),
     "float64, blosc-zstd, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED]),
+    "float64, blosc-zstd and crc32c, 8 MiB": Case("f8", (1024, 1024), [SHUFFLED, CHECKED]),
     "float64, blosc-lz4, 8 MiB": Case("f8", (1024, 1024), [LZ4]),
-    "int8, blosc-zstd with bitshuffle and crc32c, 8 MiB": Case("i1", (2048, 4096), [BITS, CHECKED]),
+    "float64, zstd, 1 MiB": Case("f8", (512, 256), [ZSTD]),
+    "float64, zstd, 8 MiB": Case("f8", (1024, 1024), [ZSTD]),
+    "int8, blosc-zstd with bitshuffle, 8 MiB": Case("i1", (2048, 4096), [BITS]),
     "int8, uncompressed, 8 MiB": Case("i1", (2048, 4096), None),
+    "float32, zarr's default: zstd, 4 MiB": Case("f4", (1024, 1024), [ZSTD]),
+    "float32, uncompressed, 4 MiB": Case("f4", (1024, 1024), None),
 }
 
 
 def elements(rng: np.random.Generator, dtype: str, shape: tuple[int, int]) -> Array:
     """Draw numbers of six bits, or genotypes."""
-    if dtype == "f8":
-        return rng.integers(0, 64, shape).astype(np.float64)
+    if dtype != "i1":
+        return rng.integers(0, 64, shape).astype(dtype)
     return rng.choice(np.array([0, 1, 2, -1], np.int8), shape, p=[0.6, 0.25, 0.13, 0.02])
 
 
@@ -94,14 +99,17 @@ def product(folder: Path, case: Case, k: int, memory: str) -> tuple[Callable[[],
         rows = 10 * case.chunk[0]
         size = store(folder / "X", case, (rows, k))
         return lambda: oocgemm.gram(str(folder / "X"), uplo="lower", **budgets), rows * k, size
-    size = store(folder / "A", case, (4096, k)) + store(folder / "B", case, (k, 4096))
-    return lambda: oocgemm.gemm(str(folder / "A"), str(folder / "B"), **budgets), 2 * 4096 * k * 8, size
+    rows = SQUARE if case.dtype == "f4" else 4096
+    size = store(folder / "A", case, (rows, k)) + store(folder / "B", case, (k, rows))
+    width = np.dtype(case.dtype).itemsize
+    return lambda: oocgemm.gemm(str(folder / "A"), str(folder / "B"), **budgets), 2 * rows * k * width, size
 
 
 def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mapping[str, Any]:
     """Run a product in turns with both decoders. Return the seconds of each run, and what was planned."""
     multiply, size, stored = product(folder, CASES[name], k, memory)
-    seconds: dict[str, list[float]] = {"gpu": [], "host": []}
+    decoders = ("gpu", "host") if CASES[name].codecs else ("host",)
+    seconds: dict[str, list[float]] = {decoder: [] for decoder in decoders}
     decoded, traces = "", set[float]()
     for turn in range(repeats + 1):  # the first turn loads libraries, and is left out
         for decoder, times in seconds.items():
@@ -147,7 +155,7 @@ def main(
     device = backends.open_backend("cuda").describe()["device"]
     for name in names or CASES:
         with TemporaryDirectory(dir=work) as folder:
-            depth = k if CASES[name].dtype == "f8" else k_int8
+            depth = {"f8": k, "i1": k_int8, "f4": SQUARE}[CASES[name].dtype]
             found[name] = measure(name, Path(folder), depth, memory, repeats)
         keep(output, "decoding", {"device": device, "memory": memory, "products": found})
 

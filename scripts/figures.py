@@ -74,6 +74,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "queued": tables.queued,
         "hdf5": storage_tables.hdf5,
         "chunks": storage_tables.chunks,
+        "decoding": storage_tables.decoding,
         "libraries": tables.libraries,
         "similar": tables.similar,
         "devices": tables.on_devices,

@@ -8,7 +8,7 @@ import numpy as np
 from numcodecs import LZ4, Blosc, Zstd
 from numpy.typing import NDArray
 
-from oocgemm.stores.frames import BITS, BYTES, Codec, Streams
+from oocgemm.stores.frames import BITS, BYTES, Codec, Frame, Stream
 
 Array = NDArray[Any]
 # Names of numcodecs' shuffles: none, by bytes, by bits.
@@ -57,25 +57,25 @@ def samples(rng: np.random.Generator, dtype: str, count: int) -> list[Array]:
     ]
 
 
-def decoded(streams: Streams, given: Batch, number: int) -> Array:
-    """Decode a chunk, as bytes, from its streams."""
-    content = np.zeros(given.chunk, np.uint8)
-    for k in range(streams.first[number], streams.first[number] + streams.streams[number]):
-        stored = given.buffer[streams.source[k] : streams.source[k] + streams.size[k]]
-        part = stored if streams.raw[k] else decompressed(given.codec, stored, int(streams.length[k]))
-        assert part.size == streams.length[k]
-        at = streams.target[k] - number * given.chunk
-        content[at : at + part.size] = part
-    block, order = int(streams.block[number]), int(streams.order[number])
-    parts = [content[at : at + block] for at in range(0, given.chunk, block)]
-    return np.concatenate([ordered(part, order, given.codec.itemsize) for part in parts])
+def composed(frame: Frame, stored: Array, codec: Codec) -> Array:
+    """Decode a chunk, as bytes, from its streams. Raises an error if a stream is damaged."""
+    content = np.concatenate([decompressed(codec, stored, stream) for stream in frame.streams])
+    blocks = (content[at : at + frame.block] for at in range(0, content.size, frame.block))
+    return np.concatenate([ordered(block, frame.order, codec.itemsize) for block in blocks])
 
 
-def decompressed(codec: Codec, stored: Array, length: int) -> Array:
-    """Decompress a stream."""
+def decompressed(codec: Codec, frame: Array, stream: Stream) -> Array:
+    """Decompress a stream of a frame."""
+    stored = frame[stream.source : stream.source + stream.size]
+    if stream.raw:
+        return stored
     if codec.compressor == "zstd":
-        return np.frombuffer(Zstd().decode(stored.tobytes()), np.uint8)
-    return np.frombuffer(LZ4().decode(length.to_bytes(4, "little") + stored.tobytes()), np.uint8)
+        found = Zstd().decode(stored.tobytes())
+    else:
+        found = LZ4().decode(stream.length.to_bytes(4, "little") + stored.tobytes())
+    if len(found) != stream.length:
+        raise RuntimeError(f"{len(found)} bytes instead of {stream.length}")
+    return np.frombuffer(found, np.uint8)
 
 
 def ordered(block: Array, order: int, itemsize: int) -> Array:

@@ -20,7 +20,6 @@ from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.backends_here import CUDA
 from tests.decoding import Array
 
-nvcomp = pytest.importorskip("nvidia.libnvcomp", reason="nvCOMP is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
@@ -111,8 +110,9 @@ def test_all_kinds_of_chunks_are_decoded_exactly(dtype: str, tmp_path: Path) -> 
                 found, copied = decode(compressed(matrix, rows, cols, codec_of(name, dtype)))
                 expected = np.ascontiguousarray(x[slice(*rows), slice(*cols)])
                 np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8), f"{name} {rows}")
-                # All chunks came as they are stored. Those at the edges are stored whole.
-                assert copied < (1.6 if name == "blosc-raw" else 1.1) * x.nbytes
+                if name != "zstd-checksum":  # the host decodes it
+                    # All chunks came as they are stored. Those at the edges are stored whole.
+                    assert copied < (1.6 if name == "blosc-raw" else 1.1) * x.nbytes
 
 
 def test_chunks_that_are_not_stored_or_in_shards_are_decoded(tmp_path: Path) -> None:
@@ -137,16 +137,16 @@ def damaged(rng: np.random.Generator, whole: bytes) -> bytes:
     return bytes(content)
 
 
-def test_damaged_lz4_never_affects_other_chunks_and_is_mostly_found(tmp_path: Path) -> None:
-    """Streams have no checksums, so that some damage in them is not found."""
+@pytest.mark.parametrize("name", ["blosc-lz4", "blosc-zstd", "zstd"])
+def test_damage_never_affects_other_chunks_and_is_found_as_on_the_host(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     x = rng.integers(0, 100, (256, 512)).astype(np.float64)
-    matrix = stored(tmp_path / "x", x, "blosc-lz4")
+    matrix = stored(tmp_path / "x", x, name)
     path, corner = tmp_path / "x" / "c" / "1" / "2", (slice(64, 128), slice(256, 384))
     whole, expected = path.read_bytes(), np.empty((64, 128))
     found_by = Counter[tuple[bool, bool]]()  # rounds by whether the host and the GPU report the damage
     with decoding(DecodingShape(4, 1 << 20, 1 << 20)) as decode:
-        block = compressed(matrix, (0, 256), (0, 512), codec_of("blosc-lz4", "float64"))
+        block = compressed(matrix, (0, 256), (0, 512), codec_of(name, "float64"))
         for _ in range(ROUNDS):
             path.write_bytes(damaged(rng, whole))
             on_host = on_gpu = True
@@ -158,6 +158,8 @@ def test_damaged_lz4_never_affects_other_chunks_and_is_mostly_found(tmp_path: Pa
             try:
                 found = decode(block)[0]
                 on_gpu = False
+                if not on_host:
+                    np.testing.assert_array_equal(found[corner].view(np.uint64), expected.view(np.uint64))
                 found[corner] = x[corner]
                 np.testing.assert_array_equal(found, x)
             except ExecutionError as error:
@@ -165,7 +167,7 @@ def test_damaged_lz4_never_affects_other_chunks_and_is_mostly_found(tmp_path: Pa
             found_by[on_host, on_gpu] += 1
     assert not found_by[False, True]  # the GPU refuses nothing that the host decodes
     assert found_by[True, True] > ROUNDS // 4
-    assert found_by[True, False] < ROUNDS // 10
+    assert not found_by[True, False]
 
 
 @pytest.mark.parametrize("name", ["blosc-zstd", "blosc-lz4", "zstd"])

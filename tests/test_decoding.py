@@ -13,15 +13,14 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import oocgemm
 from oocgemm.errors import ExecutionError
+from oocgemm.jobs.decoding import codings
 from oocgemm.planning import Kind
 from oocgemm.planning.cost import decoding
 from oocgemm.reports.page import page
 from oocgemm.stores.frames import NO_ROOM, Fetched
-from oocgemm.stores.zarr import compressed
 from oocgemm.stores.zarr.compressed import fetch
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.fake_cuda import Device, fake_cuda
-from tests.fake_cuda.nvcomp import fake_nvcomp
 from tests.problems import integers
 
 rng = np.random.default_rng(0)
@@ -39,7 +38,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the GPU decode small arrays, in small batches."""
     for name, value in {"BATCH": 128 << 10, "MIN_BATCH": 64 << 10, "START_SECONDS": 0}.items():
         monkeypatch.setattr(decoding, name, value)
-    monkeypatch.setattr(compressed, "ROBUST", ("lz4", "zstd"))
     monkeypatch.setattr(decoding, "STORED_RATE", 1e12)
     monkeypatch.setattr(decoding, "RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
     decoding.decoding_shape.cache_clear()
@@ -49,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def decoding_gpu(seed: int = 0) -> Iterator[Device]:
-    with fake_cuda(seed) as device, fake_nvcomp(device):
+    with fake_cuda(seed) as device:
         yield device
         device.check()
 
@@ -140,21 +138,16 @@ def test_plans_and_reports_say_what_the_gpu_decodes(tmp_path: Path) -> None:
     assert "decoded by the GPU" in page([("run", result.timeline)])
 
 
-@pytest.mark.parametrize(
-    "why", ["no nvCOMP", "verify", "slow", "codec", "no checksum", "small budget", "large"]
-)
+@pytest.mark.parametrize("why", ["verify", "slow", "codec", "frames with checksums", "small budget", "large"])
 def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
-    options: dict[str, Any] = {"compressors": [BloscCodec(cname="zlib")]} if why == "codec" else {}
+    codecs = {"codec": BloscCodec(cname="zlib"), "frames with checksums": ZstdCodec(checksum=True)}
+    options: dict[str, Any] = {"compressors": [codecs[why]]} if why in codecs else {}
     place = stored(tmp_path, values, **options)
     if why == "slow":
         monkeypatch.setattr(decoding, "RATES", {"zstd": (1e6, 1e6)})
-    if why == "no nvCOMP":
-        monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
-    if why == "no checksum":
-        monkeypatch.setattr(compressed, "ROBUST", ())
     if why == "large":
         monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", 0)
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}
@@ -182,26 +175,16 @@ def test_a_damaged_chunk_ends_in_the_error_of_the_host(tmp_path: Path, damage: s
     assert ("checksum" in str(raised.value)) == (damage == "checksum")
 
 
-def test_a_plan_is_refused_if_nvcomp_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = stored(tmp_path, integers(rng, SHAPE, "float64"))
-    with decoding_gpu():
-        plan = oocgemm.plan(place, np.ones((SHAPE[1], 70)), device_memory="128MiB", backend="cuda")
-        assert decodes(plan)
-        monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: False)
-        with pytest.raises(oocgemm.InputError, match="plan again"):
-            plan.run()
-
-
 @pytest.mark.parametrize("first", [True, False])
-def test_a_run_is_resumed_with_and_without_nvcomp(
+def test_a_run_is_resumed_with_and_without_decoding_by_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """The blocks of the product are the same, whoever decodes."""
     a, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
-    place, out, has = stored(tmp_path, a), str(tmp_path / "C.zarr"), [first]
+    place, out, has = stored(tmp_path, a, "blosc-lz4"), str(tmp_path / "C.zarr"), [first]
     right = str(tmp_path / "b.npy")
     np.save(right, b)
-    monkeypatch.setattr("oocgemm.jobs.decoding.available", lambda: has[0])
+    monkeypatch.setattr("oocgemm.jobs.prepare.codings", lambda *given: codings(*given) if has[0] else {})
     options: dict[str, Any] = {"tile": "70x10x90", "backend": "cuda", "kernel": "cublas"}
     path = Path(place) / "c" / "5" / "4"  # of the last tiles
     content = path.read_bytes()

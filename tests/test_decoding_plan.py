@@ -97,7 +97,6 @@ def test_the_lanes_fit_the_budgets_and_a_batch_has_room_for_a_chunk(
 
 
 def test_the_parts_of_a_lane_do_not_overlap() -> None:
-    for zstd in (True, False):
-        shape = DecodingShape(4, 128 * MIB, 32 * MIB, zstd)
-        assert shape.frames + shape.batch + shape.temporary + shape.tables == shape.lane_bytes
-        assert shape.device_bytes == 4 * shape.lane_bytes
+    shape = DecodingShape(4, 128 * MIB, 32 * MIB)
+    assert shape.frames + shape.batch + shape.temporary + shape.tables == shape.lane_bytes
+    assert shape.device_bytes == 4 * shape.lane_bytes

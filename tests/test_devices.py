@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +12,11 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import BudgetError, ExecutionError, InputError, OutOfMemoryError
+from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.arena import slot_offsets
 from oocgemm.cli.output import EXIT_USAGE
-from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
+from oocgemm.planning import Kind, Plan, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
-from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.stores import arrays
 from tests.backends_here import needs_gpu, running_on
 from tests.command import command, run
@@ -370,19 +368,6 @@ def test_sessions_on_one_gpu_share_its_link_and_its_kernels(tmp_path: Path) -> N
     assert busy[1] < 0.6 * busy[0] < 0.6 * 1.2 * busy[2]
 
 
-def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:
-    a = tmp_path / "a.npy"
-    np.save(a, np.ones((400, 400)))
-    c = tmp_path / "C"
-    given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
-    with pytest.raises(BudgetError, match="smallest plan for 4 devices") as caught:
-        oocgemm.plan(a, a, c, device_memory="90MiB", host_memory="64KiB", **given)
-    assert caught.value.least is not None
-    budgets = Budgets(90 << 20, caught.value.least)
-    planned = oocgemm.plan(a, a, c, device_memory=budgets.device, host_memory=budgets.host, **given)
-    assert planned.footprint.host_total <= budgets.host
-
-
 def test_the_command_line_takes_devices(tmp_path: Path) -> None:
     for name, values in (("A", A), ("B", B)):
         store(tmp_path / name, "raw", values)
@@ -396,16 +381,6 @@ def test_the_command_line_takes_devices(tmp_path: Path) -> None:
     assert (refused.code, "there is no device 1" in refused.err) == (EXIT_USAGE, True)
     planned = command("plan", *operands, "--backend", "cuda", "--device-memory", "1GiB", "--devices", "0,1,2")
     assert "each of 3 devices" in planned.out
-
-
-def test_more_devices_get_more_host_slots_when_a_run_is_resumed() -> None:
-    plan = oocgemm.plan(A, B, backend="cuda", device_memory="200MiB", kernel="cublas", tile=TILE)
-    slots = replace(plan.candidate.slots, host_a=1, host_b=1, host_c=1)
-    given = plan.problem, plan.budgets, plan.machine, plan.layouts
-    resumed = resumed_plan(*given, replace(plan.candidate, slots=slots), frozenset(), 4)
-    down, across = arrangement(4, plan.problem, resumed.grid)
-    assert (resumed.slots.host_a, resumed.slots.host_b) == (3 * down, 3 * across)
-    assert (resumed.devices, resumed.slots.a) == (4, slots.a)
 
 
 @pytest.mark.parametrize("devices", ["0,0", "0,0,0,0"])

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from oocgemm.kernels.compile import compiled
-from oocgemm.stores.frames import find_streams
+from oocgemm.stores.frames import frame_of
 from tests.decoding import Array, Batch, blosc, decompressed, samples, zstd
 from tests.nvrtc import Nvrtc, resources
 from tests.suite import slow
 from tests.test_kernels_cpu import built
+from tests.unpacking import FIELDS
 
 DTYPES = {"int8": 1, "int16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
@@ -40,25 +41,22 @@ def test_the_kernel_composes_parts_of_chunks(dtype: str, tmp_path: Path) -> None
 
 def composed(run: Callable[..., None], given: Batch, shape: tuple[int, int]) -> Array:
     """Compose parts of chunks, all but some rows and columns at the edges, beside each other."""
-    streams = find_streams(given.buffer, given.start, given.size, given.chunk, given.codec)
-    assert not streams.refused.any()
-    content = np.zeros(len(given.chunks) * given.chunk, np.uint8)
-    pointers = np.empty(len(streams.size), np.uint64)
-    for k, raw in enumerate(streams.raw):
-        stored = given.buffer[streams.source[k] : streams.source[k] + streams.size[k]]
-        pointers[k] = stored.ctypes.data
-        if not raw:
-            part = content[streams.target[k] : streams.target[k] + streams.length[k]]
-            part[:] = decompressed(given.codec, stored, len(part))
-            pointers[k] = part.ctypes.data
+    pointers, contents = list[int](), list[Array]()
+    table = np.zeros((len(given.chunks), FIELDS), np.int64)
+    for number, (start, size) in enumerate(zip(given.start, given.size, strict=True)):
+        stored = given.buffer[start : start + size]
+        frame = frame_of(stored.tobytes(), given.chunk, given.codec)
+        assert frame is not None
+        table[number, :4] = len(pointers), frame.split, frame.order, frame.block
+        contents += [decompressed(given.codec, stored, stream) for stream in frame.streams]
+        pointers += [content.ctypes.data for content in contents[len(pointers) :]]
     rows, cols = shape[0] - 4, shape[1] - 9
-    table = np.zeros((len(given.chunks), 11), np.int64)
-    table[:, 0], table[:, 1], table[:, 2] = streams.first, streams.split, streams.order
-    table[:, 3], table[:, 4], table[:, 5] = streams.block, given.chunk, shape[1]
+    table[:, 4], table[:, 5] = given.chunk, shape[1]
     table[:, 6:10] = 3, 5, rows, cols
     table[:, 10] = cols * np.arange(len(table))
     out = np.zeros((rows, cols * len(table)), given.chunks[0].dtype)
-    at = [ctypes.c_void_p(array.ctypes.data) for array in (pointers, table, out)]
+    addresses = np.array(pointers, np.uint64)
+    at = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, table, out)]
     run((2, len(table), 1), (256, 1, 1), at[0], at[1], ctypes.c_longlong(out.shape[1]), at[2])
     return out
 
@@ -74,3 +72,24 @@ def test_the_kernel_compiles_without_spills(
         used = resources(cubin, "place")
         assert used.local == 0
         assert used.registers <= 64
+
+
+@pytest.mark.parametrize(
+    ("source", "entry"),
+    [
+        ("crc32c", "crc32c"),
+        ("frames", "frames"),
+        ("lz4", "lz4_parse"),
+        ("execute", "execute"),
+        *(("zstd", f"zstd_{x}") for x in ("walk", "entropy")),
+    ],
+)
+def test_the_kernels_that_decode_compile_without_spills(
+    source: str, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
+    cubin = tmp_path / "cubin"
+    cubin.write_bytes(compiled(Nvrtc(), source, "sm_90a", ()))
+    used = resources(cubin, entry)
+    assert used.local <= 16
+    assert used.registers <= 80

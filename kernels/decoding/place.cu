@@ -15,16 +15,10 @@
 //   OOC_ITEM  bytes of an element: 1, 2, 4, 8 or 16
 // Launch: blocks of 256 threads. blockIdx.y selects the chunk. The thread blocks along x share its elements.
 
+#include "decoding/streams.cuh"
+
 constexpr int ITEM = OOC_ITEM;
-constexpr long long BYTES = 1, BITS = 2;
-
-typedef unsigned char byte_t;
-
-// A chunk: its first stream; how it is composed; the bytes of a block and of the chunk; the elements in a row of
-// the chunk; the rectangle of elements that the panel has; and the element of the panel where this begins.
-struct chunk_t {
-    long long first, split, order, block, size, width, row, col, rows, cols, target;
-};
+typedef u8 byte_t;
 
 struct alignas(ITEM) element_t {
     byte_t bytes[ITEM];

@@ -1,6 +1,5 @@
 """Find out which operands a GPU could decode."""
 
-from oocgemm.backends.cuda.nvcomp import available
 from oocgemm.jobs.transforms import as_read
 from oocgemm.planning import Coding, GemmProblem
 from oocgemm.stores import Matrix
@@ -8,11 +7,11 @@ from oocgemm.stores.zarr.matrix import ZarrMatrix
 
 
 def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
-    """Return how the chunks of A and B are compressed, by operand, if nvCOMP is installed for them."""
+    """Return how the chunks of A and B are compressed, by operand, if a GPU can decode them."""
     found = {}
     for operand, matrix in zip("AB", (a, b), strict=True):
         read = as_read(problem, matrix)
         coding = read.coding if isinstance(read, ZarrMatrix) else None
-        if coding is not None and available():
+        if coding is not None:
             found[operand] = coding
     return found

@@ -2,7 +2,7 @@
 
 import zlib
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,16 +56,30 @@ def decoded_size(compressor: Any, stored: Array) -> int | None:
             return int.from_bytes(head[4:8], "little")
         case "lz4":
             return int.from_bytes(head[:4], "little")
-        case "zstd" if len(head) > 5 and head[:4] == b"\x28\xb5\x2f\xfd":
-            flags = head[4]
-            single, width = bool(flags & 0x20), (0, 2, 4, 8)[flags >> 6]
-            width = width or int(single)
-            if not width:
-                return None
-            start = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
-            size = int.from_bytes(head[start : start + width], "little")
-            return size + 256 if width == 2 else size
+        case "zstd":
+            found = zstd_header(head)
+            return found.size if found is not None else None
     return None
+
+
+class ZstdHeader(NamedTuple):
+    """The decoded size that the header of a zstd frame states (None if it states none), and its flags."""
+
+    size: int | None
+    checksum: bool
+    dictionary: bool
+
+
+def zstd_header(head: bytes) -> ZstdHeader | None:
+    """Read the header of a zstd frame, of which `head` has the first 18 bytes; None if it is none."""
+    if len(head) <= 5 or head[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    flags = head[4]
+    single, width = bool(flags & 0x20), (0, 2, 4, 8)[flags >> 6]
+    width = width or int(single)
+    start = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
+    size = int.from_bytes(head[start : start + width], "little") + 256 * (width == 2)
+    return ZstdHeader(size if width else None, bool(flags & 4), bool(flags & 3))
 
 
 def decompressed(compressor: Any, stored: Array, size: int) -> Array:

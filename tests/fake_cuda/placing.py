@@ -8,7 +8,7 @@ from tests.decoding import Array, ordered
 from tests.fake_cuda.memory import Block, Memory
 from tests.fake_cuda.work import Macros, Work
 
-FIELDS = 11
+FIELDS = 14
 
 
 def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
@@ -25,7 +25,7 @@ def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         return memory.bytes_of(Block(int(memory.matrix(streams + 8 * number, np.int64, 1, 1, 1)[0, 0]), size))
 
     def run() -> None:
-        for first, split, order, block, size, width, row, col, rows, cols, target in table.tolist():
+        for first, split, order, block, size, width, row, col, rows, cols, target, *_ in table.tolist():
             if not rows:
                 continue
             whole = []

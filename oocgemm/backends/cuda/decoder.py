@@ -1,10 +1,10 @@
 """Decodes compressed chunks of an operand on the device, into its panels.
 
 Each lane has a thread, a stream and memory for a batch of chunks, in pinned host memory and on the device.
-The thread reads the stored chunks of a batch into host memory, and finds the compressed streams in them
-(`oocgemm.stores.frames`). It enqueues the copy of the chunks to the device, the decoder of nvCOMP for all
-streams together, and the kernel `place`, which composes the panel. The lanes work at the same time, so that
-reads, copies and decoding overlap, and enough streams are decoded at once.
+The thread reads the stored chunks of a batch into host memory. It enqueues the copy of the chunks to the
+device, the kernels that decode them (`oocgemm.backends.cuda.unpacker`), and the kernel `place`, which
+composes the panel. The lanes work at the same time, so that reads, copies and decoding overlap, and enough
+streams are decoded at once.
 
 A lane waits for its batch and checks what the decoder reports. So no operation starts that uses a panel with
 damaged data. The host decodes the chunks for which the decoder reports an error, and those whose frames it
@@ -30,17 +30,17 @@ from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.nvcomp import Decompressor, Tables
 from oocgemm.backends.cuda.pinned import unpin
+from oocgemm.backends.cuda.unpacker import Unpacker
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
-from oocgemm.stores.frames import NO_ROOM, Fetched, Streams, find_streams
+from oocgemm.stores.frames import NO_ROOM, Fetched
 from oocgemm.system.memory import allocate
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
-FIELDS, MAX_CHUNKS = 11, 8192
+FIELDS, MAX_CHUNKS = 14, 8192
 # Elements that a thread block of the kernel `place` composes.
 _ELEMENTS = 16 << 10
 PAGE = 4096
@@ -70,10 +70,10 @@ class Decoder:
         `address` is that of `shape.device_bytes` of device memory. The device must be the current one.
 
         Raises:
-            BackendError: the system refuses to pin memory, or nvCOMP cannot be loaded.
+            BackendError: the system refuses to pin memory.
         """
         self._device, self._kernels, self._shape = device, kernels, shape
-        self._decompressors = {name: Decompressor(name) for name in ("zstd", "lz4")}
+        self._unpacker = Unpacker(kernels, shape)
         size = shape.frames + shape.tables
         self._memory = allocate(shape.lanes * size)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
@@ -153,101 +153,51 @@ class Decoder:
             return sum(
                 self._decode_by(lane, address, block, waits, *half) for half in _halves(block, rows, cols)
             )
-        size = max(0, *(each.start + each.size for each in fetched))
+        size = max(0, *(each.start + each.size + 4 * each.checksum for each in fetched))
         if size:
             cuda_calls.make(cuda_calls.copy(lane.to_frames, lane.frames.ctypes.data, size, stream))
-        chunk = block.chunk[0] * block.chunk[1] * block.dtype.itemsize
-        start, sizes = np.array([each[-2:] for each in fetched], np.int64).T
-        streams = find_streams(lane.frames[: max(size, 1)], start, sizes, chunk, block.codec)
-        failed = streams.refused
-        if len(streams.size) > self._shape.streams:
-            failed = np.ones_like(failed)
-        elif len(streams.size):
-            check = self._enqueue(lane, streams, block)
-            for event in waits:
-                cuda_calls.wait(stream, event)
-            self._place(lane, streams, fetched, address, block)
-            stream.synchronize()
-            failed = failed | check()
-        for number in np.flatnonzero(failed):
+        for number in np.flatnonzero(self._unpack(lane, block, fetched, address, waits)):
             size += self._on_host(lane, address, block, fetched[int(number)], waits)
         return size
 
-    def _enqueue(self, lane: Lane, streams: Streams, block: Compressed) -> Callable[[], Array]:
-        """Enqueue to decode the streams of a batch. Write the tables for this and for the kernel `place`.
+    def _unpack(
+        self, lane: Lane, block: Compressed, fetched: Sequence[Fetched], address: int, waits: Sequence[Any]
+    ) -> Array:
+        """Decode chunks, which are on the device as they are stored, into the panel.
 
-        The returned function tells which chunks could not be decoded, when the stream has ended.
+        Returns for each chunk whether the host must decode it.
         """
-        compressed = np.flatnonzero(~streams.raw)
-        total, count = len(streams.size), len(compressed)
-        tables = lane.tables[: 8 * (total + 5 * count) + 4 * count]
-        numbers = tables[: 8 * (total + 5 * count)].view(np.int64)
-        pointers, found = numbers[:total], numbers[total:].reshape(5, count)
-        source, target = lane.to_frames + streams.source, lane.to_content + streams.target
-        pointers[:] = np.where(streams.raw, source, target)
-        found[0], found[1] = source[compressed], streams.size[compressed]
-        found[2], found[3] = target[compressed], streams.length[compressed]
-        cuda_calls.make(
-            cuda_calls.copy(lane.to_tables, tables.ctypes.data, 8 * (total + 4 * count), lane.stream)
-        )
-        begin = lane.to_tables + 8 * total
-        sources, sizes, targets, lengths, lengths_found, statuses = (begin + 8 * count * i for i in range(6))
-        at = sources, sizes, targets, lengths, lengths_found, statuses
-        decompressor = self._decompressors[block.codec.compressor]
-        self._decompress(lane, decompressor, at, streams.length[compressed], 0)
-        filled = tables[8 * (total + 4 * count) :]
-        if count:
-            cuda_calls.make(cuda_calls.copy(filled.ctypes.data, lengths_found, 12 * count, lane.stream))
+        chunks, count = self._fill(lane, fetched, block), len(fetched)
+        table = chunks, count, any(each.checksum for each in fetched)
+        room = lane.to_content, lane.to_temporary, lane.to_tables
+        size = block.chunk[0] * block.chunk[1] * block.dtype.itemsize
+        streams, statuses = self._unpacker.decode(block.codec, table, size, room, lane.stream)
+        failed = lane.tables[: 4 * count]
+        cuda_calls.make(cuda_calls.copy(failed.ctypes.data, statuses, failed.nbytes, lane.stream))
+        for event in waits:
+            cuda_calls.wait(lane.stream, event)
+        grid = max(1, ceil_div(block.chunk[0] * block.chunk[1], _ELEMENTS)), count, 1
+        place = self._kernels.plain("place", "place", (f"-DOOC_ITEM={block.dtype.itemsize}",))
+        place(grid, _pointer(streams), _pointer(chunks), _long(block.shape[1]), _pointer(address))
+        lane.stream.synchronize()
+        found: Array = failed.view(np.int32) != 0
+        return found
 
-        def failed() -> Array:
-            statuses = filled[8 * count :].view(np.int32)
-            wrong = (statuses != 0) | (filled[: 8 * count].view(np.int64) != streams.length[compressed])
-            owner = np.repeat(np.arange(len(streams.first)), streams.streams)
-            return np.bincount(owner[compressed[wrong]], minlength=len(streams.first)) > 0
+    def _fill(self, lane: Lane, fetched: Sequence[Fetched], block: Compressed) -> int:
+        """Enqueue to copy the table of the chunks to the device. Return its address there.
 
-        return failed
-
-    def _decompress(
-        self,
-        lane: Lane,
-        by: Decompressor,
-        tables: Tables,
-        length: Array,
-        first: int,
-    ) -> None:
-        """Enqueue to decode streams from number `first` on: together, or in parts if the memory is too small.
-
-        `length` has the bytes of the content of each.
+        The kernel `frames` completes it.
         """
-        count = len(length)
-        if not count:
-            return
-        needed = by.temporary(count, int(length.max()), int(length.sum()))
-        if needed > self._shape.temporary and count > 1:
-            half = count // 2
-            self._decompress(lane, by, tables, length[:half], first)
-            self._decompress(lane, by, tables, length[half:], first + half)
-            return
-        by.decode(tables, first, count, (lane.to_temporary, self._shape.temporary), lane.stream)
-
-    def _place(
-        self, lane: Lane, streams: Streams, fetched: Sequence[Fetched], address: int, block: Compressed
-    ) -> None:
-        """Enqueue the kernel that composes the panel of the decoded streams."""
         chunk, itemsize, pitch = block.chunk, block.dtype.itemsize, block.shape[1]
         table = lane.tables[-8 * FIELDS * len(fetched) :].view(np.int64).reshape(-1, FIELDS)
-        table[:, 0], table[:, 1], table[:, 2] = streams.first, streams.split, streams.order
-        table[:, 3], table[:, 4], table[:, 5] = streams.block, chunk[0] * chunk[1] * itemsize, chunk[1]
-        table[:, 6:] = [
-            (*each.corner, each.rows[1] - each.rows[0], each.cols[1] - each.cols[0],
-             each.rows[0] * pitch + each.cols[0]) for each in fetched
+        table[:, 4:] = [
+            (chunk[0] * chunk[1] * itemsize, chunk[1], *each.corner, each.rows[1] - each.rows[0],
+             each.cols[1] - each.cols[0], each.rows[0] * pitch + each.cols[0], lane.to_frames + each.start,
+             max(0, each.size), each.checksum) for each in fetched
         ]  # fmt: skip
-        table[streams.refused, 8] = 0  # no rows
         to = lane.to_tables + self._shape.tables - table.nbytes
         cuda_calls.make(cuda_calls.copy(to, table.ctypes.data, table.nbytes, lane.stream))
-        grid = max(1, ceil_div(chunk[0] * chunk[1], _ELEMENTS)), len(fetched), 1
-        place = self._kernels.plain("place", "place", (f"-DOOC_ITEM={itemsize}",))
-        place(grid, _pointer(lane.to_tables), _pointer(to), _long(pitch), _pointer(address))
+        return to
 
     def _on_host(
         self, lane: Lane, address: int, block: Compressed, part: Fetched, waits: Sequence[Any]

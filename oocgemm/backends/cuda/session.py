@@ -19,12 +19,11 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
-    Correction,
+    Finishing,
     Found,
     HostBlock,
     Pageable,
     Pinned,
-    Scales,
     Stream,
     Token,
     Transforms,
@@ -244,14 +243,14 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
+    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         address, measurer = self._arena + self._vectors, None
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
                 measurer = self._expander.measurer
             if self._finisher is not None:
-                self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
+                self._finisher.use(finishing, address, self._streams["compute"], measurer)
 
     def use_factor(self, factor: Array) -> None:
         raise AssertionError("subclasses run such products")

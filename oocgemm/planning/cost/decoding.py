@@ -22,8 +22,8 @@ MIN_LANES, MIN_BATCH = 2, 16 << 20
 SHARE = 4
 # Room for compressed chunks, relative to what they are expected to take. Batches that need more are halved.
 FRAMES_MARGIN = 1.5
-# Temporary device memory of nvCOMP's zstd decoder, per byte of decoded data. It takes 3.06 bytes, and 6.4 KiB
-# per stream.
+# Temporary device memory of the decoder, per byte of decoded data: a literal takes one byte, and a sequence
+# of at least 3 bytes takes 8.
 TEMPORARY = 3.6
 # Minimum mean decoded bytes of a stream. The tables of the streams have room for so many.
 MIN_CONTENT = 2 << 10
@@ -31,12 +31,12 @@ MIN_CONTENT = 2 << 10
 STREAM_BYTES, TABLE_BYTES = 56, 1 << 20
 # Rates of a GPU by compressor, in decoded bytes per second: per stream, and at most. On an H100 with 16
 # cores, four lanes decoded float64 in blosc-zstd at 41 GB/s during products, and int8 with bitshuffle at 25.
-RATES = {"zstd": (30e6, 30e9), "lz4": (6e6, 30e9)}
+RATES = {"zstd": (15e6, 30e9), "lz4": (6e6, 30e9)}
 # At most so many stored bytes are decoded per second. On the same machine, float32 of which 3/4 remained was
 # decoded at 13 to 17 GB/s from blosc-zstd and blosc-lz4.
 STORED_RATE = 12e9
 # The GPU decodes an operand if it is predicted to be faster than the host by this factor, and besides by so
-# many seconds, which it takes to load nvCOMP and to pin memory.
+# many seconds, which it takes to pin memory.
 MARGIN, START_SECONDS = 1.3, 0.3
 
 
@@ -52,14 +52,12 @@ class Coding(NamedTuple):
 class DecodingShape:
     """`lanes` threads decode batches of chunks. A batch has at most `batch` bytes when it is decoded.
 
-    `frames` are the bytes of the room for the compressed chunks of a batch. Without `zstd`, no stream is
-    compressed with zstd.
+    `frames` are the bytes of the room for the compressed chunks of a batch.
     """
 
     lanes: int
     batch: int
     frames: int
-    zstd: bool = True
 
     @property
     def streams(self) -> int:
@@ -74,7 +72,7 @@ class DecodingShape:
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory of the decoder of a lane."""
-        return round_up(int(TEMPORARY * self.batch), ALIGNMENT) if self.zstd else 0
+        return round_up(int(TEMPORARY * self.batch), ALIGNMENT)
 
     @property
     def lane_bytes(self) -> int:
@@ -99,13 +97,12 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
     if not decoded:
         return None
     chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x in decoded), ALIGNMENT)
-    zstd = any(_compressor(x.decoded) == "zstd" for x in decoded)
     share = min(1.0, FRAMES_MARGIN * max(x.stored_share for x in decoded))
 
     def shaped(lanes: int, batch: int) -> DecodingShape:
         # A compressed chunk may be larger than its content, and the host may decode it there.
         frames = max(int(share * batch), chunk) + chunk // 128 + (64 << 10)
-        return DecodingShape(lanes, batch, round_up(frames, ALIGNMENT), zstd)
+        return DecodingShape(lanes, batch, round_up(frames, ALIGNMENT))
 
     def fits(shape: DecodingShape) -> bool:
         budgets = setting.budgets

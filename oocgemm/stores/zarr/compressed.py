@@ -10,18 +10,14 @@ from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import OpenFile, worth_caching
-from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, find_streams
+from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, frame_of
 from oocgemm.stores.gather import Part, read_parts
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.chunks import DirectChunks, _cut
-from oocgemm.stores.zarr.codecs import checked_content
+from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES
 
 # Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
 ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
-
-# Compressors whose decoder on the GPU withstands damaged streams. Chunks of others are decoded there only if
-# a checksum was stored with them.
-ROBUST = ("lz4",)
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
 _Block = tuple[Range, Range]
@@ -34,39 +30,36 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     if not (decoded and encoding.in_place and itemsize in ITEM_BYTES and chunks.chunk_bytes <= MAX_CHUNK):
         return None
     codec = Codec.of(decoded, itemsize)
-    if not (encoding.checksum or codec.compressor in ROBUST):
-        return None
     rows, cols = (min(pair) for pair in zip(chunks.chunk, chunks.shape, strict=True))
     frame = np.empty(2 * chunks.chunk_bytes, np.uint8)
     found = fetch(chunks, (0, rows), (0, cols), frame)[0]
     if found.size <= 0:
         return None
-    place = np.array([found.start]), np.array([found.size])
-    streams = find_streams(frame, *place, chunks.chunk_bytes, codec)
-    if streams.refused[0] or streams.raw.all():
+    stored = frame_of(frame[found.start :][: found.size].tobytes(), chunks.chunk_bytes, codec)
+    if stored is None or all(stream.raw for stream in stored.streams):
         return None
     share = found.size / chunks.chunk_bytes
     # Panels that are used again are read again: the page cache must have room for the files.
     if not worth_caching(int(share * chunks.shape[0] * chunks.shape[1] * itemsize)):
         return None
-    return Coding(decoded, int(streams.length.max()), share)
+    return Coding(decoded, max(stream.length for stream in stored.streams), share)
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:
     """Read the stored bytes of the chunks of a block, one after another, into `out`.
 
-    A CRC behind a chunk is verified and left out. The size in the result is 0 for a chunk that is not stored
-    or cannot be read: `DirectChunks.read` says what is wrong.
+    The size in the result is 0 for a chunk that is not stored or cannot be read: `DirectChunks.read` says
+    what is wrong. A CRC behind a chunk does not count, and is not verified.
     """
     found, end = {part: (0, 0) for _, part in _cut((rows, cols), chunks.chunk)}, 0
     across = chunks.shards.chunks if chunks.shards else (1, 1)
+    crc = CHECKSUM_BYTES if chunks.encoding.checksum else 0
     waiting, opened = list[tuple[Part, _Block]](), list[int]()
 
     def read() -> None:
         for complete, (part, block) in zip(_read([part for part, _ in waiting], out), waiting, strict=True):
-            start = part.address - out.ctypes.data
-            if complete and (size := _content(chunks, out[start : start + part.size])):
-                found[block] = start, size
+            if complete:
+                found[block] = part.address - out.ctypes.data, max(0, part.size - crc)
         waiting.clear()
         while opened:
             Opener.close(opened.pop())
@@ -90,7 +83,7 @@ def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fe
     finally:
         read()
     high, wide = chunks.chunk
-    return [Fetched(r, c, (r[0] % high, c[0] % wide), *place) for (r, c), place in found.items()]
+    return [Fetched(r, c, (r[0] % high, c[0] % wide), *place, crc > 0) for (r, c), place in found.items()]
 
 
 def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
@@ -111,16 +104,6 @@ def _read_one(part: Part, out: Array) -> bool:
         return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size
     except OSError:
         return False
-
-
-def _content(chunks: DirectChunks, stored: Array) -> int:
-    """Return the bytes of a stored chunk without its CRC; 0 if that does not match."""
-    if not chunks.encoding.checksum:
-        return stored.nbytes
-    try:
-        return checked_content(stored).nbytes
-    except ValueError:
-        return 0
 
 
 def _name(compressor: object) -> str:
