@@ -267,7 +267,7 @@ def similar() -> list[str]:
 
 
 def on_devices() -> list[str]:
-    """Return the table of several GPUs beside one, by `bench_devices.py` on the hosts that it ran on."""
+    """Return the table of several GPUs beside one, by `bench_devices.py` on hosts with two and with one."""
     sources = {
         "page-cache": "zarr in the page cache, C in memory",
         "memory": "arrays in memory",
@@ -276,8 +276,8 @@ def on_devices() -> list[str]:
     }
     lists = {"0": "one GPU", "0,0": "one GPU twice (`0,0`)", "dask": "workers of dask, one per GPU"}
     rows = []
-    for host in load("bench_devices.json"):
-        for name, samples in host["cases"].items():
+    for host in ("bench_two_gpus.json", "bench_devices.json"):
+        for name, samples in load(host)["cases"].items():
             source, size, dtype = name.partition(":")[0].split()
             measured = [one for one in samples if one.get("round")]
             times, read = dict[str, list[float]](), dict[str, int]()

@@ -1,13 +1,12 @@
 """Copies of panels between the memories of several devices of one run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cupy.cuda import Device, runtime
 
 from oocgemm.planning import Slot
 
-# CUDA's cudaErrorPeerAccessAlreadyEnabled.
-_ENABLED = 704
 # The addresses of the slots on all devices of a run. Its sessions share one such dict.
 Places = dict[Slot, int]
 
@@ -20,16 +19,8 @@ def connected(device: int, others: Sequence[tuple[int, Places]]) -> Places:
     """
     for other in {number for number, _ in others} - {device}:
         for reader, owner in ((device, other), (other, device)):
-            if runtime.deviceCanAccessPeer(reader, owner):
-                with Device(reader):
-                    _enable(owner)
+            # An error says that an earlier run has enabled the access, or that the system refuses it.
+            with Device(reader), suppress(runtime.CUDARuntimeError):
+                if runtime.deviceCanAccessPeer(reader, owner):
+                    runtime.deviceEnablePeerAccess(owner)
     return others[0][1] if others else {}
-
-
-def _enable(owner: int) -> None:
-    """Let the current device access the memory of another one. An earlier run may have done so."""
-    try:
-        runtime.deviceEnablePeerAccess(owner)
-    except runtime.CUDARuntimeError as error:
-        if error.status != _ENABLED:
-            raise
