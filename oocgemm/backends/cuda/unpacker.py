@@ -89,7 +89,7 @@ class Unpacker:
             *((temporary + shape.temporary - sequences) // 8, shape.batch),
             *(count, most, blocks, chunk, codec.itemsize, NUMBERS[codec.compressor] if codec.blosc else 0),
         )
-        cuda_calls.make(cuda_calls.zero(counters, _COUNTERS + 4 * count, stream))
+        cuda_calls.make(cuda_calls.fill(counters, _COUNTERS + 4 * count, stream))
         warps = max(1, min(self._warps, ceil_div(count * chunk, _PER_WARP)))
         finding = {"lz4_parse": warps} if codec.compressor == "lz4" else {
             "zstd_walk": ceil_div(warps, 4), "zstd_entropy": warps,
