@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     )
     from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
     from oocgemm.jobs.correlation import corr, cov
+    from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.grm import Relationships, grm
     from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.jobs.plan import Plan
+    from oocgemm.jobs.reduction import MatVec, Reduce, Threshold, TopK, reduce
     from oocgemm.jobs.result import Result
     from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
     from oocgemm.jobs.stats import Stats, stats
@@ -47,12 +49,18 @@ logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
 __all__ = [
     "PCA",
+    "Add",
     "BackendError",
     "BudgetError",
+    "Cast",
     "Client",
+    "Correlation",
+    "Divide",
     "ExecutionError",
+    "Gaussian",
     "InputError",
     "Job",
+    "MatVec",
     "Neighbors",
     "NotFoundError",
     "OocGemmError",
@@ -65,13 +73,18 @@ __all__ = [
     "Partition",
     "Plan",
     "PlanOptions",
+    "RankOne",
+    "Reduce",
     "Relationships",
     "Report",
     "Result",
     "RunOptions",
+    "Scale",
     "Stats",
+    "Threshold",
     "TileShape",
     "Timeline",
+    "TopK",
     "Transform",
     "Verification",
     "corr",
@@ -86,6 +99,7 @@ __all__ = [
     "plan_gram",
     "plan_pca",
     "read_log",
+    "reduce",
     "release",
     "report",
     "similarity",
@@ -102,11 +116,13 @@ _HOMES = {
     "backends": ("release",),
     "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
     "jobs.correlation": ("corr", "cov"),
+    "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
     "jobs.grm": ("Relationships", "grm"),
     "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "jobs.plan": ("Plan",),
+    "jobs.reduction": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
     "jobs.result": ("Result",),
     "jobs.similarity": ("Neighbors", "Pairs", "similarity"),
     "jobs.stats": ("Stats", "stats"),

@@ -3,10 +3,11 @@
 
     python scripts/bench_peers.py --rounds 3
 
-Cases: all correlations of the rows of a matrix, the most similar rows of each row, and a genetic relationship
-matrix of genotypes with missing ones. Contenders that are not installed are left out: scikit-learn, faiss and
-dask. Everything runs on the CPU, on the same arrays in memory.
-Each contender has a process of its own, in turns.
+Cases: all correlations of the rows of a matrix, the most similar rows of each row, a genetic relationship
+matrix of genotypes with missing ones, the same divided by the numbers of variants that both individuals have,
+principal components, and the product of a Gaussian kernel matrix and a matrix. Contenders that are not
+installed are left out: scikit-learn, faiss and dask. Everything runs on the CPU, on the same arrays in
+memory. Each contender has a process of its own, in turns.
 
 A process reports the seconds of one call, which is not its first, and the memory that the call took at most,
 beyond what the process had before. Results are compared with those of NumPy.
@@ -33,7 +34,15 @@ import oocgemm
 Array = NDArray[Any]
 TOPK, MISSING = 50, -1
 # Extents of the operand, rows and columns, and its dtype.
-CASES = {"corr": (4000, 20000, "float32"), "topk": (20000, 256, "float32"), "grm": (3000, 60000, "int8")}
+CASES = {
+    "corr": (4000, 20000, "float32"),
+    "topk": (20000, 256, "float32"),
+    "grm": (3000, 60000, "int8"),
+    "pairwise": (3000, 60000, "int8"),
+    "pca": (40000, 2000, "float32"),
+    "kernel": (12000, 64, "float32"),
+}
+COMPONENTS, GAMMA, COLUMNS = 20, 0.005, 10
 # Rows or columns that the loops in NumPy take at a time.
 BAND = 1024
 # Host memory that oocgemm may take.
@@ -43,7 +52,11 @@ MEMORY = "400MiB"
 def operand(case: str, shrink: int) -> Array:
     rows, cols, dtype = CASES[case]
     rng, shape = np.random.default_rng(0), (rows // shrink, cols // shrink)
-    if case != "grm":
+    if case == "pca":
+        # Singular values of features that decrease slowly: as of real data, components are hard to find.
+        weights = 1 / np.sqrt(1 + np.arange(shape[1], dtype=np.float32))
+        return rng.standard_normal(shape, np.float32) * weights
+    if case not in ("grm", "pairwise"):
         return rng.standard_normal(shape, np.float32)
     x = rng.binomial(2, rng.uniform(0.05, 0.5, shape[1]), shape).astype(dtype)
     x[rng.random(shape) < 0.01] = MISSING
@@ -103,23 +116,100 @@ def _our_topk(e: Array) -> Array:
     return np.asarray(oocgemm.similarity(e, topk=TOPK, backend="host", memory=MEMORY).indices)
 
 
+def _standardized(raw: Array) -> tuple[Array, Array]:
+    """Return standardized genotypes of some variants, with 0 for missing ones, and which are known."""
+    known = raw != MISSING
+    mean = np.where(known, raw, 0).sum(0) / known.sum(0)
+    share = mean / 2
+    z = np.where(known, raw - mean, 0) / np.sqrt(2 * share * (1 - share))
+    return z.astype(np.float32), known.astype(np.float32)
+
+
 def _numpy_grm(x: Array) -> Array:
     found = np.zeros((len(x), len(x)), np.float32)
     for left in range(0, x.shape[1], BAND):
-        raw = x[:, left : left + BAND]
-        known = raw != MISSING
-        mean = np.where(known, raw, 0).sum(0) / known.sum(0)
-        share = mean / 2
-        z = np.where(known, raw - mean, 0) / np.sqrt(2 * share * (1 - share))
-        z = z.astype(np.float32)
+        z, _ = _standardized(x[:, left : left + BAND])
         found += z @ z.T
     return found / x.shape[1]
 
 
+def _gcta_grm(x: Array) -> Array:
+    """Return the matrix as GCTA computes it: sums and numbers of variants, by blocks of variants."""
+    sums, counts = np.zeros((2, len(x), len(x)), np.float32)
+    for left in range(0, x.shape[1], BAND):
+        z, known = _standardized(x[:, left : left + BAND])
+        sums += z @ z.T
+        counts += known @ known.T
+    sums /= counts
+    return sums
+
+
+def _dask_grm(x: Array) -> Array:
+    import dask.array as da
+
+    lazy = da.from_array(x, chunks=(-1, BAND)).map_blocks(lambda raw: _standardized(raw)[0], dtype="float32")
+    return np.asarray((lazy @ lazy.T).compute()) / x.shape[1]
+
+
 def _our_grm(x: Array) -> Array:
-    transform = oocgemm.Transform(missing=MISSING, impute="mean", center="k", scale="hwe")
-    options: dict[str, Any] = {"backend": "host", "memory": MEMORY, "alpha": 1 / x.shape[1]}
-    return np.asarray(oocgemm.gram(x, uplo="full", transform=transform, **options).out)
+    return np.asarray(oocgemm.grm(x, backend="host", memory=MEMORY).out)
+
+
+def _our_pairwise(x: Array) -> Array:
+    return np.asarray(oocgemm.grm(x, pairwise=True, backend="host", memory=MEMORY).out)
+
+
+def _numpy_pca(x: Array) -> Array:
+    """Return the variances along the components, from the eigenvalues of the covariance matrix."""
+    return np.asarray(np.linalg.eigvalsh(np.cov(x, rowvar=False))[::-1][:COMPONENTS])
+
+
+def _incremental_pca(x: Array) -> Array:
+    from sklearn.decomposition import IncrementalPCA
+
+    return np.asarray(IncrementalPCA(COMPONENTS, batch_size=BAND).fit(x).explained_variance_)
+
+
+def _sklearn_pca(x: Array) -> Array:
+    from sklearn.decomposition import PCA
+
+    return np.asarray(PCA(COMPONENTS, svd_solver="randomized", random_state=0).fit(x).explained_variance_)
+
+
+def _dask_pca(x: Array) -> Array:
+    import dask.array as da
+
+    lazy = da.from_array(x, chunks=(BAND, -1))
+    _, values, _ = da.linalg.svd_compressed(lazy - lazy.mean(0), COMPONENTS, n_power_iter=3, seed=0)
+    return np.asarray(values.compute()) ** 2 / (len(x) - 1)
+
+
+def _our_pca(x: Array) -> Array:
+    found = oocgemm.pca(x, COMPONENTS, backend="host", memory=MEMORY)
+    return np.asarray(found.explained_variance)
+
+
+def _factor(x: Array) -> Array:
+    return np.random.default_rng(1).standard_normal((len(x), COLUMNS), np.float32)
+
+
+def _numpy_kernel(x: Array) -> Array:
+    v, norms, found = _factor(x), np.square(x).sum(1), np.empty((len(x), COLUMNS), np.float32)
+    for top in range(0, len(x), BAND):
+        here = slice(top, top + BAND)
+        d2 = norms[here, None] + norms - 2 * (x[here] @ x.T)
+        found[here] = np.exp(-GAMMA * np.maximum(d2, 0)) @ v
+    return found
+
+
+def _sklearn_kernel(x: Array) -> Array:
+    from sklearn.metrics.pairwise import rbf_kernel
+
+    return np.asarray(rbf_kernel(x, gamma=GAMMA) @ _factor(x))
+
+
+def _our_kernel(x: Array) -> Array:
+    return oocgemm.kernel_matmul(x, _factor(x), gamma=GAMMA, backend="host", memory=MEMORY)
 
 
 # By case: the contenders, with the package that each needs. The first one is the reference.
@@ -135,15 +225,36 @@ CONTENDERS: dict[str, dict[str, tuple[str, Callable[[Array], Array]]]] = {
         "faiss IndexFlatIP": ("faiss", _faiss_topk),
         "oocgemm.similarity": ("oocgemm", _our_topk),
     },
-    "grm": {"NumPy loop": ("numpy", _numpy_grm), "oocgemm.gram": ("oocgemm", _our_grm)},
+    "grm": {
+        "NumPy loop": ("numpy", _numpy_grm),
+        "dask": ("dask", _dask_grm),
+        "oocgemm.grm": ("oocgemm", _our_grm),
+    },
+    "pairwise": {
+        "GCTA-like loop": ("numpy", _gcta_grm),
+        "oocgemm.grm, pairwise": ("oocgemm", _our_pairwise),
+    },
+    "pca": {
+        "numpy.cov, eigvalsh": ("numpy", _numpy_pca),
+        "sklearn IncrementalPCA": ("sklearn", _incremental_pca),
+        "sklearn PCA, randomized": ("sklearn", _sklearn_pca),
+        "dask svd_compressed": ("dask", _dask_pca),
+        "oocgemm.pca": ("oocgemm", _our_pca),
+    },
+    "kernel": {
+        "NumPy loop": ("numpy", _numpy_kernel),
+        "sklearn rbf_kernel": ("sklearn", _sklearn_kernel),
+        "oocgemm.kernel_matmul": ("oocgemm", _our_kernel),
+    },
 }
 
 
 def agreement(case: str, found: Array, right: Array) -> float:
-    """Return the share of equal neighbours, or for matrices the largest difference."""
+    """Return the share of equal neighbours, the largest difference, or for pca the largest relative one."""
     if case == "topk":
         return float(np.mean([len(np.intersect1d(*pair)) / TOPK for pair in zip(found, right, strict=True)]))
-    return float(np.abs(found - right).max())
+    scale = np.abs(right) if case == "pca" else 1
+    return float((np.abs(found - right) / scale).max())
 
 
 def _memory(field: str) -> int:
@@ -198,7 +309,7 @@ def main(
         keep(output or Path("scripts/results/bench_peers.json"), f"cpu {result['what']}", result)
         for name in names:
             print(
-                f"{case:5} {name:26} {result['median_seconds'][name]:8.2f} s "
+                f"{case:8} {name:26} {result['median_seconds'][name]:8.2f} s "
                 f"{result['median_bytes'][name] / 2**20:8.0f} MiB  {result['agreement'][name]:.3g}"
             )
 

@@ -77,6 +77,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "decoding": storage_tables.decoding,
         "libraries": tables.libraries,
         "similar": tables.similar,
+        "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,

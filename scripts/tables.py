@@ -266,6 +266,40 @@ def similar() -> list[str]:
     return table(["product", "T", "plain product in core", "rate, relative to it"], rows)
 
 
+def on_devices() -> list[str]:
+    """Return the table of several GPUs beside one, by `bench_devices.py` on the hosts that it ran on."""
+    sources = {
+        "page-cache": "zarr in the page cache, C in memory",
+        "memory": "arrays in memory",
+        "pinned": "pinned arrays in memory",
+        "zarr": "zarr to zarr in memory",
+    }
+    lists = {"0": "one GPU", "0,0": "one GPU twice (`0,0`)", "dask": "workers of dask, one per GPU"}
+    rows = []
+    for host in load("bench_devices.json"):
+        for name, samples in host["cases"].items():
+            source, size, dtype = name.partition(":")[0].split()
+            measured = [one for one in samples if one.get("round")]
+            times, read = dict[str, list[float]](), dict[str, int]()
+            for one in measured:
+                times.setdefault(one["devices"], []).append(one["seconds"])
+                read[one["devices"]] = one["read_bytes"]
+            first = next(iter(times))
+            every = f"{max(len(one['names']) for one in measured)} GPUs"
+            for given, seconds_each in times.items():
+                rows.append(
+                    [
+                        f"{size}^3 {dtype}, {sources[source]}",
+                        lists.get(given, every),
+                        str(len(seconds_each)),
+                        seconds(seconds_each),
+                        f"{median(times[first]) / median(seconds_each):.2f}",
+                        f"{read[given] / read[first]:.2f}",
+                    ]
+                )
+    return table(["product", "on", "rounds", "T", "speed, relative", "bytes read, relative"], rows)
+
+
 def diagnosed() -> list[str]:
     """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Kill or interrupt real `oocgemm run` processes, resume them, and compare the results bit for bit.
 
-A case is a product with one kind of C: uncompressed chunk files, compressed ones, sharded ones or .npy, and
-new, replaced, or updated in place with beta != 0. Half of the kills are at random instants of a process's
-life. The others come within two milliseconds after a line is added to the journal, which is when the state of
-a tile changes, or after the journal is created. The script counts the state in which each kill left the
+A case (`torture_cases.py`) is a product with one kind of C: uncompressed chunk files, compressed or sharded
+ones, or .npy, and new, replaced, or updated in place with beta != 0. Other cases are commands such as grm and
+pca; those without --resume are started again. Half of the kills are at random instants of a process's life.
+The others come within two milliseconds after a line is added to the journal, which is when the state of a
+tile changes, or after the journal is created. The script counts the state in which each kill left the
 journal. It compares the result with that of an undisturbed run of the same plan. A last run with --resume
 must not change the result. The exit code is 1 if any result differs.
 
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,68 +34,22 @@ import zarr
 from keeping import keep
 from keeping import output as output_option
 from keeping import work as work_option
+from torture_cases import CASES, KERNEL_MATMUL, Case
 
 from oocgemm import stores
 from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.jobs import journal
 from oocgemm.planning import default_model
+from oocgemm.stores.genetics.grm import companions
 
-# Number of chunks and of tiles along each extent of a matrix.
-CHUNKS, TILES = 12, 6
+# Number of chunks along each extent of a matrix.
+CHUNKS = 12
 # Longest delay between a change of the journal and the kill that follows it, in seconds.
 JITTER = 0.002
 # After this many kills a case is resumed without further kills.
 MAX_KILLS = 12
 # Longest time that a process may take to end after SIGINT or SIGTERM.
 MAX_SECONDS_TO_END = 2.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """A product: the kind of its C, beta, and the number of tiles along m, n and k.
-
-    `command` is run, or gram for the Gram matrix of A.
-    """
-
-    kind: str
-    beta: str = "0"
-    existing: bool = False
-    dtype: str = "float64"
-    tiles: tuple[int, int, int] = (TILES, TILES, TILES)
-    options: tuple[str, ...] = ()
-    command: str = "run"
-
-    @property
-    def name(self) -> str:
-        how = f"beta = {self.beta}, in place" if self.beta != "0" else "replaced" if self.existing else "new"
-        kind = self.kind if self.command == "run" else f"{self.command} {self.kind}"
-        return " ".join((kind, self.dtype, "x".join(map(str, self.tiles)), *self.options, f"({how})"))
-
-
-CASES = (
-    Case("raw"),
-    Case("raw", beta="0.5", existing=True),
-    Case("zstd", tiles=(3, 6, 4)),
-    Case("zstd", beta="-1", existing=True),
-    Case("sharded", existing=True, tiles=(6, 3, 6)),
-    Case("sharded", beta="0.5", existing=True),
-    Case("npy", tiles=(4, 6, 3)),
-    Case("npy", beta="0.5", existing=True),
-    Case("raw", beta="0.5", existing=True, dtype="float16", tiles=(6, 4, 4), options=("--transpose-b",)),
-    Case("raw", dtype="complex64", tiles=(6, 6, 2), options=("--adjoint-a", "--alpha", "0.7")),
-    Case("raw", command="gram"),
-    Case("zstd", command="gram", dtype="complex64", options=("--uplo", "full"), tiles=(4, 4, 3)),
-    Case("npy", beta="0.5", existing=True, command="gram", options=("--uplo", "upper")),
-    Case("raw", beta="0.5", existing=True, command="gram", options=("--uplo", "full"), tiles=(3, 3, 6)),
-    Case("raw", command="gram", dtype="float32", options=("--transform", "center=k,scale=k")),
-    Case(
-        "raw",
-        beta="0.5",
-        existing=True,
-        dtype="float32",
-        options=("--transform-a", "center=k", "--transform-b", "scale=k"),
-    ),
-)
 
 
 def environment() -> dict[str, str]:
@@ -111,6 +66,8 @@ def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
     """Create a matrix of random numbers, for an operand or an existing C."""
     rng = np.random.default_rng(seed)
     noise = rng.standard_normal((extent, extent))
+    if dtype == "int8":
+        noise = rng.integers(-1, 3, noise.shape)  # genotypes, some of which are missing
     data = (noise + 1j * rng.standard_normal(noise.shape) if dtype.startswith("complex") else noise).astype(
         dtype
     )
@@ -125,11 +82,17 @@ def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
 
 def content(path: Path) -> bytes:
     """Return the bytes of a result. A zarr array must not be marked unfinished."""
+    if path.name.endswith(".grm.bin"):
+        return b"".join(place.read_bytes() for place in (path, *companions(path)))
+    counts = path.with_suffix(f".counts{path.suffix}")
+    more = content(counts) if counts.exists() else b""
     if path.suffix == ".npy":
-        return bytes(np.load(path).data)
-    array = zarr.open_array(path, mode="r")
-    assert "oocgemm" not in array.attrs, f"{path} is marked unfinished"
-    return bytes(np.asarray(array[:]).data)
+        return bytes(np.load(path).data) + more
+    found = zarr.open(path, mode="r")
+    if isinstance(found, zarr.Group):
+        return b"".join(np.asarray(array[...]).tobytes() for _, array in sorted(found.arrays()))
+    assert "oocgemm" not in found.attrs, f"{path} is marked unfinished"
+    return bytes(np.asarray(found[:]).data) + more
 
 
 class Torture:
@@ -142,7 +105,7 @@ class Torture:
         self.slowest = 0.0  # longest time from a signal to the end of its process, in seconds
         self.kills: Counter[str] = Counter()
         self.rounds = 0
-        suffix = "npy" if case.kind == "npy" else "zarr"
+        suffix = case.kind if case.kind in ("npy", "grm.bin") else "zarr"
         self.c, self.initial = folder / f"C.{suffix}", folder / f"initial.{suffix}"
         for seed, name in enumerate("AB"):
             make(folder / f"{name}.zarr", extent, "raw", case.dtype, seed)
@@ -153,24 +116,31 @@ class Torture:
         itemsize = np.dtype(case.dtype).itemsize
         reserve = default_model(backend, len(os.sched_getaffinity(0))).device_reserve
         memory = reserve + max(8 << 20, 3 * extent * extent * itemsize)
+        a, budgets = str(folder / "A.zarr"), (str(memory), str(2 * memory))
         self.command = [
-            *(sys.executable, "-m", "oocgemm", case.command, str(folder / "A.zarr")),
-            *(() if case.command == "gram" else (str(folder / "B.zarr"),)),
+            *(sys.executable, "-m", "oocgemm", case.command, a),
+            *((str(folder / "B.zarr"),) if case.command == "run" else ()),
             *(str(self.c), "--quiet", "--backend", backend),
-            *("--tile", tile, "--beta", case.beta, *case.options),
-            *("--device-memory", str(memory), "--host-memory", str(2 * memory)),
+            *(() if case.command == "pca" else ("--tile", tile)),
+            *(("--beta", case.beta) if case.command in ("run", "gram") else ()),
+            *(*case.options, "--device-memory", budgets[0], "--host-memory", budgets[1]),
             *(("--overwrite",) if case.existing and case.beta == "0" else ()),
             *(("--compressor", case.kind) if case.kind == "zstd" and not case.existing else ()),
         ]
+        if case.command == "kernel_matmul":
+            self.command = [sys.executable, "-c", KERNEL_MATMUL, a, str(self.c), backend, tile, *budgets]
         if case.kind in ("raw", "zstd") and not case.existing:
             self.command += ["--chunks", f"{extent // CHUNKS}x{extent // CHUNKS}"]
-        found = stores.sidecar(str(self.c))
-        assert found is not None
-        self.sidecar = found
+        counts = folder / ("C.grm.N.bin" if suffix == "grm.bin" else f"C.counts.{suffix}")
+        found = [stores.sidecar(str(path)) for path in (counts, self.c)]
+        # The folders of journals, in the order in which the command writes them.
+        self.sidecars = [path for path in found if path is not None][2 - case.journals :]
+        self.resume = ("--resume",) if case.resumes else ()
         self.fresh()
         start = time.monotonic()
         process = self.start()
-        while not (self.sidecar / journal.JOURNAL).exists() and process.poll() is None:
+        watched = self.sidecars[0] / journal.JOURNAL if self.sidecars else self.c
+        while not watched.exists() and process.poll() is None:
             time.sleep(0.001)
         self.start_up = time.monotonic() - start
         self.wait(process)
@@ -179,10 +149,8 @@ class Torture:
 
     def fresh(self) -> None:
         """Restore C to its state before any run."""
-        for path in (self.c, self.sidecar):
-            if path.is_dir():
-                shutil.rmtree(path)
-            path.unlink(missing_ok=True)
+        for path in self.folder.glob("C.*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self.case.existing:
             (shutil.copytree if self.initial.is_dir() else shutil.copyfile)(self.initial, self.c)
 
@@ -192,6 +160,7 @@ class Torture:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=self.folder,
             env=self.environment,
         )
 
@@ -206,7 +175,7 @@ class Torture:
         while (left := kills - sum(self.kills.values())) > 0 and time.monotonic() < until:
             self.once(left)
             self.rounds += 1
-        if self.rounds:
+        if self.rounds and self.sidecars:
             self.wait(self.start("--resume"))
             if content(self.c) != self.right:
                 raise SystemExit(f"{self.case.name}: --resume changed a complete C")
@@ -216,7 +185,9 @@ class Torture:
         self.fresh()
         kills = 0
         while True:
-            process = self.start("--resume")
+            if not self.sidecars and self.c.exists():
+                break  # the kill came after the end
+            process = self.start(*self.resume)
             if kills < min(max_kills, MAX_KILLS) and self.kill(process):
                 kills += 1
                 self.kills[self.phase()] += 1
@@ -233,13 +204,19 @@ class Torture:
         """
         if self.signal is not signal.SIGKILL:
             return self.interrupt(process)
-        path, record = self.sidecar / journal.JOURNAL, journal.read(self.sidecar)
+        if not self.sidecars:
+            pause(process, self.rng.uniform(0.2, 1) * self.seconds)
+            process.kill()
+            process.communicate()
+            return process.returncode < 0
+        sidecar = self.rng.choice(self.sidecars)
+        path, record = sidecar / journal.JOURNAL, journal.read(sidecar)
         left = 1.0 if record is None else 1 - len(record.done) / tiles_of(record)
         how = self.rng.random()
         if how < 0.1:  # during the start of the process
             delay = self.rng.uniform(0.5, 1) * self.start_up
         elif how < 0.5:  # at a random time of the run
-            self.await_change(process, self.sidecar / journal.LOCK)
+            self.await_change(process, sidecar / journal.LOCK)
             delay = self.rng.uniform(0, left * (self.seconds - self.start_up))
         else:
             for _ in range(self.rng.choice((1, 1, 2, 3, 4, 6))):
@@ -282,7 +259,9 @@ class Torture:
 
     def phase(self) -> str:
         """Return what the last kill interrupted, judged by the state of the journal."""
-        record = journal.read(self.sidecar)
+        if not self.sidecars:
+            return "after the end" if self.c.exists() else "without a journal"
+        record = journal.read(self.sidecars[-1])
         if record is None:
             return "before the journal"
         if record.complete is not None:

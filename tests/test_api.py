@@ -63,7 +63,8 @@ def test_every_option_is_a_field_of_the_request() -> None:
         "standardize",
         "selection",
         "chain",
-        "gaussian",
+        "reduction",
+        "known",
     } == Request.__dataclass_fields__.keys()
 
 

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +12,12 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import BudgetError, ExecutionError, InputError, OutOfMemoryError
+from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.arena import slot_offsets
 from oocgemm.cli.output import EXIT_USAGE
-from oocgemm.planning import Budgets, Kind, Plan, Tier, resumed_plan
+from oocgemm.planning import Kind, Plan, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
-from oocgemm.planning.schedule.dealing import arrangement
+from oocgemm.stores import arrays
 from tests.backends_here import needs_gpu, running_on
 from tests.command import command, run
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
@@ -143,6 +142,26 @@ def test_panels_are_copied_between_devices_that_cannot_access_each_other(
     assert gpus.peers == {(0, 2), (2, 0)}
     assert any(span.stream == "peer" for span in several.timeline.spans)
     np.testing.assert_array_equal(np.asarray(several), one)
+
+
+@pytest.mark.parametrize("tile", ["20x20x10", "40x40x40"])
+@pytest.mark.parametrize("seed", range(2))
+def test_panels_of_pinned_arrays_are_uploaded_to_one_device(
+    seed: int, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
+    a, b, c = (integers(RNG, (160, 160), "float64") for _ in range(3))
+    with fake_cuda(seed, devices=3) as gpus:
+        for x in (a, b, c):
+            gpus.memory.pin(x.ctypes.data, x.nbytes, None)
+        given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "tile": tile}
+        result = oocgemm.gemm(a, b, c, devices="0,1,2", device_memory="100MiB", host_memory="64MiB", **given)
+        for x in (a, b, c):
+            gpus.memory.unpin(x.ctypes.data)
+        gpus.check()
+    assert set(map(result.plan.is_direct, "ABC")) == {True}
+    assert reads(result) < result.plan.traffic["h2d"]
+    np.testing.assert_array_equal(c, a @ b)
 
 
 def test_the_log_describes_every_device(gpus: Device, tmp_path: Path) -> None:
@@ -349,19 +368,6 @@ def test_sessions_on_one_gpu_share_its_link_and_its_kernels(tmp_path: Path) -> N
     assert busy[1] < 0.6 * busy[0] < 0.6 * 1.2 * busy[2]
 
 
-def test_budgets_that_are_too_small_name_what_suffices_for_all_devices(tmp_path: Path) -> None:
-    a = tmp_path / "a.npy"
-    np.save(a, np.ones((400, 400)))
-    c = tmp_path / "C"
-    given: dict[str, Any] = {"backend": "cuda", "kernel": "cublas", "devices": "0,1,2,3"}
-    with pytest.raises(BudgetError, match="smallest plan for 4 devices") as caught:
-        oocgemm.plan(a, a, c, device_memory="90MiB", host_memory="64KiB", **given)
-    assert caught.value.least is not None
-    budgets = Budgets(90 << 20, caught.value.least)
-    planned = oocgemm.plan(a, a, c, device_memory=budgets.device, host_memory=budgets.host, **given)
-    assert planned.footprint.host_total <= budgets.host
-
-
 def test_the_command_line_takes_devices(tmp_path: Path) -> None:
     for name, values in (("A", A), ("B", B)):
         store(tmp_path / name, "raw", values)
@@ -375,16 +381,6 @@ def test_the_command_line_takes_devices(tmp_path: Path) -> None:
     assert (refused.code, "there is no device 1" in refused.err) == (EXIT_USAGE, True)
     planned = command("plan", *operands, "--backend", "cuda", "--device-memory", "1GiB", "--devices", "0,1,2")
     assert "each of 3 devices" in planned.out
-
-
-def test_more_devices_get_more_host_slots_when_a_run_is_resumed() -> None:
-    plan = oocgemm.plan(A, B, backend="cuda", device_memory="200MiB", kernel="cublas", tile=TILE)
-    slots = replace(plan.candidate.slots, host_a=1, host_b=1, host_c=1)
-    given = plan.problem, plan.budgets, plan.machine, plan.layouts
-    resumed = resumed_plan(*given, replace(plan.candidate, slots=slots), frozenset(), 4)
-    down, across = arrangement(4, plan.problem, resumed.grid)
-    assert (resumed.slots.host_a, resumed.slots.host_b) == (3 * down, 3 * across)
-    assert (resumed.devices, resumed.slots.a) == (4, slots.a)
 
 
 @pytest.mark.parametrize("devices", ["0,0", "0,0,0,0"])

@@ -1,7 +1,5 @@
 """`kernel_matmul` multiplies a Gaussian kernel matrix and V, without storing the matrix."""
 
-import shutil
-from ctypes import c_double, c_longlong, c_void_p
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +12,9 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.host.gaussian import make_gaussian
 from oocgemm.errors import InputError
-from oocgemm.kernels.gaussian import gaussian_grid, gaussian_options
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.fake_cuda import fake_cuda
-from tests.test_kernels_cpu import built
 
 Array = NDArray[Any]
 
@@ -101,9 +96,9 @@ def test_rounding_gives_no_negative_distances() -> None:
 def test_bad_input_is_refused() -> None:
     x, call = np.ones((9, 4)), cast(Any, oocgemm.kernel_matmul)
     for message, arguments, options in (
-        ("V has 8 rows, but X has 9 rows", (x, np.ones(8)), {}),
-        ("V has 9 rows, but Y has 5 rows", (x, np.ones(9), np.ones((5, 4))), {}),
-        ("X has 4 columns and Y has 3", (x, np.ones(9), np.ones((9, 3))), {}),
+        ("V has 8 rows, and C has 9 columns", (x, np.ones(8)), {}),
+        ("V has 9 rows, and C has 5 columns", (x, np.ones(9), np.ones((5, 4))), {}),
+        ("op\\(A\\) is 9 x 4 and op\\(B\\) is 3 x 9", (x, np.ones(9), np.ones((9, 3))), {}),
         ("gamma = 0: pass a positive number", (x, np.ones(9)), {"gamma": 0}),
         ("gamma = inf", (x, np.ones(9)), {"gamma": np.inf}),
         ("gamma = '1'", (x, np.ones(9)), {"gamma": "1"}),
@@ -115,27 +110,3 @@ def test_bad_input_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             call(*arguments, **{"gamma": 1.0, "backend": "host"} | options)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_cuda_kernel_gives_the_numbers_of_numpy(tmp_path: Path, dtype: str) -> None:
-    run = built("gaussian", "gaussian", gaussian_options(dtype), tmp_path)
-    rng = np.random.default_rng(0)
-    for shape in ((1, 1), (7, 530), (130, 7)):
-        c = rng.standard_normal(shape).astype(dtype)
-        c[0, 0] = np.nan
-        rows, cols = rng.random(shape[0]), rng.random(shape[1])
-        found, right = c.copy(), c.copy()
-        make_gaussian(right, rows, cols, 0.7)
-        pointers = [c_void_p(x.ctypes.data) for x in (rows, cols)]
-        extents = map(c_longlong, shape)
-        run(
-            gaussian_grid(*shape),
-            (256, 1, 1),
-            *extents,
-            *pointers,
-            c_double(0.7),
-            c_void_p(found.ctypes.data),
-        )
-        np.testing.assert_allclose(found, right, rtol=1e-6)

@@ -61,6 +61,34 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10
 
 
+# Commands other than run and gram, by the numbers of their cases in scripts/torture_cases.py. The last three
+# have no --resume.
+VERBS = {"corr": 16, "cov": 17, "grm": 18, "grm.bin": 19, "pca": 20, "similarity": 21, "threshold": 22} | {
+    "kernel_matmul": 23
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("verbs", "kills"), [(("grm", "similarity"), 2), *slow((("gram", *VERBS), 50))], ids=["two", "all"]
+)
+def test_a_command_killed_at_random_gives_the_same_bits(
+    tmp_path: Path, verbs: tuple[str, ...], kills: int
+) -> None:
+    output, numbers = tmp_path / "torture.json", {"gram": 10} | VERBS
+    line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", str(kills)]
+    line += [argument for verb in verbs for argument in ("--case", str(numbers[verb]))]
+    done = subprocess.run(
+        [*line, "--output", str(output)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())["host"]
+    commands = [case["command"] for case in found["cases"]]
+    assert commands == [{"grm.bin": "grm", "threshold": "corr"}.get(verb, verb) for verb in verbs]
+    assert all(sum(case["kills"].values()) for case in found["cases"])
+    assert found["kills"] >= kills
+
+
 STUCK = """
 import time
 from pathlib import Path

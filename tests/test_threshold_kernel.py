@@ -33,7 +33,7 @@ SHAPES = ((5, 700), (3, 40), (9, 1))
 
 def problem(accumulator: str, least: float, *, scaled: bool, absolute: bool) -> GemmProblem:
     dtypes = accumulator, accumulator, accumulator, DTYPES[accumulator]
-    how: Any = {"scaled": scaled, "absolute": absolute, "excludes_self": True}
+    how: Any = {"scaled": scaled, "absolute": absolute, "excludes_self": True, "gram": "lower"}
     return GemmProblem(1, 1, 1, *dtypes, sparse=True, threshold=least, **how)
 
 

@@ -1,6 +1,6 @@
 // threshold: finds the elements of a strip of C (some rows of a tile) that are at or above a threshold.
 //
-// C is symmetric. Elements right of its diagonal are left out, and with `excludes_self` those on it.
+// With `excludes_self`, elements on C's diagonal are left out, and if C is symmetric, all those right of it.
 //
 // A warp searches one row, and each element is read once. The warp collects what it finds in a buffer in shared
 // memory, in the order of columns. When the buffer is nearly full, and at the end of the row, its elements are
@@ -9,6 +9,7 @@
 //
 // Macros: those of selection/element.cuh, and
 //   OOC_ABSOLUTE     1: magnitudes of scores are compared
+//   OOC_TRIANGLE     1: C is symmetric
 //   OOC_ROOM         elements in the buffer of a warp
 // Launch: blocks of WARPS warps. The grid may have fewer warps than there are rows.
 #include "selection/element.cuh"
@@ -45,7 +46,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
     const score_t bound = static_cast<score_t>(least);
     for (long long row = static_cast<long long>(blockIdx.x) * warps + warp; row < rows;
          row += static_cast<long long>(gridDim.x) * warps) {
-        const long long below = first_row + row - first_column + !excludes_self;
+        const long long diagonal = first_row + row - first_column;
+        const long long below = OOC_TRIANGLE ? diagonal + !excludes_self : width;
+        const long long own = !OOC_TRIANGLE && excludes_self ? diagonal : -1;
         const long long end = below < width ? below : width;  // the first column that is left out
         const score_t of_row = OOC_SCALED ? scales[first_row + row] : score_t(1);
         const OOC_ACCUMULATED* from = sums + row * width;
@@ -60,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) threshold(
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 const long long column = start + u * 32 + lane;
-                const bool found = scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound);
+                const bool found = column != own && (scores[u] >= bound || (OOC_ABSOLUTE && -scores[u] >= bound));
                 const unsigned votes = __ballot_sync(ALL, found);
                 if (found) {
                     buffer[used + __popc(votes & ((1u << lane) - 1))] = {

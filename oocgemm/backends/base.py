@@ -16,16 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import missing_bfloat16
-from oocgemm.planning import (
-    DTYPES,
-    OPERANDS,
-    GemmProblem,
-    Kind,
-    Op,
-    Operation,
-    Plan,
-    Region,
-)
+from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
@@ -109,11 +100,23 @@ class PanelTransform:
 
 
 Transforms = Mapping[str, PanelTransform]  # by operand, "A" or "B"
-# What is subtracted from C when it is finished, if the problem is `centered`: float64 arrays (rows, cols), of
-# which rows[i] + cols[j] is subtracted from the element (i, j).
 Correction = tuple[Array, Array] | None
-# What row i and column i of C are multiplied by, if the problem is `scaled`: a float64 array.
-Scales = Array | None
+Numbers = tuple[Array | None, Array | None]
+
+
+class Finishing(NamedTuple):
+    """The float64 arrays that Finish operations use.
+
+    rows[i] + cols[j] of a `correction` (rows, cols) is subtracted from C. Row i and column i of C are
+    multiplied by `scales`[i]. Each step of the epilogue has `numbers` per row and per column of C, or None.
+    """
+
+    correction: Correction = None
+    scales: Array | None = None
+    numbers: Sequence[Numbers] = ()
+
+
+NOTHING = Finishing()
 
 # Selected elements of C, by the names of their dtypes. Those of a row are in descending order of their
 # scores. Elements of equal scores are in ascending order of their indices, the columns of C. NaN comes last.
@@ -260,15 +263,14 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
-        """Transform panels of operands, and correct or scale C.
+    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
+        """Transform panels of operands, and correct, scale or change C.
 
         Called before the first `submit`.
 
         Args:
             transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
-            correction: of C; for an `applied` problem, the squared norms of rows and columns.
-            scales: what rows and columns of C are multiplied by, if the problem is `scaled`.
+            finishing: the arrays of Finish operations.
         """
 
     def use_factor(self, factor: Array) -> None:

@@ -13,10 +13,9 @@ from oocgemm.backends.base import (
     Array,
     Backend,
     Checksums,
-    Correction,
+    Finishing,
     HostBlock,
     Pageable,
-    Scales,
     Session,
     Stream,
     Token,
@@ -157,9 +156,9 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
+    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         for session in self._each:
-            session.use_transforms(transforms, correction, scales)
+            session.use_transforms(transforms, finishing)
 
     def use_factor(self, factor: Array) -> None:
         raise AssertionError("one device runs such products")

@@ -63,10 +63,11 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     down, across = plan.grid.shape
     out.print(
         f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}{_factors(problem)}"
-        + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
+        + (f"  +  {_scalar(problem.beta)}C" if problem.updates_c else "")
         + f"   {problem.described_dtype}"
         + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
         + ("" if problem.compute == "native" else f" by {problem.compute}")
+        + "".join(f", {step.kind.replace('_', ' ')}" for step in problem.epilogue)
         + f", {problem.flops:.3g} flops"
     )
     out.print(

@@ -56,6 +56,12 @@ from oocgemm.stores.transform import Transform
     type=click.Choice(CASTS),
     help="dtype in which genotypes are multiplied.  [default: float32 for int8, and so for .bed files]",
 )
+@click.option(
+    "--pairwise",
+    is_flag=True,
+    help="Divide by the number of variants that both individuals have, as GCTA does. It takes a second "
+    "product. The numbers are stored beside OUT.",
+)
 @taking(*STATISTICS)
 @click.option(
     "--dry-run", is_flag=True, help="Show how OUT would be computed. Read no genotypes, and write nothing."
@@ -70,6 +76,7 @@ def grm(
     method: str,
     missing: float,
     cast: str | None,
+    pairwise: bool,
     **options: Any,
 ) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.
@@ -102,6 +109,7 @@ def grm(
             "uplo": uplo,
             "missing": missing,
             "cast": cast,
+            "pairwise": pairwise,
             "progress": progress,
         }
         found.append(compute_grm(x, out, **given, **options))

@@ -5,10 +5,10 @@ stream. The calling thread queues the operations in program order. It pauses whi
 too many operations are unfinished (backpressure). Operations wait only for earlier ones, which are queued
 already. So there is no deadlock.
 
-Reads, Writes and the operations of the host backend run in threads of their stream. The operations of a GPU,
-except Prepare, are only enqueued, which takes microseconds. So they need no threads of their own: any thread
-that has submitted an operation also submits those that waited only for that one. The GPU's streams then wait
-for each other.
+Reads, Writes and the operations of the host backend run in threads of their stream. So do copies between
+GPUs, whose threads wait for the other GPU. The other operations of a GPU, except Prepare, are only enqueued,
+which takes microseconds. So they need no threads of their own: any thread that has submitted an operation
+also submits those that waited only for that one. The GPU's streams then wait for each other.
 
 The first failure, or a request to cancel, stops the run: no new operation starts, all threads are joined, and
 the first error is raised. Signals do not interrupt a run (`threads.shielded`).
@@ -162,13 +162,18 @@ class Run:
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
             item: Item = operation, waits, completion
-            if operation.kind in self._session.asynchronous and not self._staging.is_pageable(operation):
+            if self._is_asynchronous(operation):
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
                 # If it is not ready, it is submitted when the last operation that it waits for has been.
                 if is_ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
                 self._queue_of(operation).put(item)
+
+    def _is_asynchronous(self, operation: Operation) -> bool:
+        """Return whether an operation is only enqueued: no thread waits for the host or another device."""
+        on_device = operation.kind in self._session.asynchronous and not operation.peer
+        return on_device and not self._staging.is_pageable(operation)
 
     def _submit_on_wakeup(self, queue: "SimpleQueue[Item | None]") -> None:
         while queue.get() is not None:

@@ -9,7 +9,7 @@ from oocgemm.backends.base import HostBlock
 from oocgemm.engine.blocks import located
 from oocgemm.engine.direct import host_block
 from oocgemm.engine.slots import HostSlots
-from oocgemm.engine.transfers import OnPart, Transfers
+from oocgemm.engine.transfers import OnPart, Transfers, source_of
 from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
@@ -87,7 +87,7 @@ class Staging:
     def upload_source(self, operation: Operation) -> HostBlock:
         """Return the host memory that an Upload copies from: its host slot, or the operand's memory."""
         if self._plan.slots.streams(operation.operand):
-            matrix = self._operands[operation.operand]
+            matrix = source_of(self._operands, operation)
             return host_block(self._plan, matrix, operation, self._transfers.read_part)
         return self.columns(operation.reads[0].slot, operation)
 

@@ -92,7 +92,7 @@ class Transfers:
         self, operation: Operation, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix
     ) -> list[Work]:
         """Cut blocks of an operand into parts, and return a call of `act` for each part."""
-        matrix, reading = self._operands[operation.operand], operation.kind is Kind.READ
+        matrix, reading = source_of(self._operands, operation), operation.kind is Kind.READ
         return [
             partial(
                 act, matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
@@ -103,7 +103,7 @@ class Transfers:
 
     def _each(self, operation: Operation, work: Sequence[Work], pool: ThreadPoolExecutor) -> None:
         """Process the parts of a block in the threads of a pool; return when all have been processed."""
-        matrix = self._operands[operation.operand]
+        matrix = source_of(self._operands, operation)
         # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
         # must run in the pool's threads, because the budget contains scratch memory only for these.
         # So must a request, so that no more are in flight than the plan says.
@@ -177,6 +177,13 @@ class Transfers:
         """Join the threads."""
         for pool in (*self._pools.values(), *self._remote.values()):
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def source_of(operands: Mapping[str, Matrix], operation: Operation) -> Matrix:
+    """Return the matrix of an operation: for a load of a strip of C, the further matrix D if there is one."""
+    loads = operation.kind in (Kind.READ, Kind.UPLOAD)
+    merges = loads and operation.operand == "C" and "D" in operands
+    return operands["D" if merges else operation.operand]
 
 
 def _located_error(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:

@@ -6,6 +6,7 @@ from typing import Any, Unpack, overload
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
+from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import DenseOptions, Operand, Output
 from oocgemm.jobs.request import DENSE_OPTIONS, check_names, parse_gram
 from oocgemm.jobs.result import Result
@@ -82,7 +83,8 @@ def selected_corr(
     chosen = replace(selection_of(topk, threshold), absolute=threshold is not None)
     trans = parse_gram(x, None, axis, "full", {}).trans_a
     given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale"}
-    return selected(stores.located("X", x), chosen, given)
+    x = stores.located("X", x)
+    return selected(chosen, given | {"a": x, "b": x, "c": Destination.parse(None)})
 
 
 def cov(

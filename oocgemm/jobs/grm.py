@@ -10,12 +10,15 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
+from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.epilogue import Divide
 from oocgemm.jobs.options import DenseOptions, Operand, Output
-from oocgemm.jobs.request import DENSE_OPTIONS, check_names, parse_gram
+from oocgemm.jobs.request import DENSE_OPTIONS, Known, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import memory_of
 from oocgemm.planning import Op
+from oocgemm.stores import Array
 from oocgemm.stores.genetics.bed import MISSING, individuals_of, is_bed
 from oocgemm.stores.genetics.grm import companions, is_grm, write_companions
 from oocgemm.stores.transform import Transform
@@ -35,10 +38,13 @@ class Relationships(Result):
         variants: number of variants that the matrix was computed from.
         excluded: number of variants that were left out: all known genotypes are homozygous for the same
             allele, or none is known.
+        counts: with `pairwise`, the array with the number of variants that both individuals of a pair have.
+            It is stored as the matrix is.
     """
 
     variants: int = 0
     excluded: int = 0
+    counts: Any = None
 
 
 def grm(
@@ -50,6 +56,7 @@ def grm(
     uplo: str | None = None,
     missing: float | None = MISSING,
     cast: str | None = None,
+    pairwise: bool = False,
     **options: Unpack[DenseOptions],
 ) -> Relationships:
     """Compute the genetic relationship matrix (GRM) of the individuals in a matrix of genotypes.
@@ -77,6 +84,10 @@ def grm(
         cast: dtype in which genotypes are multiplied: "float32", "float64", "float16" or "bfloat16". By
             default float32 for int8, as in a .bed file, and else as for `Transform`. A GPU is fastest with
             float16 and bfloat16; the matrix is then float32.
+        pairwise: divide the relationship of two individuals by the number of variants that both have, as GCTA
+            does, and not by the number of all variants. For the method gcta. It takes a second,
+            exact product. The numbers are stored beside a path `out`: in x.grm.N.bin for x.grm.bin, in
+            x.counts.zarr for x.zarr. A pair without a common variant is NaN.
         options: those of `gram`, except alpha, beta, transform and out_dtype.
 
     Returns:
@@ -98,6 +109,8 @@ def grm(
         raise InputError(f"method = {method!r}: choose one of {', '.join(METHODS)}")
     if cast is not None and cast not in CASTS:
         raise InputError(f"cast = {cast!r}: choose one of {', '.join(CASTS)}")
+    if pairwise and method != "gcta":
+        raise InputError(f"pairwise is for the method gcta, not {method}: drop pairwise")
     x, out = stores.located("X", x), stores.located("C", out)
     gcta = Path(out) if isinstance(out, str) and is_grm(out) else None
     if gcta is not None and uplo not in (None, "lower"):
@@ -114,20 +127,68 @@ def grm(
     known.result("X", matrix.dtype)  # refuses complex operands
     found = stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
-    change, divisor, variants = _standardizing(found, method)
+    change, divisor, used = _standardizing(found, method)
+    pairwise, variants = pairwise and bool(found.missing.any()), int(used.sum())
     excluded = len(found.count) - variants
     logger.info("%d of %d variants have one allele or no known genotype", excluded, len(found.count))
     del found  # 48 bytes per variant
     transform = Transform(missing=missing, cast=cast, **change)
-    result = run_request(replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform))
+    request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
+    counted: Result | None = None
+    if pairwise:
+        counted = run_request(_counting(request, matrix.dtype, used, out))
+        request = replace(request, alpha=1.0, epilogue=(Divide(_place(counted, request)),))
+    result = run_request(request)
     if gcta is not None:
-        write_companions(gcta, individuals, variants)
+        write_companions(gcta, individuals, None if pairwise else variants)
     facts = {field.name: getattr(result, field.name) for field in fields(Result)}
-    return Relationships(**facts, variants=variants, excluded=excluded)
+    counts = None if counted is None else counted.out
+    return Relationships(**facts, variants=variants, excluded=excluded, counts=counts)
 
 
-def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, int]:
-    """Return how genotypes are transformed, what the product is divided by, and the number of variants.
+def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) -> Request:
+    """Return the request for the numbers of variants that both individuals of each pair have."""
+    transform = request.transform_a
+    assert transform is not None
+    if request.verify:
+        raise InputError(
+            "checksums do not cover the division by numbers of variants: drop verify or pairwise"
+        )
+    dtype = transform.result("X", stored).name
+    return replace(
+        request,
+        c=Destination.parse(_beside(out)),
+        alpha=1.0,
+        transform_a=None,
+        transform_b=None,
+        known=Known(transform.code("X", stored), used),
+        out_dtype="float64" if dtype == "float64" else "float32",
+        timeline=None,
+    )
+
+
+def _beside(out: Any) -> Any:
+    """Return the place of the numbers of variants for a place of the matrix: a path, or None in memory.
+
+    >>> _beside("a/x.zarr"), _beside("x.grm.bin")
+    ('a/x.counts.zarr', 'x.grm.N.bin')
+    """
+    if not isinstance(out, str):
+        return None
+    if is_grm(out):
+        return str(companions(Path(out))[1])
+    folder, slash, name = out.rpartition("/")
+    stem, dot, suffix = name.rpartition(".")
+    return f"{folder}{slash}{stem}.counts.{suffix}" if dot else f"{out}.counts"
+
+
+def _place(counted: Result, request: Request) -> Any:
+    """Return the numbers of variants as an operand: their path, or the array."""
+    return _beside(request.c.path) if request.c.path else counted.out
+
+
+def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, Array]:
+    """Return how genotypes are transformed, what the product is divided by, and which variants are used.
 
     Raises:
         InputError: all variants are left out.
@@ -141,9 +202,9 @@ def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, in
     center = np.where(found.count > 0, found.mean, 0)
     change: dict[str, Any] = {"impute": center, "center": center}
     if method == "vanraden":
-        return change, float(variance[used].sum()), count
+        return change, float(variance[used].sum()), used
     # Centered elements of the variants that are left out are 0, by whatever they are divided.
-    return change | {"scale": np.sqrt(np.where(used, variance, 1))}, float(count), count
+    return change | {"scale": np.sqrt(np.where(used, variance, 1))}, float(count), used
 
 
 def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:

@@ -1,20 +1,15 @@
 """The function `kernel_matmul`: products of Gaussian kernel matrices, which are never stored."""
 
-from math import isfinite
 from typing import Any, Unpack
 
-import numpy as np
-
 from oocgemm import stores
-from oocgemm.errors import InputError
-from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.epilogue import Gaussian
 from oocgemm.jobs.options import Operand, SelectionOptions
-from oocgemm.jobs.request import Gaussian, Request
+from oocgemm.jobs.reduction import product
 from oocgemm.jobs.similarity import check_options
-from oocgemm.planning import DTYPES
+from oocgemm.planning import Op
 from oocgemm.stores import Array
-from oocgemm.stores.base import dtype_name
 
 
 def kernel_matmul(
@@ -52,31 +47,8 @@ def kernel_matmul(
     array([1.386195, 1.735759, 1.386195])
     """
     check_options("kernel_matmul", options)
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float | np.number) or not gamma > 0:
-        raise InputError(f"gamma = {gamma!r}: pass a positive number, such as 0.5")
-    if not isfinite(gamma):
-        raise InputError(f"gamma = {gamma!r} is not finite: pass a positive number, such as 0.5")
+    same = y is None
     a, b = stores.located("X", x), stores.located("X" if y is None else "Y", x if y is None else y)
-    factor = _factor(v, dtype_name(stores.open_matrix("X", a).dtype))
-    wide = factor.reshape(len(factor), -1)
-    gaussian = Gaussian(float(gamma), wide, same=y is None)
-    request = Request(a=a, b=b, c=Destination.parse(None), gaussian=gaussian, **options)
-    found: Array = np.asarray(run_request(request).out)
-    return found if factor.ndim == 2 else found[:, 0]
-
-
-def _factor(v: Any, dtype: str) -> Array:
-    """Return V in the dtype in which it is used. Raises `InputError` if it is not a vector or a matrix."""
-    known = DTYPES.get(dtype)
-    if known is None or known.accumulator not in ("float32", "float64") or dtype == "int8":
-        raise InputError(
-            f"X is of dtype {dtype}, and kernel matrices are computed of float16, bfloat16, float32 and "
-            "float64: convert X"
-        )
-    given = np.asarray(v)
-    if given.ndim not in (1, 2) or given.dtype.kind not in "fiub" or not given.size:
-        raise InputError(
-            f"V is an array of shape {given.shape} and dtype {given.dtype}: pass real numbers of shape "
-            "(n,) or (n, r)"
-        )
-    return np.ascontiguousarray(given, known.accumulator)
+    given = {"a": a, "b": b, "c": Destination.parse(None), "trans_b": Op.T, **options}
+    given["epilogue"] = (Gaussian(gamma),)
+    return product(v, ("X", "X" if same else "Y"), given, same=same)

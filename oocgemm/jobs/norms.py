@@ -15,8 +15,10 @@ from oocgemm.stores.transformed import SLAB
 logger = logging.getLogger("oocgemm")
 
 
-def inverse_norms(matrix: Matrix, op: Op, memory: int) -> Array:
-    """Return 1 / norm of each row of op(matrix), by a pass over the matrix in `memory` bytes.
+def inverse_norms(matrix: Matrix, op: Op, memory: int, *, right: bool = False) -> Array:
+    """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
+
+    They are found by a pass over the matrix in `memory` bytes.
 
     Squares are added up in float64, in an order that depends on the matrix alone.
 
@@ -24,15 +26,17 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int) -> Array:
         InputError: a row is zero, or has elements that are Inf or NaN.
         ExecutionError: the matrix cannot be read.
     """
-    squares = _squares(matrix, 0 if op.swaps else 1, memory)
+    line = "column" if right else "row"
+    squares = _squares(matrix, int(op.swaps == right), memory)
     for wrong, what in (
         (squares == 0, "is zero"),
         (~np.isfinite(squares), "has elements that are Inf or NaN"),
     ):
         if (lines := np.flatnonzero(wrong)).size:
             raise InputError(
-                f"row {lines[0]} of {matrix.name} {what}, so that its cosine with other rows is not defined "
-                f"(one of {lines.size} such rows): leave them out, or pass metric='dot' (--metric dot)"
+                f"{line} {lines[0]} of {matrix.name} {what}, so that its cosine with other {line}s is not "
+                f"defined (one of {lines.size} such {line}s): leave them out, or pass metric='dot' (--metric "
+                "dot)"
             )
     return np.asarray(1 / np.sqrt(squares))
 

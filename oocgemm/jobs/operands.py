@@ -4,17 +4,21 @@ from dataclasses import replace
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.epilogue import Cast, is_symmetric, with_epilogue
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
-from oocgemm.jobs.request import Chain, Gaussian, Request, Selection
+from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
 from oocgemm.stores.constant import ConstantRows
+from oocgemm.stores.genetics.known import KnownMatrix
 from oocgemm.stores.sliced import SlicedMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 
+# Largest number of ones whose sum is exact in float32.
+_MAX_EXACT = 1 << 24
 # dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
 _SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
 
@@ -27,8 +31,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_selection(request, request.selection, backend)
     if request.chain is not None:
         return _open_chain(request, request.chain)
-    if request.gaussian is not None:
-        return _open_kernel_matrix(request, request.gaussian)
+    if request.reduction is not None:
+        return _open_reduced(request, request.reduction, backend)
     a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
@@ -40,7 +44,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     problem = _accumulated(problem, backend)
     if request.verify:
         problem = replace(problem, checked=checksum_tier(backend, problem))
-    return a, b, problem
+    return a, b, with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
 
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -48,6 +52,12 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
     if request.standardize:
         x = standardized(x, request.standardize, int(trans.swaps))
+    if request.known is not None:
+        known = request.known
+        # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
+        narrow = backend == "cuda" or len(known.used) > _MAX_EXACT
+        dtype = "int8" if narrow else str(request.out_dtype)
+        x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
     if x.dtype.kind != "c":
         x, trans = by_rows(x, request.transform_a, trans, left=True)
         other = Op.N if trans.swaps else Op.T
@@ -58,27 +68,21 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
     # The device has no kernels for the checksums of panels that serve in both roles.
-    return x, x, replace(problem, checked="host" if request.verify else "")
+    problem = replace(problem, checked="host" if request.verify else "")
+    return x, x, with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
 
 
 def _open_selection(
     request: Request, selection: Selection, backend: str
 ) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open E, which is returned as A and as B, and describe the selection of elements of E E^T."""
-    name = "X" if request.standardize else "E"
-    e, trans = stores.open_matrix(name, request.a), op_of("trans_a", request.trans_a)
-    if e.dtype.kind == "c":
-        raise InputError(
-            f"{name} is of dtype {e.dtype}, and complex numbers have no order: pass a real {name}"
-        )
-    if selection.topk:
-        _check_topk(name, selection, e.shape[int(trans.swaps)])
-    if request.standardize:
-        e = standardized(e, request.standardize, int(trans.swaps))
-    e, trans = by_rows(e, None, trans, left=True)
-    other, score = Op.N if trans.swaps else Op.T, _SCORES.get(e.dtype.name)
-    problem = _accumulated(problem_of(e, e, 1, 0, trans, other, request.compute, score), backend)
-    problem = replace(problem, gram="lower")
+    """Open A and B, and describe the selection of elements of their product."""
+    a, b, problem = _open_pair(request, selection.names, same=selection.same)
+    if selection.topk and not selection.same:
+        _check_most(selection.topk, problem.n)
+    if not problem.epilogue:
+        problem = _accumulated(problem, backend)
+    if selection.same and is_symmetric(request.epilogue):
+        problem = replace(problem, gram="lower")
     if selection.topk or backend == "cuda":
         problem = replace(
             problem,
@@ -91,7 +95,34 @@ def _open_selection(
             excludes_self=selection.excludes_self,
         )
     # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
-    return e, e, problem
+    return a, b, problem
+
+
+def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
+    name = "X" if request.standardize else names[0]
+    a, trans = stores.open_matrix(name, request.a), op_of("trans_a", request.trans_a)
+    if a.dtype.kind == "c":
+        raise InputError(
+            f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
+        )
+    selection = request.selection
+    if same and selection is not None and selection.topk:
+        _check_topk(name, selection, a.shape[int(trans.swaps)])
+    if request.standardize:
+        a = standardized(a, request.standardize, int(trans.swaps))
+    a, trans = by_rows(a, None, trans, left=True)
+    if same:
+        b, other = a, Op.N if trans.swaps else Op.T
+    else:
+        b, other = stores.open_matrix(names[1], request.b), op_of("trans_b", request.trans_b)
+        b, other = by_rows(b, None, other, left=False)
+    score = _SCORES.get(a.dtype.name)
+    problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
+    problem = with_epilogue(problem, request.epilogue, casts=False)
+    if problem.merges or any(isinstance(step, Cast) for step in request.epilogue):
+        raise InputError("Add, Divide and Cast need a C that is stored: drop them")
+    return a, b, problem
 
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -107,23 +138,23 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
     return x, added, replace(problem, chained=chain.columns)
 
 
-def _open_kernel_matrix(request: Request, gaussian: Gaussian) -> tuple[Matrix, Matrix, GemmProblem]:
-    """Open X and Y, and describe the product of their Gaussian kernel matrix and V."""
-    x, trans = by_rows(stores.open_matrix("X", request.a), None, Op.N, left=True)
-    if gaussian.same:
-        y, other = x, Op.N if trans.swaps else Op.T
-    else:
-        y, other = by_rows(stores.open_matrix("Y", request.b), None, Op.T, left=False)
-    if x.shape[int(not trans.swaps)] != y.shape[int(other.swaps)]:
-        raise InputError(
-            f"X has {x.shape[int(not trans.swaps)]} columns and Y has {y.shape[int(other.swaps)]}: pass rows "
-            "of one length"
-        )
-    problem = problem_of(x, y, 1, 0, trans, other, request.compute, None)
-    rows, columns = gaussian.factor.shape
+def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
+    """Open A and B, and describe the reduction of the rows of their product, or its product with V."""
+    a, b, problem = _open_pair(request, reduction.names, same=reduction.same)
+    if reduction.kind:
+        problem = problem if problem.epilogue else _accumulated(problem, backend)
+        return a, b, replace(problem, c_dtype="float64", reduction=reduction.kind)
+    assert reduction.factor is not None
+    rows, columns = reduction.factor.shape
     if rows != problem.n:
-        raise InputError(f"V has {rows} rows, but {y.name} has {problem.n} rows: pass one row for each")
-    return x, y, replace(problem, c_dtype=problem.acc_dtype, applied=columns, gamma=gaussian.gamma)
+        raise InputError(f"V has {rows} rows, and C has {problem.n} columns: pass a row of V for each")
+    return a, b, replace(problem, c_dtype=problem.acc_dtype, applied=columns)
+
+
+def _check_most(topk: int, most: int) -> None:
+    """Raise `InputError` if a row of C has fewer elements than are to be found."""
+    if topk > most:
+        raise InputError(f"topk = {topk}, but C has {most} columns: pass a topk from 1 to {most}")
 
 
 def _check_topk(name: str, selection: Selection, rows: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypedDict
 import numpy.typing as npt
 
 from oocgemm.engine.executor import Observer
+from oocgemm.jobs.epilogue import Epilogue
 from oocgemm.planning import Op, Plan, TileShape
 from oocgemm.stores.transform import Transform
 
@@ -50,6 +51,7 @@ class PlanOptions(TypedDict, total=False):
     trans_b: Transpose
     transform_a: Transform | None
     transform_b: Transform | None
+    epilogue: Epilogue
     backend: str
     kernel: str
     compute: str
@@ -71,6 +73,7 @@ class GramPlanOptions(TypedDict, total=False):
     alpha: complex
     beta: complex
     transform: Transform | None
+    epilogue: Epilogue
     backend: str
     kernel: str
     compute: str

@@ -6,7 +6,7 @@ Only a C in local files or in an object store has a journal.
 import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
@@ -136,7 +136,7 @@ class Journaled(Target):
         self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
         self._was_complete = ended and _was_complete(job)
-        self._redo = job.plan.problem.reads_c
+        self._redo = job.plan.problem.updates_c
         if found is not None:
             self.matrix = cast(Durable, found)
         try:
@@ -267,7 +267,8 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
         return found
     problem, selection = job.plan.problem, job.request.selection
     if selection is not None and not selection.topk:
-        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.scales)
+        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.finishing.scales)
+        rule = replace(rule, symmetric=problem.gram != "")
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sparse else score
         limit = int(SPARSE_SHARE * available_memory())

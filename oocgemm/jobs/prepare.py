@@ -4,19 +4,21 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Correction, numpy_dtype
+from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.decoding import codings
 from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
-from oocgemm.jobs.norms import inverse_norms, squared_norms
+from oocgemm.jobs.norms import inverse_norms
 from oocgemm.jobs.operands import open_operands
+from oocgemm.jobs.planned import as_planned
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
@@ -63,12 +65,21 @@ class Output:
         return self.earlier if self.earlier is not None and self.earlier.resumed else None
 
 
+class Operands(NamedTuple):
+    """A and B, and the further matrix that the epilogue reads, if there is one."""
+
+    a: Matrix
+    b: Matrix
+    d: Matrix | None
+
+
 @dataclass(frozen=True)
 class Job:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
-    `correction` is that of a product whose operands are centered (`oocgemm.jobs.corrections`). `scales` is
-    what rows and columns of C are multiplied by before elements are selected; None if they are not.
+    `d` is the further matrix that the epilogue reads, if there is one. `finishing` has the correction of a
+    product whose operands are centered (`oocgemm.jobs.corrections`), what rows and columns of C are
+    multiplied by before elements are selected, and the numbers of the epilogue.
     """
 
     request: Request
@@ -76,19 +87,25 @@ class Job:
     b: Matrix
     output: Output
     plan: Plan
-    correction: Correction = None
-    scales: Array | None = None
+    d: Matrix | None = None
+    finishing: Finishing = NOTHING
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the run uses numbers that were computed from the elements of the operands."""
+        return bool(self.request.epilogue) or any(x is not None for x in self.finishing[:2])
 
     @property
     def factor(self) -> Array | None:
-        """Q of a chained product, or V of a product of a kernel matrix; None without one."""
-        chain, gaussian = self.request.chain, self.request.gaussian
-        return chain.factor if chain is not None else None if gaussian is None else gaussian.factor
+        """Q of a chained product, or the matrix V by which C is multiplied; None without one."""
+        chosen = self.request.chain or self.request.reduction
+        return None if chosen is None else chosen.factor
 
     @property
     def read(self) -> dict[str, Matrix]:
         """The matrices that are read, by operand: as stored if the device transforms their elements."""
-        return {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
+        found = {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
+        return found if self.d is None else found | {"D": self.d}
 
 
 def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
@@ -105,6 +122,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         BudgetError: a budget is too small.
     """
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
+    d = open_further(problem, request.epilogue)
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile = tile_of(request.tile, problem)
     if engine is None or engine.name == "cuda":
@@ -112,19 +130,20 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     if engine is not None and running:
         check_complete(a, b)
         a, b = readable_both(request, problem, a, b)
-        output = _find_output(request, problem, a, b, tile, engine)
+        output = _find_output(request, problem, Operands(a, b, d), tile, engine)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
         output = Output(matrix, request.chunks, request.compressor, None, {})
-    _check_output(request.c, output, a, b)
-    plan = _plan(request, problem, a, b, output, tile, engine)
+    _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
+    plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
     if not running or not plan.steps:
-        return Job(request, a, b, output, plan)
+        return Job(request, a, b, output, plan, d)
     memory = memory_of(request)
     scaled = request.selection is not None and request.selection.cosine
     scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
-    corrected = squared_norms(problem, a, b, memory) if problem.applied else correction(problem, a, b, memory)
-    return Job(request, a, b, output, plan, corrected, scales)
+    numbers = numbers_of(problem, request.epilogue, a, b, memory)
+    finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
+    return Job(request, a, b, output, plan, d, finishing)
 
 
 def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
@@ -145,31 +164,32 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     identity = identify(problem, a, b, c, arithmetic)
     check_same(earlier, identity, c, None, None, None, trust_operands=request.trust_operands)
     output = Output(c, None, None, earlier, identity)
-    return Job(request, a, b, output, _plan(request, problem, a, b, output, None, engine))
+    return Job(request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine))
 
 
 def _find_output(
-    request: Request, problem: GemmProblem, a: Matrix, b: Matrix, tile: TileShape | None, engine: Backend
+    request: Request, problem: GemmProblem, read: Operands, tile: TileShape | None, engine: Backend
 ) -> Output:
     """Open C if it exists, and find the journal of an earlier run there.
 
     Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
     c, chunks, compressor = request.c, request.chunks, request.compressor
-    earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
+    earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.updates_c)
     existing = _existing(c, problem, earlier, overwrite=request.overwrite)
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
     if earlier is not None:
         arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.kernel)}
-        identity = identify(problem, a, b, existing, arithmetic)
+        a, b, d = read
+        identity = identify(problem, a, b, existing, arithmetic, d, digest_of(request.epilogue))
     if resumed is not None:
         trust = request.trust_operands
         check_same(resumed, identity, existing, tile, chunks, compressor, trust_operands=trust)
         if existing is not None and not resumed.complete:
             earlier = resumed = find_lost(resumed, existing, problem)
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
-    elif existing is not None and problem.reads_c:
+    elif existing is not None and problem.updates_c:
         check_complete(existing)
     return Output(existing, chunks, compressor, earlier, identity)
 
@@ -183,9 +203,9 @@ def _existing(
         return None
     resumed = earlier is not None and earlier.resumed
     if not resumed and not c.exists():
-        if problem.reads_c and c.kind is Kind.NEW:
+        if problem.updates_c and c.kind is Kind.NEW:
             raise InputError(f"beta = {problem.beta} needs an existing C, and none is given: pass it as c")
-        if problem.reads_c:
+        if problem.updates_c:
             raise NotFoundError(
                 f"beta = {problem.beta} needs an existing C, and there is nothing at {c.path}: pass the path "
                 "of the old C, or drop beta"
@@ -200,7 +220,7 @@ def _existing(
             f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} "
             f"and dtype {wanted[1]}: give another path or array"
         )
-    if c.path and not overwrite and not problem.reads_c and not resumed:
+    if c.path and not overwrite and not problem.updates_c and not resumed:
         raise InputError(
             f"C exists at {c.path}: pass --overwrite to replace its contents, or give another path"
         )
@@ -219,9 +239,9 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
     return (rows, cols), earlier.header["given"]["compressor"]
 
 
-def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
+def _check_output(c: Destination, output: Output, *operands: Matrix) -> None:
     """Raise `InputError` if C overlaps an operand, or if C exists and chunks or a compressor are given."""
-    for operand in (a, b):
+    for operand in operands:
         if output.matrix is None:
             c.check_apart(operand)
         elif stores.same_place(output.matrix, operand):
@@ -238,8 +258,7 @@ def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
 def _plan(
     request: Request,
     problem: GemmProblem,
-    a: Matrix,
-    b: Matrix,
+    read: Operands,
     output: Output,
     tile: TileShape | None,
     engine: Backend | None,
@@ -249,13 +268,13 @@ def _plan(
     A resumed run follows the plan of the earlier run. Any other run follows the plan in the request. If the
     request has no plan, the product is planned within the budgets.
     """
-    existing, c = output.matrix, request.c
+    (a, b, d), existing, c = read, output.matrix, request.c
     backend, devices = "cuda" if engine is None else engine.name, _count(request, engine)
     device = None if engine is None else backends.identity(engine)
-    read = (a, b, existing if problem.reads_c else None)
-    reads, codecs = stored_on(*read), {codec_of(matrix) for matrix in read} - {""}
+    loaded = a, b, existing if problem.updates_c else d
+    reads, codecs = stored_on(*loaded), {codec_of(matrix) for matrix in loaded} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
-    buckets = buckets_of(*read, existing) | c.buckets()
+    buckets = buckets_of(*loaded, existing) | c.buckets()
     rates = models(backend, device, Places(reads, writes, codecs, buckets))
     sessions = _sessions(request, engine)
     machines = tuple(divided(machine, sessions) for machine in rates.machines)
@@ -268,8 +287,8 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
-    # Strips that are transposed pass through the ring.
-    of_c = replace(of_c, pinned=False) if problem.gram == "full" else of_c
+    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
@@ -292,7 +311,7 @@ def _plan(
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return _as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
+    return as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:
@@ -368,25 +387,3 @@ def _continued(
             f"finish the run with oocgemm {version}"
         )
     return plan
-
-
-def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
-    """Return an earlier plan, with the present machine model and layouts.
-
-    Raises `InputError` if the product or the layouts of its operands have changed since it was planned.
-    """
-    before = planned.layouts
-    layouts = layouts.cached_as(before.a.page_cached, before.b.page_cached)
-    now = replace(planned, machine=machine, layouts=layouts)
-
-    def operands(found: Layouts) -> tuple[Layout, Layout]:
-        # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
-        return replace(found.a, pinned=False), replace(found.b, pinned=False)
-
-    if (problem, operands(layouts), now.chunks) != (
-        *(planned.problem, operands(planned.layouts), planned.chunks),
-    ):
-        raise InputError(
-            "A, B or C have other shapes, dtypes or chunks than at planning time: call oocgemm.plan again"
-        )
-    return now

@@ -37,7 +37,8 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     They are in flop/s or bytes/s. Return None instead if any of them has not been measured.
     """
     machine, problem = job.plan.machine, job.plan.problem
-    sources = [job.a, job.b, *([c] if problem.reads_c else [])]
+    old = [] if not problem.reads_c else [c if job.d is None else job.d]
+    sources = [job.a, job.b, *old]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
     if problem.compute not in ("native", "emulated"):
         return None  # a calibration does not measure the kernel in tf32 or bf16

@@ -63,7 +63,7 @@ def remember(job: Job, engine: Backend) -> None:
         return
     as_given = a.array is request.a and b.array is request.b and not request.gram
     # A correction and scales are computed from the elements of the operands.
-    if as_given and job.plan.steps and job.correction is None and job.scales is None:
+    if as_given and job.plan.steps and not job.has_numbers:
         key = _key(request, engine)
         if key is not None:
             if len(_recent) >= MAX_KEPT:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.epilogue import Epilogue
 from oocgemm.jobs.options import (
     DenseOptions,
     Devices,
@@ -36,7 +37,7 @@ MAX_REQUESTS = 1024
 
 @dataclass(frozen=True)
 class Selection:
-    """Which elements of the product of a matrix E and its transpose are kept.
+    """Which elements of a product are kept.
 
     Attributes:
         topk: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
@@ -44,6 +45,8 @@ class Selection:
         absolute: whether magnitudes are compared with the threshold.
         cosine: whether the product is that of the rows of E divided by their norms.
         excludes_self: whether elements on the diagonal are left out.
+        names: what error messages call A and B.
+        same: whether op(B) is the transpose of op(A).
     """
 
     topk: int = 0
@@ -51,6 +54,8 @@ class Selection:
     absolute: bool = False
     cosine: bool = False
     excludes_self: bool = True
+    names: tuple[str, str] = ("E", "E")
+    same: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +79,33 @@ class Chain:
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian:
-    """The product K V of the Gaussian kernel matrix of the rows of A and of B (`GemmProblem.applied`).
+class Reduction:
+    """What is stored in place of C: a reduction of its rows, or its product with V.
 
     Attributes:
-        gamma: the factor of squared distances.
-        factor: V, in the accumulator's dtype. It has a row for each row of B.
-        same: whether B is A.
+        names: what error messages call A and B.
+        same: whether op(B) is the transpose of op(A).
+        kind: one of `oocgemm.planning.epilogue.REDUCTIONS`; "" for the product with V.
+        factor: V, in the accumulator's dtype. It has a row for each column of C.
     """
 
-    gamma: float
-    factor: Array
+    names: tuple[str, str]
     same: bool
+    kind: str = ""
+    factor: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """X is replaced by a matrix with 1 where a genotype is known, and 0 elsewhere (`KnownMatrix`).
+
+    Attributes:
+        code: the code of missing genotypes; None if there are none.
+        used: whether each variant is used. Other variants have zeros.
+    """
+
+    code: float | None
+    used: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +114,13 @@ class Request:
 
     `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
-    (`GemmProblem.gram`); B is then the same operand as A. So it is with a `selection`: elements of A A^T are
-    computed, of which some are kept. `standardize` says what happens to the rows of op(A) when they are read:
-    "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With `slicing`, the product
-    is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a `chain`, A is X,
-    and `transform_a` has one center and one scale per column of X. With a `gaussian`, the rows of A and
-    of B are compared.
+    (`GemmProblem.gram`); B is then the same operand as A. With a `selection` or a `reduction`, C is not
+    stored, and B may be the same operand too. `standardize` says what happens to the rows of op(A) when they
+    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With
+    `known`, the Gram matrix is that of the genotypes that are known. With `slicing`,
+    the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
+    `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
+    before it is stored, selected or reduced.
     """
 
     a: Any
@@ -111,6 +132,7 @@ class Request:
     trans_b: Transpose = Op.N
     transform_a: Transform | None = None
     transform_b: Transform | None = None
+    epilogue: Epilogue = ()
     backend: str = "auto"
     kernel: str = "auto"
     compute: str = "native"
@@ -138,8 +160,9 @@ class Request:
     slicing: Slicing | None = None
     selection: Selection | None = None
     standardize: str = ""
+    known: Known | None = None
     chain: Chain | None = None
-    gaussian: Gaussian | None = None
+    reduction: Reduction | None = None
 
     @property
     def requests_by_operand(self) -> dict[str, int]:
@@ -166,6 +189,8 @@ class Request:
                 "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
                 "CUDA_VISIBLE_DEVICES set"
             )
+        if self.is_distributed and self.epilogue:
+            raise InputError("workers run no epilogue: drop workers, client and executor, or the epilogue")
         if self.is_distributed and (self.transform_a is not None or self.transform_b is not None):
             raise InputError(
                 "workers compute with operands as they are stored: drop workers, client and executor, or the "
@@ -189,6 +214,7 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     devices = numbers_of(given.pop("devices", None))
     if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
         given["device"], devices = devices[0], None
+    given["epilogue"] = tuple(given.get("epilogue") or ())
     return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
 
 
@@ -201,6 +227,7 @@ def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | Gr
     x, given = stores.located("X", x), dict[str, Any](options)
     trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
     given |= {"transform_a": transform, "transform_b": transform}
+    given["epilogue"] = tuple(given.get("epilogue") or ())
     return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
 
 

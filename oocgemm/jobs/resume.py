@@ -25,7 +25,7 @@ NOT_GRAM = "no"
 # The values that journals of older versions, which lack these names, stand for.
 _OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False", "topk": "0"} | {
     **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute", "measured"), "False"),
-    **{"threshold": "0.0", "chained": "0", "applied": "0", "gamma": "0.0"},
+    **{"threshold": "0.0", "chained": "0", "applied": "0", "epilogue": "()", "reduction": ""},
 }
 
 
@@ -137,7 +137,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
         for tile, files in record.files.items()
         if tile_fingerprint(cast(Durable, c), grid, tile) != files
     )
-    if lost and problem.reads_c:
+    if lost and problem.updates_c:
         (top, bottom), (left, right) = (
             cut(min(lost)[axis]) for axis, cut in enumerate((grid.rows, grid.cols))
         )
@@ -176,18 +176,28 @@ def check_complete(*operands: Matrix) -> None:
 
 
 def identify(
-    problem: GemmProblem, a: Matrix, b: Matrix, c: Matrix | None, arithmetic: dict[str, str]
+    problem: GemmProblem,
+    a: Matrix,
+    b: Matrix,
+    c: Matrix | None,
+    arithmetic: dict[str, str],
+    d: Matrix | None = None,
+    numbers: str = "",
 ) -> dict[str, Any]:
     """Describe what a run computes, from which operands, and with which arithmetic.
+
+    `d` is the further matrix that the epilogue reads, and `numbers` a digest of the numbers of its steps.
 
     Two runs with the same description and the same plan give the same bits.
     """
     existing = c.fingerprint() if c is not None else None
     described = {name: str(value) for name, value in asdict(problem).items() if name != "checked"}
+    further = {} if d is None else {"D": d.fingerprint()}
     return {
         "problem": described | {"gram": problem.gram or NOT_GRAM},
         "arithmetic": arithmetic,
-        "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
+        "operands": {"A": a.fingerprint(), "B": b.fingerprint()} | further,
+        "numbers": numbers,
         "transforms": {"A": change_of(a), "B": change_of(b)},
         "C": existing["metadata"] if existing is not None else None,
     }
@@ -264,8 +274,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
         if old != new:
             yield f"the transform of {name} is {new or 'none'} and was {old or 'none'}"
+    if then.get("numbers", "") != now["numbers"]:
+        yield "the numbers of the epilogue have changed"
     for name, old in then["operands"].items():
-        new = now["operands"][name]
+        new = now["operands"].get(name)
         if old is None or new is None:
             yield f"{name} is or was in memory, where changes cannot be detected"
         elif old["path"] != new["path"]:
@@ -282,7 +294,7 @@ def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     Times of inode change (ctime) are compared only if the journal of the earlier run contains them.
     """
     for name, old in then["operands"].items():
-        new = now["operands"][name]
+        new = now["operands"].get(name)
         if old is None or new is None:
             continue
         if old["content"] != new["content"]:

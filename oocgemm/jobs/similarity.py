@@ -143,7 +143,8 @@ def similarity(
         raise InputError(f"metric = {metric!r}: choose one of {', '.join(METRICS)}")
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
-    return selected(stores.located("E", e), chosen, options)
+    e = stores.located("E", e)
+    return selected(chosen, {"a": e, "b": e, "c": Destination.parse(None), **options})
 
 
 def check_options(function: str, options: Iterable[str]) -> None:
@@ -170,9 +171,9 @@ def selection_of(topk: int | None, threshold: float | None) -> Selection:
     return Selection(topk=int(topk))
 
 
-def selected(e: Any, selection: Selection, options: Mapping[str, Any]) -> Neighbors | Pairs:
-    """Compute the product of a matrix and its transpose, and return the selected elements."""
-    result = run_request(Request(a=e, b=e, c=Destination.parse(None), selection=selection, **options))
+def selected(selection: Selection, given: Mapping[str, Any]) -> Neighbors | Pairs:
+    """Run a request, of which `given` are the fields, and return the selected elements."""
+    result = run_request(Request(selection=selection, **given))
     run = replace(result, c=None)
     if isinstance(result.c, SparseMatrix):
         return Pairs(*result.c.csr(), run)

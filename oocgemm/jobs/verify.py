@@ -202,7 +202,7 @@ def verify(
         Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
         Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
         Oriented(result),
-        Oriented(before) if before is not None and problem.reads_c else None,
+        Oriented(before) if before is not None and problem.updates_c else None,
     )
     threads = min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0)))
     transposed = operands.transposed()
@@ -281,7 +281,7 @@ def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: st
                 f"{wanted[0]} and dtype {wanted[1]}: pass the operands of this "
                 f"C{hint if matrix.shape != wanted[0] else ''}"
             )
-    if problem.reads_c and before is None:
+    if problem.updates_c and before is None:
         raise InputError(
             f"beta = {problem.beta}: the check needs C from before the run, pass it as c_before (--c-before)"
         )

@@ -34,7 +34,8 @@ def topk_options(problem: GemmProblem) -> tuple[str, ...]:
 @lru_cache
 def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernel threshold."""
-    return _options(problem, {"ROOM": SEGMENT, "ABSOLUTE": int(problem.absolute)})
+    more = {"ABSOLUTE": int(problem.absolute), "TRIANGLE": int(problem.gram != "")}
+    return _options(problem, {"ROOM": SEGMENT} | more)
 
 
 def _options(problem: GemmProblem, more: dict[str, int]) -> tuple[str, ...]:

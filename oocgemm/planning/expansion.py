@@ -6,6 +6,7 @@ expanded panel of op(A), and behind it that of op(B). A panel that is not transf
 
 from dataclasses import dataclass
 
+from oocgemm.planning.epilogue import Step
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.tiling import round_up
 
@@ -73,12 +74,31 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
 
 
 def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
-    """Return the bytes on the device of the numbers of rows and of columns with which C is finished, aligned.
-
-    They are subtracted from C, or they are the squared norms of an `applied` problem.
-    """
+    """Return the bytes on the device of the numbers of rows and of columns that are subtracted from C."""
     rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
-    return (rows, cols) if problem.centered or problem.applied else (0, 0)
+    return (rows, cols) if problem.centered else (0, 0)
+
+
+def number_offsets(steps: tuple[Step, ...], m: int, n: int) -> tuple[list[tuple[int, int]], int]:
+    """Lay out the numbers of a chain for an m x n matrix C, as float64.
+
+    Returns:
+        For each step, the byte offsets of its numbers per row and per column; -1 for those that it does not
+        have. Second, the bytes of all numbers.
+    """
+    offsets, end = list[tuple[int, int]](), 0
+    for step in steps:
+        at = [-1, -1]
+        for axis, (used, extent) in enumerate(((step.rows, m), (step.cols, n))):
+            if used:
+                at[axis], end = end, end + round_up(8 * extent, _ALIGNMENT)
+        offsets.append((at[0], at[1]))
+    return offsets, end
+
+
+def epilogue_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on the device of the numbers of the epilogue's steps, aligned."""
+    return number_offsets(problem.epilogue, problem.m, problem.n)[1]
 
 
 def scale_bytes(problem: GemmProblem) -> int:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from oocgemm.planning.epilogue import Step
+
 
 class Op(StrEnum):
     """Operation applied to a stored operand before the product, in BLAS's letters."""
@@ -111,9 +113,12 @@ class GemmProblem:
     adjoint of a panel of op(A) and a matrix Q, m x `chained`, is added to the first columns of the panel of B
     before it is multiplied: ``C = op(A) @ (B + op(A)^H Q)``. C is then one tile.
 
-    If `applied` is not 0, C is not stored, but multiplied by a matrix V, n x `applied`. Each element c of it
-    first becomes exp(-gamma (r[i] + s[j] - 2 c)). With the squared norms r of the rows of op(A) and s of the
-    columns of op(B), this is a Gaussian kernel matrix.
+    The steps of the `epilogue` change each element of C before it is stored, selected or used in another way
+    (`oocgemm.planning.epilogue`).
+
+    If `applied` is not 0, C is not stored, but multiplied by a matrix V, n x `applied`. If there is a
+    `reduction`, C is not stored either: of each of its rows, the sum, the sum of squares or the largest
+    element is.
     """
 
     m: int
@@ -141,8 +146,9 @@ class GemmProblem:
     absolute: bool = False
     chained: int = 0
     applied: int = 0
-    gamma: float = 0.0
     measured: bool = False
+    epilogue: tuple[Step, ...] = ()
+    reduction: str = ""
 
     @property
     def selects(self) -> bool:
@@ -152,7 +158,7 @@ class GemmProblem:
     @property
     def kept(self) -> int:
         """How many elements are kept for each row of C, and updated by each tile; 0 if C is stored."""
-        return self.topk or self.applied
+        return self.topk or self.applied or int(self.reduction != "")
 
     @property
     def operands(self) -> str:
@@ -178,9 +184,19 @@ class GemmProblem:
         return self.alpha if self.depth else 0.0
 
     @property
-    def reads_c(self) -> bool:
+    def updates_c(self) -> bool:
         """Whether the old elements of C are read. They are not if beta = 0, as in BLAS."""
         return self.beta != 0
+
+    @property
+    def merges(self) -> bool:
+        """Whether a step of the epilogue reads a further matrix, D."""
+        return any(step.merges for step in self.epilogue)
+
+    @property
+    def reads_c(self) -> bool:
+        """Whether strips of C's shape are loaded: of the old C, or of D."""
+        return self.updates_c or self.merges
 
     @property
     def planes(self) -> int:
@@ -228,7 +244,8 @@ class GemmProblem:
         = 1 and beta = 0, because partial sums must stay exact.
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
-        return self.acc_dtype != self.c_dtype or scales or self.centered or self.applied > 0
+        changes = scales or self.centered or bool(self.epilogue)
+        return self.acc_dtype != self.c_dtype or changes or self.kept > 0
 
     @property
     def finish_slots(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import KernelRate, MachineModel
+from oocgemm.planning.epilogue import Step
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
@@ -62,9 +63,11 @@ def recorded_problem(data: Mapping[str, Any]) -> GemmProblem:
     """Rebuild a problem from the output of `asdict`. Raises `KeyError`, `TypeError` or `ValueError`."""
     made: dict[str, Any] = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
     made |= {name: Op(data[name]) for name in ("trans_a", "trans_b")}
+    made["epilogue"] = tuple(_typed(Step, step) for step in data.get("epilogue", ()))
     for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype"):
         DTYPES[data[name]]
-    return _typed(GemmProblem, data, **made)
+    # Logs of older versions have the number gamma, which is now in a step.
+    return _typed(GemmProblem, {name: value for name, value in data.items() if name != "gamma"}, **made)
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:

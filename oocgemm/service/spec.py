@@ -116,7 +116,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         raise BudgetError(
             text + "pass smaller budgets, or raise the limit of the service", needed=_smallest(spec, options)
         )
-    continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.reads_c)
+    continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.updates_c)
     summary = _summary(plan) | {"c_exists": continues}
     return Planned(dict(spec) | {"options": options | run}, summary, need, plan.prediction.total)
 

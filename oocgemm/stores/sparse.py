@@ -1,6 +1,6 @@
 """A sparse result: the elements of C that are at or above a threshold, in host memory.
 
-C is symmetric. Only elements of its lower triangle are added, and each stands for its mirror image too.
+If C is symmetric, only elements of its lower triangle are added, and each stands for its mirror image too.
 """
 
 import os
@@ -27,12 +27,14 @@ class Rule:
         absolute: whether magnitudes are compared.
         excludes_self: whether elements on C's diagonal are left out.
         scales: what rows and columns of C are multiplied by to get scores; None for the elements themselves.
+        symmetric: whether C is symmetric. Only elements of its lower triangle are then added.
     """
 
     threshold: float
     absolute: bool
     excludes_self: bool
     scales: Array | None = None
+    symmetric: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +89,17 @@ class _Found:
         return _Part(self.rows, self.cols, counts, columns, scores)
 
 
-def _with_mirror(found: _Part | _Found) -> tuple[_Part, _Part]:
+def _with_mirror(found: _Part | _Found) -> tuple[_Part, ...]:
     part = found.part() if isinstance(found, _Found) else found
     return part, part.mirrored()
 
 
+def _alone(found: _Part | _Found) -> tuple[_Part, ...]:
+    return (found.part() if isinstance(found, _Found) else found,)
+
+
 class SparseMatrix:
-    """A symmetric C of which some elements are kept. Implements `Matrix`, except that it cannot be read."""
+    """A C of which some elements are kept. Implements `Matrix`, except that it cannot be read."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], score: np.dtype[Any], rule: Rule, limit: int
@@ -110,15 +116,18 @@ class SparseMatrix:
         raise AssertionError("elements that are not kept are unknown")
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Keep the elements of a block that the rule selects, if they are in the lower triangle."""
+        """Keep the elements of a block that the rule selects."""
         scores = data
         if self._scales is not None:
             scores = data * (self._scales[slice(*rows), None] * self._scales[slice(*cols)])
         bound = self.dtype.type(self._rule.threshold)
         kept = (np.abs(scores) if self._rule.absolute else scores) >= bound
         if cols[1] > rows[0]:
-            last = np.arange(*rows)[:, None] - self._rule.excludes_self
-            kept &= np.arange(*cols) <= last
+            across, down = np.arange(*cols), np.arange(*rows)[:, None]
+            if self._rule.symmetric:
+                kept &= across <= down - self._rule.excludes_self
+            elif self._rule.excludes_self:
+                kept &= across != down
         at, columns = np.nonzero(kept)
         counts = np.bincount(at, minlength=rows[1] - rows[0])
         self._add(_Part(rows, cols, counts, columns + cols[0], scores[at, columns]), len(columns))
@@ -143,7 +152,8 @@ class SparseMatrix:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             # The parts of a row are in the order of their columns. That of its diagonal is before its mirror
             # image, which may have the same first column.
-            parts = [part for each in pool.map(_with_mirror, self._parts) for part in each]
+            act = _with_mirror if self._rule.symmetric else _alone
+            parts = [part for each in pool.map(act, self._parts) for part in each]
             self._parts.clear()
             parts.sort(key=lambda part: (part.cols[0], part.mirrors))
             totals = np.zeros(self.shape[0] + 1, np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.genetics.known import KnownMatrix
 from oocgemm.stores.transformed import SLAB, SLAB_BYTES, transform_of
 from oocgemm.stores.view import View
 
@@ -88,4 +89,4 @@ class StandardizedMatrix(View):
 
 def change_of(matrix: Matrix) -> str:
     """Return what distinguishes the elements of a matrix from those in storage, as text; "" if nothing."""
-    return matrix.change if isinstance(matrix, StandardizedMatrix) else transform_of(matrix)
+    return matrix.change if isinstance(matrix, StandardizedMatrix | KnownMatrix) else transform_of(matrix)

@@ -5,24 +5,24 @@ callable that does the work. Kernels that are missing here cannot run on the fak
 """
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from oocgemm.backends.base import SEGMENTS, SELECTED, numpy_dtype
-from oocgemm.backends.host.gaussian import make_gaussian
-from oocgemm.backends.host.selection import select
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.host.epilogue import reduce_rows, run_chain
+from oocgemm.kernels.epilogue import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
-from oocgemm.planning.selection import MIN_SEGMENT
-from tests.fake_cuda import measuring, unpacker
+from oocgemm.planning.epilogue import REDUCTIONS, Step
+from tests.fake_cuda import measuring, selecting, unpacker
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
 from tests.fake_cuda.placing import place
 from tests.fake_cuda.work import Macros, Work, values
 
 _LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
-WIDTHS = {"0": "void64", "1": "void128"}  # dtypes of selected elements, by the macro OOC_WIDE
 _DTYPES = {c: name for name, c in C_TYPES.items()}
 
 
@@ -245,112 +245,44 @@ def _rank_one(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     return Work(run, [*read, block], [block])
 
 
-def _gaussian(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/transforms/gaussian.cu, which makes a strip of C one of a kernel matrix."""
-    height, width, *at, gamma, to = values((_LONG, _LONG, _POINTER, _POINTER, _REAL, _POINTER), pointers)
-    dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
-    c = memory.matrix(to, dtype, height, width, width)
-    rows, cols = (
-        memory.matrix(start, np.float64, 1, extent, extent)
-        for start, extent in zip(at, (height, width), strict=True)
+def _chain(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/epilogue/chain.cu, which applies the steps of an epilogue to a strip of C."""
+    *plain, chain_at, to_at = pointers
+    height, width, source, alpha, beta = values((_LONG, _LONG, _POINTER, _REAL, _REAL), plain)
+    chain, to = ChainNumbers.from_address(chain_at), _POINTER.from_address(to_at).value or 0
+    summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
+    sums, result = (memory.matrix(at, x, height, width, width) for at, x in ((source, summed), (to, stored)))
+    read, steps, numbers = [block_of(source, summed, height, width, width)], [], []
+    for name, number in re.findall(r"OOC_STEP\((\w+),(\d)\)", macros["OOC_CHAIN"]):
+        given, arrays = chain.steps[int(number)], list[Array | None]()
+        for at, extent in ((given.rows, height), (given.cols, width)):
+            arrays.append(memory.matrix(at, np.float64, 1, extent, extent)[0] if at else None)
+            read += [block_of(at, np.float64, 1, extent, extent)] if at else []
+        steps.append(Step(name, bool(given.rows), bool(given.cols), given.value))
+        numbers.append((arrays[0], arrays[1]))
+    block, reads = block_of(to, stored, height, width, width), macros["OOC_READS"] == "1"
+
+    def run() -> None:
+        run_chain(steps, numbers, sums, (alpha, beta), result, reads=reads)
+
+    return Work(run, [*read, *([block] if reads else [])], [block])
+
+
+def _reduce(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/epilogue/reduce.cu, which reduces the rows of a strip of C."""
+    source, height, width, begins, to = values((_POINTER, _LONG, _LONG, _LONG, _POINTER), pointers)
+    summed = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
+    strip, kept = (
+        memory.matrix(source, summed, height, width, width),
+        memory.matrix(to, np.float64, 1, height, height),
     )
+    block = block_of(to, np.float64, 1, height, height)
 
     def run() -> None:
-        make_gaussian(c, rows[0], cols[0], gamma)
+        kind = REDUCTIONS[int(macros["OOC_REDUCTION"])]
+        reduce_rows(kind, strip, kept[0], begins=bool(begins))
 
-    read = [block_of(x, np.float64, 1, n, n) for x, n in zip(at, (height, width), strict=True)]
-    block = block_of(to, dtype, height, width, width)
-    return Work(run, [*read, block], [block])
-
-
-def _topk(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare topk of kernels/selection/topk.cu, which selects the largest elements of rows of C."""
-    kinds = (_POINTER, *(_LONG for _ in range(6)), _POINTER, _POINTER)
-    source, rows, width, top, left, count, excludes_self, scales, kept = values(kinds, pointers)
-    strip = source, (rows, width), (top, left), scales
-    return _selecting(memory, macros, strip, kept, (rows, count), excludes_self=bool(excludes_self))
-
-
-def _topk_columns(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare topk_columns, which selects those of columns."""
-    kinds = (_POINTER, *(_LONG for _ in range(6)), _POINTER, _POINTER)
-    source, rows, width, top, left, columns, count, scales, kept = values(kinds, pointers)
-    strip = source, (rows, width), (top, left), scales
-    return _selecting(memory, macros, strip, kept, (columns, count), excludes_self=None)
-
-
-def _selecting(
-    memory: Memory,
-    macros: Macros,
-    strip: tuple[int, tuple[int, int], tuple[int, int], int],
-    kept: int,
-    shape: tuple[int, int],
-    excludes_self: bool | None,
-) -> Work:
-    """Prepare the selection of the rows of a strip, or of its columns if `excludes_self` is None."""
-    source, (rows, width), (top, left), scales = strip
-    summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
-    sums, best = (
-        memory.matrix(source, summed, rows, width, width),
-        memory.matrix(kept, element, *shape, shape[1]),
-    )
-    read, factors = [block_of(source, summed, rows, width, width)], None
-    if macros["OOC_SCALED"] == "1":
-        extent = max(top + rows, left + width)
-        factors = memory.matrix(scales, element["score"], 1, extent, extent)[0]
-        read.append(block_of(scales, element["score"], 1, extent, extent))
-
-    def run() -> None:
-        if excludes_self is None:
-            select(best, sums[:, : shape[0]].T, factors, (left, top), False)
-        else:
-            select(best, sums, factors, (top, left), excludes_self)
-
-    written = block_of(kept, element, *shape, shape[1])
-    return Work(run, [*read, written], [written])
-
-
-def _threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/selection/threshold.cu, which finds the elements of a strip that are large enough.
-
-    Its elements are in segments of one or two, which are not in the order of rows.
-    """
-    kinds = _POINTER, *(_LONG for _ in range(5)), _REAL, *(_POINTER for _ in range(4))
-    source, rows, width, top, left, excludes_self, least, scales, *to = values(kinds, pointers)
-    summed, element = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]]), SELECTED[WIDTHS[macros["OOC_WIDE"]]]
-    sums, reads = memory.matrix(source, summed, rows, width, width), []
-    factors, extent = np.ones(1), max(top + rows, left + width)
-    if macros["OOC_SCALED"] == "1":
-        factors = memory.matrix(scales, element["score"], 1, extent, extent)[0]
-        reads = [block_of(scales, element["score"], 1, extent, extent)]
-    room = rows * (width // MIN_SEGMENT + 1)
-    counters = memory.matrix(to[0], np.uint64, 1, 2, 2)
-    segments = memory.matrix(to[1], SEGMENTS, 1, room, room)
-    elements = memory.matrix(to[2], element, 1, rows * width, rows * width)
-
-    def run() -> None:
-        assert not counters.any()
-        scores = sums.astype(element["score"])
-        if reads:
-            scores *= factors[top : top + rows, None] * factors[left : left + width]
-        kept = (np.abs(scores) if macros["OOC_ABSOLUTE"] == "1" else scores) >= element["score"].type(least)
-        kept &= np.arange(left, left + width) <= np.arange(top, top + rows)[:, None] - bool(excludes_self)
-        for row in reversed(range(rows)):
-            columns = np.flatnonzero(kept[row])
-            for part in np.array_split(columns, room // rows) if columns.size else ():
-                first, number = map(int, counters[0])
-                segments[0, number] = row, part.size, first
-                elements["score"][0, first : first + part.size] = scores[row, part]
-                elements["index"][0, first : first + part.size] = part + left
-                counters[0] += np.array([part.size, 1], np.uint64)
-
-    written = [
-        block_of(at, dtype, 1, count, count)
-        for at, dtype, count in zip(
-            to, (np.dtype(np.uint64), SEGMENTS, element), (2, room, rows * width), strict=True
-        )
-    ]
-    return Work(run, [block_of(source, summed, rows, width, width), *reads, written[0]], written)
+    return Work(run, [block_of(source, summed, height, width, width), *([] if begins else [block])], [block])
 
 
 def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
@@ -375,10 +307,11 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "measure_products": (6, measuring.measure_products),
     "measure_square": (3, measuring.measure_square),
     "measure_center": (7, measuring.measure_center),
-    "gaussian": (6, _gaussian),
-    "threshold": (11, _threshold),
-    "topk": (9, _topk),
-    "topk_columns": (9, _topk_columns),
+    "chain": (7, _chain),
+    "reduce": (5, _reduce),
+    "threshold": (11, selecting.threshold),
+    "topk": (9, selecting.topk),
+    "topk_columns": (9, selecting.topk_columns),
     "place": (4, place),
     "frames": (1, unpacker.frames),
     **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),

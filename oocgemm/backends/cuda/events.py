@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import cupy
 
+from oocgemm.backends.base import Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Slot
@@ -141,3 +142,18 @@ class CudaToken:
         if self.noting is not None:
             self.noting()
         return self.own.interval(self.clock)
+
+
+def own_tokens(after: Sequence[Token], clock: Clock) -> list[CudaToken]:
+    """Return the tokens of the session that has this clock, for whose events its streams may wait.
+
+    The calling thread waits for the other ones, among them those of other devices: a stream that waits for an
+    event of a device that has failed might wait forever.
+    """
+    own = list[CudaToken]()
+    for token in after:
+        if isinstance(token, CudaToken) and token.clock is clock:
+            own.append(token)
+        else:
+            token.synchronize()
+    return own

@@ -8,9 +8,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import Correction, Scales
+from oocgemm.backends.base import Finishing
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
+from oocgemm.backends.cuda.chain import Chain
 from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.integers import too_large
 from oocgemm.planning import Kind, Operation, Plan, Region
@@ -34,6 +35,9 @@ class Finisher:
         self._dtypes = problem.acc_dtype, problem.c_dtype
         self._correction: tuple[int, int] | None = None
         self._measurer: Measurer | None = None
+        self._chain = Chain(plan, kernels) if problem.epilogue else None
+        if self._chain is not None:
+            return
         if problem.exact:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
@@ -46,6 +50,9 @@ class Finisher:
         alpha, beta = self._problem.applied_alpha, self._problem.beta
         elements = length(op.m) * length(op.n)
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
+        if self._chain is not None:
+            self._chain.launch(op, source, result)
+            return
         if self._problem.exact:
             flag, real = self._flags.ptr + 4 * op.writes[0].slot.index, (alpha.real, beta.real)
             int8.finish(self._kernels, self._dtypes, real, elements, source, result, flag)
@@ -61,25 +68,20 @@ class Finisher:
                 *map(ctypes.c_void_p, (rows, cols, result)),
             )
 
-    def use(
-        self,
-        correction: Correction,
-        scales: Scales,
-        address: int,
-        stream: Any,
-        measurer: Measurer | None = None,
-    ) -> None:
-        """Copy what is subtracted from rows and columns of C, if anything, to the device, at `address`.
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        """Copy the numbers of the epilogue, or what is subtracted from C, to the device, at `address`.
 
-        `measurer` computes it on the device, if the problem is measured.
+        `measurer` computes what is subtracted on the device, if the problem is measured.
         """
+        if self._chain is not None:
+            self._chain.use(finishing.numbers, address, stream)
         sizes = correction_bytes(self._problem)
         if measurer is not None and self._problem.centered:
             self._measurer, self._correction = measurer, (address, address + sizes[0])
             self._kernels.plain("rank_one", "rank_one", ())
-        if correction is None:
+        if finishing.correction is None:
             return
-        rows, cols = correction
+        rows, cols = finishing.correction
         pinned = cupy.cuda.alloc_pinned_memory(sum(sizes))
         for vector, offset in ((rows, 0), (cols, sizes[0])):
             np.frombuffer(pinned, np.float64, len(vector), offset)[...] = vector
@@ -91,7 +93,7 @@ class Finisher:
     def check_of(self, op: Operation) -> Callable[[], None] | None:
         """Return a check of the strip of a Finish or of its Download, when it has ended; None without one."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
-        if not self._problem.exact or region is None or region.slot.operand != "D":
+        if self._chain is not None or not self._problem.exact or region is None or region.slot.operand != "D":
             return None
         return partial(self._check, region.slot.index)
 

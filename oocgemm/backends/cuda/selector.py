@@ -7,13 +7,24 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import SEGMENTS, SELECTED, Array, Correction, Found, Pageable, Scales, Token
+from oocgemm.backends.base import (
+    SEGMENTS,
+    SELECTED,
+    Array,
+    Finishing,
+    Found,
+    Pageable,
+    Token,
+)
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.chain import Chain
+from oocgemm.backends.cuda.copies import upload
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.finisher import Finisher
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
 from oocgemm.backends.cuda.ring import Ring
+from oocgemm.kernels.epilogue import reduce_grid, reduce_options
 from oocgemm.kernels.selection import (
     columns_launch,
     threshold_launch,
@@ -22,6 +33,7 @@ from oocgemm.kernels.selection import (
     topk_options,
 )
 from oocgemm.planning import GemmProblem, Operation, Plan, Region, Tier
+from oocgemm.planning.expansion import scale_bytes
 from oocgemm.planning.schedule.selecting import mirrored_columns
 from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
@@ -29,33 +41,35 @@ from oocgemm.planning.tiling import length
 
 
 class Scaled:
-    """What the kernels have in common: rows and columns of C that are scaled."""
+    """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         """Load the kernel. `address` returns the device address of a region."""
         self._problem, self._address, self._scales = plan.problem, address, 0
         self._kernel = self._load(kernels)
+        self._chain = Chain(plan, kernels) if plan.problem.epilogue else None
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         raise NotImplementedError
 
-    def use(
-        self,
-        correction: Correction,
-        scales: Scales,
-        address: int,
-        stream: Any,
-        measurer: Measurer | None = None,
-    ) -> None:
-        """Copy what rows and columns of C are multiplied by, if anything, to the device, at `address`."""
-        if scales is None:
-            return
-        dtype = SELECTED[self._problem.c_dtype]["score"]
-        pinned = cupy.cuda.alloc_pinned_memory(scales.size * dtype.itemsize)
-        np.frombuffer(pinned, dtype, scales.size)[...] = scales
-        cuda_calls.make(cuda_calls.copy(address, pinned.ptr, scales.size * dtype.itemsize, stream))
-        stream.synchronize()
-        self._scales = address
+    def _changed(self, op: Operation) -> int:
+        """Apply the epilogue to the strip of a Finish in its accumulator. Return the strip's address."""
+        strip = self._address(op.reads[0])
+        if self._chain is not None:
+            self._chain.launch(op, strip, strip)
+        return strip
+
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        """Copy what rows and columns of C are multiplied by, and the numbers of the epilogue, to the device.
+
+        They are copied to `address`, one after the other.
+        """
+        if self._chain is not None:
+            self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
+        if finishing.scales is not None:
+            dtype = SELECTED[self._problem.c_dtype]["score"]
+            upload(address, finishing.scales.astype(dtype), stream)
+            self._scales = address
 
     def check_of(self, op: Operation) -> None:
         """Return the check of an operation when it has ended: there is none."""
@@ -69,15 +83,8 @@ class Selector(Scaled):
         self._of_columns = kernels.plain("topk", "topk_columns", options)
         return kernels.plain("topk", "topk", options)
 
-    def use(
-        self,
-        correction: Correction,
-        scales: Scales,
-        address: int,
-        stream: Any,
-        measurer: Measurer | None = None,
-    ) -> None:
-        super().use(correction, scales, address, stream, measurer)
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        super().use(finishing, address, stream, measurer)
         size = self._problem.m * self._problem.topk * self._problem.itemsizes["C"]
         kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0), 0, 0))
         cuda_calls.make(cuda_calls.fill(kept, size, stream, NONE))
@@ -85,7 +92,8 @@ class Selector(Scaled):
 
     def finish(self, op: Operation) -> None:
         """Launch the kernels for the strip of a Finish."""
-        problem, rows, columns = self._problem, length(op.m), length(mirrored_columns(op.m, op.n))
+        problem, rows, elements = self._problem, length(op.m), self._changed(op)
+        columns = length(mirrored_columns(op.m, op.n)) if problem.gram else 0
         strip = rows, length(op.n), op.m[0], op.n[0]
         launches = [(self._kernel, topk_launch(problem, rows), (problem.topk, int(problem.excludes_self)))]
         if columns:
@@ -93,7 +101,7 @@ class Selector(Scaled):
         for (kernel, how, more), kept in zip(launches, op.writes, strict=True):
             kernel(
                 how,
-                ctypes.c_void_p(self._address(op.reads[0])),
+                ctypes.c_void_p(elements),
                 *map(ctypes.c_longlong, (*strip, *more)),
                 *map(ctypes.c_void_p, (self._scales, self._address(kept))),
             )
@@ -113,7 +121,7 @@ class Sifter(Scaled):
         cuda_calls.make(cuda_calls.fill(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
         self._kernel(
             threshold_launch(rows),
-            ctypes.c_void_p(self._address(op.reads[0])),
+            ctypes.c_void_p(self._changed(op)),
             *map(ctypes.c_longlong, numbers),
             ctypes.c_double(problem.threshold),
             *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
@@ -151,9 +159,41 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
     return ring.download(address, Pageable((1, array.size), array.dtype, move), ())()
 
 
-AnyFinisher = Finisher | Selector | Sifter
+class Reducer(Scaled):
+    """The kernel of the Finish operations of one product of which rows are reduced (`reduction`)."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("reduce", "reduce", reduce_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        rows = length(op.m)
+        self._kernel(
+            reduce_grid(rows),
+            ctypes.c_void_p(self._changed(op)),
+            *map(ctypes.c_longlong, (rows, length(op.n), op.first)),
+            ctypes.c_void_p(self._address(op.writes[0])),
+        )
 
 
-def finisher_of(problem: GemmProblem) -> type[Finisher] | type[Selector] | type[Sifter]:
+class Applier(Scaled):
+    """Applies the epilogue before `AppliedSession` multiplies the strip by V."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return lambda *_: None
+
+    def finish(self, op: Operation) -> None:
+        """Change the strip of a Finish in its accumulator."""
+        self._changed(op)
+
+
+AnyFinisher = Finisher | Selector | Sifter | Reducer | Applier
+
+
+def finisher_of(problem: GemmProblem) -> type[AnyFinisher]:
     """Return the class for the Finish operations of a product."""
+    if problem.reduction:
+        return Reducer
+    if problem.applied:
+        return Applier
     return Sifter if problem.sparse else Selector if problem.topk else Finisher

@@ -19,12 +19,11 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
-    Correction,
+    Finishing,
     Found,
     HostBlock,
     Pageable,
     Pinned,
-    Scales,
     Stream,
     Token,
     Transforms,
@@ -34,7 +33,7 @@ from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work
+from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -156,10 +155,7 @@ class CudaSession:
     def begin(self, op: Operation, block: Pageable, after: Sequence[Token]) -> Callable[[], CudaToken]:
         # The threads of the ring have streams of their own, which wait for the operations in `after`.
         self._wait(op)
-        for token in after:
-            if not isinstance(token, CudaToken):
-                token.synchronize()
-        waits = [token.end for token in after if isinstance(token, CudaToken)]
+        waits = [token.end for token in own_tokens(after, self._clock)]
         uploading, ring = op.kind is Kind.UPLOAD, self._host.ring
         address = self._address((op.writes if uploading else op.reads)[0])
         if isinstance(block, Compressed) and self._host.decoder is not None:
@@ -183,10 +179,8 @@ class CudaSession:
         """Enqueue an operation's launches on its stream, which first waits for the operations in `after`."""
         stream, checksums = self._streams[operation.stream], self.checksums
         beside = checksums is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
-        for token in after:
-            if not isinstance(token, CudaToken):
-                token.synchronize()
-            elif token.stream != operation.stream or token.clock is not self._clock:
+        for token in own_tokens(after, self._clock):
+            if token.stream != operation.stream:
                 # A Multiply only reads its panels. So it does not wait until their checksums are computed.
                 # But an operation that overwrites an uploaded strip of C waits for the strip's checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
@@ -249,14 +243,14 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
+    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         address, measurer = self._arena + self._vectors, None
         with self._device:
             if self._expander is not None:
                 address = self._expander.use(transforms, address, self._streams["prepare"])
                 measurer = self._expander.measurer
             if self._finisher is not None:
-                self._finisher.use(correction, scales, address, self._streams["compute"], measurer)
+                self._finisher.use(finishing, address, self._streams["compute"], measurer)
 
     def use_factor(self, factor: Array) -> None:
         raise AssertionError("subclasses run such products")

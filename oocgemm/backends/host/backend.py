@@ -17,13 +17,12 @@ from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
     Checksums,
-    Correction,
     DoneToken,
+    Finishing,
     Found,
     HostBlock,
     Pageable,
     Pinned,
-    Scales,
     Session,
     Stream,
     Token,
@@ -32,7 +31,7 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm
-from oocgemm.backends.host.gaussian import make_gaussian
+from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
@@ -62,8 +61,7 @@ class HostSession:
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
-        self._correction: Correction = None
-        self._scales: Scales = None
+        self._finishing = Finishing()
         self._factor: Array | None = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
@@ -112,9 +110,9 @@ class HostSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
 
-    def use_transforms(self, transforms: Transforms, correction: Correction, scales: Scales) -> None:
+    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         assert not transforms  # operands are transformed when they are read
-        self._correction, self._scales = correction, scales
+        self._finishing = finishing
         if topk := self._problem.topk:
             slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(self._problem.c_dtype)
             self._kept = self._view(self._offsets[slot], (self._problem.m, topk), dtype)
@@ -234,36 +232,52 @@ class HostSession:
         return wide_a, wide_b
 
     def _finish(self, op: Operation) -> None:
-        if self._problem.applied:
-            self._apply(op)
+        accumulator, problem = self._rows(op, op.reads[0]), self._problem
+        if problem.kept:
+            if problem.epilogue:
+                self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
+            self._keep(op, accumulator)
             return
-        if self._problem.topk:
-            self._select(op)
+        finished = self._rows(op, op.writes[0])
+        alpha, beta = problem.applied_alpha.real, problem.beta.real
+        if problem.epilogue:
+            self._run_chain(op, accumulator, (alpha, beta), finished)
             return
-        accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
-        alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
         finish(accumulator, alpha, beta, finished, self._work)
-        if self._correction is not None:
-            rows, cols = self._correction
+        if self._finishing.correction is not None:
+            rows, cols = self._finishing.correction
             finished -= rows[slice(*op.m), None]
             finished -= cols[slice(*op.n)]
 
-    def _select(self, op: Operation) -> None:
-        """Update the selected elements of the rows of a strip, and of its columns that are mirrored."""
-        sums, cols = self._rows(op, op.reads[0]), mirrored_columns(op.m, op.n)
-        for (m, n), block in (((op.m, op.n), sums), ((cols, op.m), sums[:, : length(cols)].T)):
-            if length(m):
-                select(self._kept[slice(*m)], block, self._scales, (m[0], n[0]), self._problem.excludes_self)
+    def _run_chain(self, op: Operation, sums: Array, scalars: tuple[float, float], result: Array) -> None:
+        """Apply the epilogue to a strip of C."""
+        numbers = [
+            (None if u is None else u[slice(*op.m)], None if v is None else v[slice(*op.n)])
+            for u, v in self._finishing.numbers
+        ]
+        reads = self._problem.reads_c
+        run_chain(self._problem.epilogue, numbers, sums, scalars, result, reads=reads)
 
-    def _apply(self, op: Operation) -> None:
-        """Make a strip of C a strip of a kernel matrix, and multiply it and its rows of V."""
-        assert self._correction is not None
-        assert self._factor is not None
-        rows, cols = self._correction
-        strip, count = self._rows(op, op.reads[0]), self._problem.applied
-        make_gaussian(strip, rows[slice(*op.m)], cols[slice(*op.n)], self._problem.gamma)
-        kept = self._rows(op._replace(n=(0, count)), op.writes[0])
-        gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
+    def _keep(self, op: Operation, strip: Array) -> None:
+        """Update what is kept of the rows of a strip, or begin with it."""
+        problem = self._problem
+        if problem.topk:
+            self._select(op, strip)
+            return
+        kept = self._rows(op._replace(n=(0, problem.kept)), op.writes[0])
+        if problem.reduction:
+            reduce_rows(problem.reduction, strip, kept[:, 0], begins=op.first)
+        else:
+            assert self._factor is not None
+            gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
+
+    def _select(self, op: Operation, strip: Array) -> None:
+        """Update the selected elements of the rows of a strip, and of its columns that are mirrored."""
+        cols = mirrored_columns(op.m, op.n) if self._problem.gram else (0, 0)
+        for (m, n), block in (((op.m, op.n), strip), ((cols, op.m), strip[:, : length(cols)].T)):
+            if length(m):
+                at, excludes_self = (m[0], n[0]), self._problem.excludes_self
+                select(self._kept[slice(*m)], block, self._finishing.scales, at, excludes_self)
 
 
 class HostBackend:

@@ -11,6 +11,7 @@ from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.planning.expansion import (
     correction_bytes,
+    epilogue_bytes,
     expanded_bytes,
     factor_bytes,
     measure_room,
@@ -168,6 +169,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         + sum(correction_bytes(problem))
         + measure_room(problem).end
         + scale_bytes(problem)
+        + epilogue_bytes(problem)
         + factor_bytes(problem),
         # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
         "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,

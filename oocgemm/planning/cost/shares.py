@@ -75,17 +75,19 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
 
     `reading` is the factor by which reads take longer. Other work that the devices have in common takes
     `devices` times as long. The rate of copies between pageable arrays and pinned buffers follows the number
-    of threads that copy for each device.
+    of threads that copy for each device, and the part of its panels that these copy.
     """
     each = 1 / devices
     factors = {"read": 1 / reading, "decode": 1 / reading, "write": each}
     factors["issue"] = devices
     if machine.shares_cores:
         return scaled(machine, factors | dict.fromkeys(("memory", *machine.kernels), each))
-    factors["memory"] = machine.copy_threads_of(devices) / machine.copy_threads
+    # The threads of a device read only a part of its panels: it copies the others from other devices.
+    threads = machine.copy_threads_of(devices) / machine.copy_threads
+    factors["memory"] = min(1.0, threads * devices / reading)
     # More threads read for several devices, if there are cores for them.
-    threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
-    return replace(scaled(machine, factors), io_threads=threads)
+    io_threads = min(devices * machine.io_threads, max(machine.io_threads, machine.cores // 2))
+    return replace(scaled(machine, factors), io_threads=io_threads)
 
 
 def divided(machine: MachineModel, sessions: int) -> MachineModel:

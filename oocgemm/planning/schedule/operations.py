@@ -338,14 +338,7 @@ class Schedule:
         written = size + self.problem.itemsizes["C"] * length(rows) * length(self.grid.mirrored(tile, rows))
         if self.slots.unified:
             yield Operation(
-                Kind.WRITE,
-                "C",
-                tile,
-                last,
-                (source,),
-                (),
-                rows,
-                n,
+                *(Kind.WRITE, "C", tile, last, (source,), (), rows, n),
                 bytes=written,
                 coded=coded,
                 device=self.device,

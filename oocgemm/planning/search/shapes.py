@@ -18,7 +18,7 @@ from oocgemm.planning.check_blocks import checksum_fraction
 from oocgemm.planning.cost.footprint import casts, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
 from oocgemm.planning.emulation import STRIP_ROWS, work_bytes
-from oocgemm.planning.expansion import correction_bytes, factor_bytes, scale_bytes
+from oocgemm.planning.expansion import epilogue_bytes, factor_bytes, scale_bytes
 from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
@@ -76,7 +76,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
     if problem.kept:
         memory -= problem.stored(m, 0) * problem.itemsizes["C"] + scale_bytes(problem)
-        memory -= factor_bytes(problem) + sum(correction_bytes(problem))
+        memory -= factor_bytes(problem) + epilogue_bytes(problem)
     # Tiles with fewer rows would use less than 1/16 of the device memory. They are not tried, since larger
     # tiles load fewer bytes.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))

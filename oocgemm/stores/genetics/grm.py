@@ -25,7 +25,7 @@ from oocgemm.stores.formats import check_found
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.space import check_room
 
-SUFFIX = ".grm.bin"
+SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
 _STORED = np.dtype("<f4")
 # Elements of X.grm.N.bin that are written at a time.
 _BATCH = 1 << 18
@@ -40,7 +40,7 @@ class GrmFiles(Store):
     kind = "a .grm.bin file"
 
     def matches(self, operand: Any) -> bool:
-        return is_path(operand) and is_grm(os.fspath(operand))
+        return is_path(operand) and (is_grm(os.fspath(operand)) or _is_counts(os.fspath(operand)))
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         path = Path(operand)
@@ -159,19 +159,25 @@ def is_grm(path: str) -> bool:
     return path.endswith(SUFFIX) and "://" not in path
 
 
+def _is_counts(path: str) -> bool:
+    """Return whether a path is that of a .grm.N.bin file, which is like a .grm.bin file."""
+    return path.endswith(COUNTS) and "://" not in path
+
+
 def companions(path: Path) -> tuple[Path, Path]:
     """Return the paths of the files X.grm.id and X.grm.N.bin for the path X.grm.bin."""
     stem = os.fspath(path).removesuffix(".bin")
     return Path(f"{stem}.id"), Path(f"{stem}.N.bin")
 
 
-def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variants: int) -> None:
+def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variants: int | None) -> None:
     """Write X.grm.id and X.grm.N.bin beside X.grm.bin. Files there are replaced.
 
     Args:
         path: of the .grm.bin file.
         individuals: the family ID and the individual ID of each row.
-        variants: the number of variants that every element was computed from.
+        variants: the number of variants that every element was computed from; None if the numbers differ,
+            and have been written already.
 
     Raises:
         InputError: a file cannot be written.
@@ -183,13 +189,15 @@ def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variant
         file.write(text.encode("utf-8", "surrogateescape"))
 
     def write_counts(file: BinaryIO) -> None:
+        assert variants is not None
         left, batch = _bytes(len(individuals)) // _STORED.itemsize, np.full(_BATCH, variants, _STORED)
         while left:
             file.write(_as_bytes(batch[:left]))
             left -= min(left, _BATCH)
 
     _replace(ids, write_ids)
-    _replace(counts, write_counts)
+    if variants is not None:
+        _replace(counts, write_counts)
 
 
 def _replace(path: Path, write: Callable[[BinaryIO], None]) -> None:

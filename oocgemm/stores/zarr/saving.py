@@ -30,7 +30,7 @@ def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
     check_free(path)
     unfinished = f"{path.rstrip('/')}.unfinished"
     try:
-        group = zarr.create_group(unfinished)
+        group = zarr.create_group(unfinished, overwrite=True)  # a killed run may have left one
         for name, array in arrays.items():
             rows = max(1, CHUNK_BYTES * max(1, len(array)) // max(1, array.nbytes))
             chunks = (min(rows, max(1, len(array))), *(max(1, extent) for extent in array.shape[1:]))

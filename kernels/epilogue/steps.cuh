@@ -1,0 +1,54 @@
+// steps.cuh: the steps of an epilogue, which replace an element c of C, in row i and column j of a strip.
+//
+// A step has numbers per row, per column, or neither, and one number `value`. A number that it does not have per row or
+// column is 1. d is the element of the further matrix D. Numbers are those of `oocgemm.planning.epilogue`.
+//
+// Macros:
+//   OOC_ACCUMULATED  type of the sums: float, double, or int
+//   OOC_CHAIN        the steps, in their order, as OOC_STEP(name, number) without separators
+#pragma once
+
+struct step_t {
+    const double* rows;
+    const double* cols;
+    double value;
+};
+struct chain_t {
+    step_t steps[8];
+};
+
+__device__ inline double number(const double* numbers, long long index) { return numbers ? numbers[index] : 1.0; }
+
+__device__ inline double factor(const step_t& s, long long i, long long j) {
+    return s.value * number(s.rows, i) * number(s.cols, j);
+}
+__device__ inline double scale(double c, const step_t& s, long long i, long long j, double) {
+    return c * factor(s, i, j);
+}
+__device__ inline double rank_one(double c, const step_t& s, long long i, long long j, double) {
+    return c + factor(s, i, j);
+}
+__device__ inline double add(double c, const step_t& s, long long, long long, double d) { return c + s.value * d; }
+__device__ inline double divide(double c, const step_t&, long long, long long, double d) { return c / d; }
+
+// NaN stays NaN.
+__device__ inline double correlation(double c, const step_t& s, long long i, long long j, double) {
+    const double r = c * factor(s, i, j);
+    return r > 1 ? 1 : r < -1 ? -1 : r;
+}
+
+// The exponential is that of the type of the sums. Squared distances that rounding made negative are 0.
+__device__ inline double exponential(double x, double) { return exp(x); }
+__device__ inline double exponential(double x, int) { return exp(x); }
+__device__ inline double exponential(double x, float) { return exp(static_cast<float>(x)); }
+__device__ inline double gaussian(double c, const step_t& s, long long i, long long j, double) {
+    const double d2 = s.rows[i] + s.cols[j] - 2 * c;
+    return exponential(d2 < 0 ? 0 : -s.value * d2, OOC_ACCUMULATED(0));
+}
+
+#define OOC_STEP(name, number) c = name(c, chain.steps[number], i, j, d);
+// Returns what the chain makes of c.
+__device__ inline double chained(double c, const chain_t& chain, long long i, long long j, double d) {
+    OOC_CHAIN
+    return c;
+}

@@ -1,0 +1,261 @@
+"""The steps of an epilogue, as callers pass them to `gemm`, `gram` and `reduce`."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.backends.base import Numbers, numpy_dtype
+from oocgemm.errors import InputError
+from oocgemm.jobs.norms import inverse_norms, squared_norms
+from oocgemm.planning import GemmProblem
+from oocgemm.planning.epilogue import MAX_STEPS, Step
+from oocgemm.stores import Array, Matrix
+
+# dtypes to which C may be cast.
+CASTS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Multiply element (i, j) of C by ``value * rows[i] * cols[j]``. Arrays that are not given are 1."""
+
+    rows: Any = None
+    cols: Any = None
+    value: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class RankOne:
+    """Add ``value * rows[i] * cols[j]`` to element (i, j) of C. Arrays that are not given are 1.
+
+    So ``RankOne(cols=bias)`` adds a bias to each row.
+    """
+
+    rows: Any = None
+    cols: Any = None
+    value: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """Add ``value * D`` to C, for an operand D of C's shape and dtype. It is read strip by strip."""
+
+    d: Any
+    value: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Divide:
+    """Divide C by D, element by element, for an operand D of C's shape and dtype.
+
+    As in NumPy, a number divided by 0 is Inf, and 0 divided by 0 is NaN.
+    """
+
+    d: Any
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
+
+    This gives cosines, or the correlations of rows whose mean is 0. Rounding does not make them larger than
+    1: they are clipped to [-1, 1]. NaN stays NaN.
+    """
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B)."""
+
+    gamma: float
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Round C to a dtype: float16, bfloat16, float32 or float64. It is the last step."""
+
+    dtype: Any
+
+
+EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
+Epilogue = Sequence[EpilogueStep]
+
+
+def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> GemmProblem:
+    """Return the problem with an epilogue.
+
+    Args:
+        problem: the product.
+        given: what the caller passed.
+        casts: whether C's dtype is still to be chosen. Then it is that of the last `Cast`, if there is one,
+            and float64 for int8 operands.
+
+    Raises:
+        InputError: a step cannot be applied to C.
+    """
+    if not given:
+        return problem
+    _check(problem, given)
+    steps = [step for step in given if not isinstance(step, Cast)]
+    last = given[-1]
+    dtype = problem.c_dtype
+    if isinstance(last, Cast):
+        dtype = _cast(last)
+    elif casts and problem.exact:
+        dtype = "float64"
+    if dtype.startswith("int"):
+        raise InputError(
+            f"C has dtype {dtype}, and an epilogue gives floating-point numbers: pass out_dtype='float64'"
+        )
+    chain = tuple(_step(step, problem, f"step {number} of the epilogue") for number, step in enumerate(steps))
+    return replace(problem, c_dtype=dtype, epilogue=chain)
+
+
+def _check(problem: GemmProblem, given: Epilogue) -> None:
+    """Raise `InputError` if no epilogue is possible, or not this one."""
+    wrong = next((x for x in given if not isinstance(x, EpilogueStep)), None)
+    if wrong is not None:
+        names = ", ".join(kind.__name__ for kind in EpilogueStep.__args__)
+        raise InputError(f"{wrong!r} is no step of an epilogue: pass a sequence of {names}")
+    if problem.a_dtype.startswith("complex"):
+        raise InputError(
+            f"A is of dtype {problem.a_dtype}, and an epilogue changes real numbers: drop the epilogue, and "
+            "change C afterwards"
+        )
+    if problem.centered:
+        raise InputError(
+            "an epilogue cannot follow the centers that are subtracted from a product of int8: pass another "
+            "cast than int8, such as cast='float32'"
+        )
+    if problem.checked:
+        raise InputError(
+            "checksums cover products, and no epilogue: drop verify, or change C after a verified run"
+        )
+    if any(isinstance(step, Cast) for step in given[:-1]):
+        raise InputError("a Cast is followed by other steps: make it the last one")
+    steps = [step for step in given if not isinstance(step, Cast)]
+    if len(steps) > MAX_STEPS:
+        raise InputError(f"the epilogue has {len(steps)} steps, and {MAX_STEPS} are allowed: join some")
+    read = [step for step in steps if isinstance(step, Add | Divide)]
+    if len(read) > 1 or (read and problem.updates_c):
+        raise InputError(
+            "one further matrix can be read for each element of C: pass one Add or Divide, with beta = 0"
+        )
+
+
+def _step(given: EpilogueStep, problem: GemmProblem, name: str) -> Step:
+    """Return a step of a problem. Raises `InputError` if its numbers do not fit."""
+    match given:
+        case Scale() | RankOne():
+            found = [
+                _vector(x, extent, f"{side} of {name}") is not None
+                for x, extent, side in ((given.rows, problem.m, "rows"), (given.cols, problem.n, "cols"))
+            ]
+            kind = "scale" if isinstance(given, Scale) else "rank_one"
+            return Step(kind, found[0], found[1], _number(given.value, f"value of {name}"))
+        case Add():
+            return Step("add", value=_number(given.value, f"value of {name}"))
+        case Divide():
+            return Step("divide")
+        case Correlation():
+            return Step("correlation", True, True)
+        case Gaussian():
+            gamma = given.gamma
+            if isinstance(gamma, bool) or not isinstance(gamma, int | float | np.number) or not gamma > 0:
+                raise InputError(f"gamma = {gamma!r}: pass a positive number, such as 0.5")
+            if not isfinite(gamma):
+                raise InputError(f"gamma = {gamma!r} is not finite: pass a positive number, such as 0.5")
+            return Step("gaussian", True, True, float(gamma))
+    raise AssertionError(f"{given} is no step")
+
+
+def _number(value: Any, name: str) -> float:
+    number = np.asarray(value)
+    if number.ndim or number.dtype.kind not in "fiu" or not isfinite(number):
+        raise InputError(f"{name} is {value!r}: pass a finite real number")
+    return float(number)
+
+
+def _vector(given: Any, extent: int, name: str) -> Array | None:
+    """Return numbers per row or per column as float64; None if there are none. Raises `InputError`."""
+    if given is None:
+        return None
+    found = np.asarray(given)
+    if found.shape != (extent,) or found.dtype.kind not in "fiu":
+        raise InputError(
+            f"{name} have shape {found.shape} and dtype {found.dtype}: pass {extent} real numbers, one per "
+            "row or column of C"
+        )
+    if not np.isfinite(found).all():
+        raise InputError(f"{name} contain Inf or NaN: pass finite numbers")
+    return np.ascontiguousarray(found, np.float64)
+
+
+def _cast(step: Cast) -> str:
+    try:
+        name = str(np.dtype(step.dtype).name)
+    except TypeError:
+        name = str(step.dtype)
+    if name not in CASTS:
+        raise InputError(f"C cannot be cast to {step.dtype!r}: choose one of {', '.join(CASTS)}")
+    numpy_dtype(name)
+    return name
+
+
+def open_further(problem: GemmProblem, given: Epilogue) -> Matrix | None:
+    """Open D, the further matrix that a step reads; None without one. Raises `InputError`."""
+    operand = next((step.d for step in given if isinstance(step, Add | Divide)), None)
+    if not problem.merges:
+        return None
+    d = stores.open_matrix("D", stores.located("D", operand))
+    if (d.shape, d.dtype) != ((problem.m, problem.n), numpy_dtype(problem.c_dtype)):
+        raise InputError(
+            f"D has shape {d.shape} and dtype {d.dtype}, and C has shape {(problem.m, problem.n)} and dtype "
+            f"{problem.c_dtype}: both must be equal"
+        )
+    return d
+
+
+def numbers_of(
+    problem: GemmProblem, given: Epilogue, a: Matrix, b: Matrix, memory: int
+) -> tuple[Numbers, ...]:
+    """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes.
+
+    Raises `InputError` if a norm is 0, and `ExecutionError` if an operand cannot be read.
+    """
+    found = list[Numbers]()
+    for step in given:
+        match step:
+            case Scale() | RankOne():
+                found.append((_vector(step.rows, problem.m, "rows"), _vector(step.cols, problem.n, "cols")))
+            case Add() | Divide():
+                found.append((None, None))
+            case Correlation():
+                rows = inverse_norms(a, problem.trans_a, memory)
+                found.append(
+                    (rows, rows if b is a else inverse_norms(b, problem.trans_b, memory, right=True))
+                )
+            case Gaussian():
+                found.append(squared_norms(problem, a, b, memory))
+    return tuple(found)
+
+
+def is_symmetric(given: Epilogue) -> bool:
+    """Return whether a symmetric C stays symmetric, without a look at the numbers of its rows and columns."""
+    pairs = [step for step in given if isinstance(step, Scale | RankOne)]
+    others = [step for step in given if not isinstance(step, Scale | RankOne)]
+    return all(x.rows is x.cols for x in pairs) and all(isinstance(x, Correlation | Gaussian) for x in others)
+
+
+def digest_of(given: Epilogue) -> str:
+    """Return a digest of the arrays in an epilogue, which a run that is resumed must have; "" without any."""
+    arrays = [x for step in given if isinstance(step, Scale | RankOne) for x in (step.rows, step.cols)]
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(b"-" if array is None else np.ascontiguousarray(array, np.float64).tobytes())
+    return digest.hexdigest()[:16] if arrays else ""

@@ -1,0 +1,196 @@
+"""The function `reduce`: what is computed from a product that is not stored."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Unpack, overload
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.api import run_request
+from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale
+from oocgemm.jobs.options import Operand, SelectionOptions, Transpose
+from oocgemm.jobs.problem import op_of
+from oocgemm.jobs.request import Reduction, Request
+from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
+from oocgemm.planning import DTYPES, Op
+from oocgemm.planning.epilogue import REDUCTIONS
+from oocgemm.stores import Array
+from oocgemm.stores.base import dtype_name
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k largest elements of each row of C. With `exclude_self`, those on the diagonal are left out."""
+
+    k: int
+    exclude_self: bool = False
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The elements of C that are at least `least`, or whose magnitudes are, with `absolute`.
+
+    With `exclude_self`, those on the diagonal are left out.
+    """
+
+    least: float
+    absolute: bool = False
+    exclude_self: bool = False
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The "sum", the sum of squares ("sumsq") or the largest element ("max") of each row of C (`axis` 1).
+
+    With `axis` 0, those of each column.
+    """
+
+    kind: str
+    axis: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class MatVec:
+    """The product C @ V, for an ndarray V of shape (n,) or (n, r) in memory."""
+
+    v: Any
+
+
+@overload
+def reduce(
+    a: Operand,
+    b: Operand | None = None,
+    *,
+    to: TopK,
+    epilogue: Epilogue = (),
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    **options: Unpack[SelectionOptions],
+) -> Neighbors: ...
+@overload
+def reduce(
+    a: Operand,
+    b: Operand | None = None,
+    *,
+    to: Threshold,
+    epilogue: Epilogue = (),
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    **options: Unpack[SelectionOptions],
+) -> Pairs: ...
+@overload
+def reduce(
+    a: Operand,
+    b: Operand | None = None,
+    *,
+    to: Reduce | MatVec,
+    epilogue: Epilogue = (),
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    **options: Unpack[SelectionOptions],
+) -> Array: ...
+def reduce(
+    a: Operand,
+    b: Operand | None = None,
+    *,
+    to: TopK | Threshold | Reduce | MatVec,
+    epilogue: Epilogue = (),
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    **options: Unpack[SelectionOptions],
+) -> Neighbors | Pairs | Array:
+    """Compute something from ``C = op(A) @ op(B)`` without storing C, which no memory needs to hold.
+
+    Args:
+        a: a real two-dimensional operand as for `gemm`.
+        b: an operand like a. By default C is ``op(A) @ op(A)^T``.
+        to: what is computed: `TopK`, `Threshold`, `Reduce` or `MatVec`.
+        epilogue: steps that change each element of C first, as for `gemm`, without `Add`, `Divide` and
+            `Cast`.
+        trans_a, trans_b: as for `gemm`.
+        options: those of `similarity`.
+
+    Returns:
+        The `Neighbors` for `TopK`, the `Pairs` for `Threshold`. For `Reduce`, a float64 array with an element
+            per row or column of C. For `MatVec`, an array of shape (m,) or (m, r), float32 or float64. They
+            are in memory.
+
+    Raises:
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
+
+    >>> import oocgemm
+    >>> x = [[1.0, 0.0], [3.0, 4.0]]
+    >>> oocgemm.reduce(x, to=oocgemm.Reduce("max"), epilogue=[oocgemm.Correlation()], backend="host")
+    array([1., 1.])
+    """
+    check_options("reduce", options)
+    given, names = dict[str, Any](options), ("A", "A" if b is None else "B")
+    a, other = stores.located("A", a), stores.located(names[1], a if b is None else b)
+    given |= {"a": a, "b": other, "c": Destination.parse(None), "epilogue": tuple(epilogue)}
+    given |= {"trans_a": trans_a, "trans_b": trans_b}
+    same = b is None
+    match to:
+        case TopK() | Threshold():
+            chosen = selection_of(to.k, None) if isinstance(to, TopK) else selection_of(None, to.least)
+            absolute = isinstance(to, Threshold) and to.absolute
+            how: dict[str, Any] = {"excludes_self": to.exclude_self, "absolute": absolute}
+            return selected(replace(chosen, names=names, same=same, **how), given)
+        case Reduce():
+            if to.kind not in REDUCTIONS:
+                raise InputError(f"Reduce({to.kind!r}): choose one of {', '.join(REDUCTIONS)}")
+            if isinstance(to.axis, bool) or to.axis not in (0, 1):
+                raise InputError(f"axis = {to.axis!r}: pass 1 for a number per row of C, or 0 per column")
+            if to.axis == 0:
+                given |= _transposed(given, same=same)
+                names = names[::-1]
+            found = run_request(Request(**given, reduction=Reduction(names, same, to.kind)))
+            return np.ascontiguousarray(np.asarray(found.out)[:, 0])
+        case MatVec():
+            return product(to.v, names, given, same=same)
+    raise InputError(f"to = {to!r}: pass a TopK, a Threshold, a Reduce or a MatVec")
+
+
+def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool) -> Array:
+    """Return the product of C, which is not stored, and V. `given` are fields of the request."""
+    factor = _factor(v, names[0], dtype_name(stores.open_matrix(names[0], given["a"]).dtype))
+    reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
+    found: Array = np.asarray(run_request(Request(**given, reduction=reduction)).out)
+    return found if factor.ndim == 2 else found[:, 0]
+
+
+def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:
+    """Return the fields of a request that computes the transpose of C."""
+    epilogue = tuple(
+        type(step)(step.cols, step.rows, step.value) if isinstance(step, Scale | RankOne) else step
+        for step in given["epilogue"]
+    )
+    if same:
+        return {"epilogue": epilogue}
+    flipped = (Op.N if op_of(name, given[name]).swaps else Op.T for name in ("trans_b", "trans_a"))
+    trans_a, trans_b = flipped
+    return {
+        "a": given["b"],
+        "b": given["a"],
+        "trans_a": trans_a,
+        "trans_b": trans_b,
+        "epilogue": epilogue,
+    }
+
+
+def _factor(v: Any, name: str, dtype: str) -> Array:
+    """Return V in the dtype in which it is used. Raises `InputError` if it is not a vector or a matrix."""
+    known = DTYPES.get(dtype)
+    if known is None or known.accumulator not in ("float32", "float64") or dtype == "int8":
+        raise InputError(
+            f"{name} is of dtype {dtype}, and products with V are computed of float16, bfloat16, float32 and "
+            f"float64: convert {name}"
+        )
+    given = np.asarray(v)
+    if given.ndim not in (1, 2) or given.dtype.kind not in "fiub" or not given.size:
+        raise InputError(
+            f"V is an array of shape {given.shape} and dtype {given.dtype}: pass real numbers of shape "
+            "(n,) or (n, r)"
+        )
+    return np.ascontiguousarray(given, known.accumulator)
