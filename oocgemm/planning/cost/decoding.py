@@ -16,7 +16,7 @@ from oocgemm.planning.tiling import Layout, round_up
 
 ALIGNMENT = 4096
 # Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.
-LANES, BATCH = 12, 128 << 20
+LANES, BATCH = 8, 128 << 20
 MIN_LANES, MIN_BATCH = 2, 16 << 20
 # All lanes together take at most this part of the budgets.
 SHARE = 4

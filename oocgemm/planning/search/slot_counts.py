@@ -35,8 +35,6 @@ MAX_DRAIN = 16
 # Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
 # Several of its blocks are copied at the same time: one alone does not keep all threads and the link busy.
 PAGEABLE_SLOTS = 4
-# The same for blocks that the GPU decodes: each takes longer, and the more of them, the more streams.
-DECODED_SLOTS = 8
 # Pairs (rule for the device, rule for the host) to try. `_filled` explains the rules.
 PRIORITIES = (
     ("soonest", "soonest"),
@@ -217,7 +215,7 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     grid = TileGrid.of(problem, tile)
     many = [
-        min(DECODED_SLOTS if layout.decoded else PAGEABLE_SLOTS, max(2, tiles * grid.steps))
+        min(PAGEABLE_SLOTS, max(2, tiles * grid.steps))
         if setting.streams(layout) and not layout.pinned
         else 2
         for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
