@@ -1,6 +1,6 @@
 """Markdown tables about reading and decoding operands, from the measurements in scripts/results/."""
 
-from tables import load, table
+from tables import RESULTS, load, table
 
 
 def hdf5() -> list[str]:
@@ -50,28 +50,27 @@ def chunks() -> list[str]:
 
 
 def decoding() -> list[str]:
-    """Return the sentences and the table of `bench_decoding.py`: products that the GPU decodes."""
+    """Return the sentences and the table of `bench_decoding.py`: products that the GPU decodes.
+
+    The result is empty without measurements.
+    """
+    if not (RESULTS / "bench_decoding.json").exists():
+        return []
     found = load("bench_decoding.json")["decoding"]
     rows = []
     for name, case in found["products"].items():
         times = {decoder: min(seconds) for decoder, seconds in case["seconds"].items()}
-        best = min(times.values())
-        rows.append(
-            [
-                name,
-                f"{case['stored'] / case['bytes']:.2f}",
-                f"{times['gpu']:.3g} s" if case["decoded"] else "",
-                f"{times['host']:.3g} s",
-                f"{times['host'] / times['gpu']:.1f}" if case["decoded"] else "",
-                f"{case['bytes'] / best / 1e9:.0f}",
-            ]
-        )
-    first = next(iter(found["products"].values()))
+        gpu, ratio = "", ""
+        if case["decoded"]:
+            gpu, ratio = f"{times['gpu']:.3g} s", f"{times['host'] / times['gpu']:.1f}"
+        rate = case["bytes"] / min(times.values()) / 1e9
+        stored = f"{case['stored'] / case['bytes']:.2f}"
+        rows.append([name, f"{case['k']:,}", stored, gpu, f"{times['host']:.3g} s", ratio, f"{rate:.0f}"])
     return [
-        f"Products on an {found['device']} with 16 cores, from the page cache: 4096 x {first['k']} x 4096 "
-        "float64 of six bits each, X X^T of 20480 rows of int8 genotypes, and 32768^3 float32 of six bits "
-        "each. The shortest of a few runs with each decoder.",
+        f"Products on an {found['device']} and {found['machine']['cores']} cores, from the page cache: 4096 "
+        "x k x 4096 float64 of six bits each, X X^T of 20480 rows of int8 genotypes, and 32768^3 float32 of "
+        "six bits each. The shortest of a few runs with each decoder.",
         "GB/s: of elements, with the faster decoder.",
         "",
-        *table(["product", "stored", "GPU decodes", "host decodes", "ratio", "GB/s"], rows),
+        *table(["product", "k", "stored", "GPU decodes", "host decodes", "ratio", "GB/s"], rows),
     ]

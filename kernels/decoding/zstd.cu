@@ -5,16 +5,11 @@
 // that is of earlier content to append. FSE, a kind of arithmetic code, compresses these.
 //
 //   zstd_walk     a thread per stream finds its blocks, and reserves memory for their literals and sequences
-//   zstd_entropy  a warp per block decodes the sequences, another one the literals: blocks are independent in this,
-//                 since all that one takes from an earlier one is where this describes its tables
-//
-// An offset may be one of the last three offsets. The sequences of a block are decoded before those of the block
-// before it, so offsets may then depend on the three offsets that are valid at the start of the block: such an
-// offset is stored as SYMBOLIC | index << 26 | what to subtract.
+//   zstd_entropy  a warp per block decodes the sequences, another one the literals. Blocks are independent in this: all
+//                 that one takes from an earlier one is where this describes its tables, and offsets, see streams.cuh
 //
 // Nothing in a stream is trusted. All loops are bounded, and all addresses are checked. A stream that is damaged, or
-// unusual, sets the status of its chunk. What is accepted is what RFC 8878 defines, but for the checksum of the
-// content: streams with one are refused.
+// unusual, sets the status of its chunk. Streams with a checksum of the content are refused.
 //
 // Launch: blocks of 32 threads, as many as can work at a time.
 
@@ -195,7 +190,7 @@ __device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode,
     if (mode == REPEATED) return 0;
     if (mode == ONE_SYMBOL) {
         if (!rest || p[0] > MAX_SYMBOL[kind]) return NONE;
-        if (table) table[0] = p[0] | (u64)code_of(kind, p[0]) << 32, *log = 0;
+        if (table) table[0] = p[0], *log = 0;
         return 1;
     }
     int symbols, bits;
@@ -211,7 +206,6 @@ __device__ inline u32 describe(const block_t& block, u32 at, int kind, u32 mode,
     }
     if (table) {
         if (!build_table(room.counts, symbols, bits, table, room.following)) return NONE;
-        for (u32 i = 0; i < 1u << bits; ++i) table[i] |= (u64)code_of(kind, table[i] & 255) << 32;
         *log = bits;
     }
     return bytes;
@@ -241,17 +235,30 @@ __device__ inline u32 sequence_tables(const batch_t& batch, const block_t& block
     return at;
 }
 
-// Decode the sequences of a block, by one thread.
-__device__ inline bool decode_sequences(const batch_t& batch, block_t& block, shared_t& shared) {
+// Decode the sequences of a block, by a warp. Only the first thread returns whether all went well.
+__device__ inline bool decode_sequences(const batch_t& batch, block_t& block, shared_t& shared, u32 lane) {
     u32 offsets[3] = {SYMBOLIC, SYMBOLIC | 1 << 26, SYMBOLIC | 2 << 26};
-    u32 content = block.literal_count, literals = 0;
+    const u32 literal_count = block.literal_count, most = block.most;
+    u32 content = literal_count, literals = 0, at = 0;
     if (block.sequences) {
-        const u32 at = sequence_tables(batch, block, shared);
+        if (lane == 0) at = sequence_tables(batch, block, shared);
+        at = __shfl_sync(ALL, at, 0);
+        if (at >= block.size) return false;
+        for (int kind = LL; kind <= ML; kind += ML - LL) {
+            u64* table = shared.tables + TABLE_AT[kind];
+            const u32 states = 1u << shared.logs[kind];
+            for (u32 i = lane; i < states; i += 32) table[i] |= (u64)code_of(kind, table[i] & 255) << 32;
+        }
+        __syncwarp();
+    }
+    if (lane) return true;
+    if (block.sequences) {
         backward_t bits;
-        if (at == NONE || at >= block.size || !bits.open(block.source + at, block.size - at)) return false;
+        if (!bits.open(block.source + at, block.size - at)) return false;
         const u64 *lls = shared.tables + TABLE_AT[LL], *ofs = shared.tables + TABLE_AT[OF];
         const u64* mls = shared.tables + TABLE_AT[ML];
-        u32 ll_state = bits.take(shared.logs[LL]), of_state = bits.take(shared.logs[OF]);
+        u32 ll_state = bits.take(shared.logs[LL]);
+        u32 of_state = bits.take(shared.logs[OF]);
         u32 ml_state = bits.take(shared.logs[ML]);
         u64* found = batch.sequences + block.first_sequence;
         for (u32 left = block.sequences; left--;) {
@@ -276,12 +283,9 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
                 bits.skip(ml_bits + ll_bits);
                 window = bits.window();
             }
-            ll_state = (u32)ll >> 16;
-            ll_state += off(window, ll_next);
-            ml_state = (u32)ml >> 16;
-            ml_state += off(window, ml_next);
-            of_state = of >> 16;
-            of_state += off(window, of_next);
+            ll_state = ((u32)ll >> 16) + off(window, ll_next);
+            ml_state = ((u32)ml >> 16) + off(window, ml_next);
+            of_state = (of >> 16) + off(window, of_next);
             bits.skip(together ? code + ml_bits + ll_bits + next : next);
             u32 offset;
             if (value > 3) {
@@ -298,7 +302,7 @@ __device__ inline bool decode_sequences(const batch_t& batch, block_t& block, sh
             offsets[0] = offset;
             literals += count;
             content += length;
-            if (!offset || literals > block.literal_count || content > block.most) return false;
+            if (!offset || literals > literal_count || content > most) return false;
             *found++ = (u64)offset << OFFSET_AT | (u64)length << LENGTH_AT | count;
         }
         if (bits.left != 0) return false;
@@ -386,8 +390,8 @@ extern "C" __global__ void __launch_bounds__(32) zstd_entropy(const batch_t batc
             bool fine = true;
             if (item >= blocks) {
                 if (block.literal_kind >= COMPRESSED) fine = decode_literals(batch, block, shared, lane);
-            } else if (lane == 0) {
-                fine = decode_sequences(batch, block, shared);
+            } else {
+                fine = decode_sequences(batch, block, shared, lane);
             }
             if (!fine) batch.statuses[batch.streams[block.stream].chunk] = 3;
         }
