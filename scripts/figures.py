@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
+import gram_tables
 import grid_tables
 import ladder_tables
 import storage_tables
@@ -75,6 +76,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "hdf5": storage_tables.hdf5,
         "chunks": storage_tables.chunks,
         "libraries": tables.libraries,
+        "grams": gram_tables.grams,
         "similar": tables.similar,
         "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,
