@@ -8,7 +8,6 @@ def grams() -> list[str]:
     rows = []
     for found in load("bench_gram.json").values():
         gram, gemm = (seconds(found["samples_seconds"][name]) for name in ("gram", "gemm"))
-        rows.append(
-            [found["what"], unbroken(found["backend"]["device"]), gram, gemm, f"{found['ratio']:.2f}"]
-        )
+        device = unbroken(found["backend"]["device"])
+        rows.append([found["what"], device, gram, gemm, f"{found['ratio']:.2f}"])
     return table(["product", "on", "T of gram", "T of gemm", "relative to gemm"], rows)
