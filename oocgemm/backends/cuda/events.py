@@ -32,7 +32,7 @@ class Clock:
     """
 
     def __init__(self, device: Any) -> None:
-        self._device = device
+        self.device = device
         self.name = ""  # of the device in error messages, if the run uses several devices
         with device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -45,7 +45,7 @@ class Clock:
         Only one thread at a time may call this.
         """
         if perf_counter_ns() - self._time > REANCHOR_NS:
-            with self._device:
+            with self.device:
                 before, after, new = self._probe()
             # Compute the host time of the new reference event from the old one. The device's clock drifts, so
             # the result may be wrong. But it is known to be between `before` and `after`: clip it to these.
@@ -130,7 +130,8 @@ class CudaToken:
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):
             try:
-                self.end.synchronize()
+                with self.clock.device:  # the current device of this thread, another one, may have failed
+                    self.end.synchronize()
             except Exception as error:
                 if not self.clock.name:
                     raise
