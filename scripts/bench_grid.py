@@ -154,6 +154,8 @@ class Bench:
         found["T"] = spread(samples)
         found["exposed"] = result.report.exposed
         release()
+        if self.other:
+            self.other.release()
 
     def _take_turn(
         self, name: str, case: Case, paths: Any, found: dict[str, Any], turn: Turn, result: Any
@@ -358,6 +360,8 @@ def main(
             except Exception as error:  # the others are measured all the same
                 done[case.name] = {"case": asdict(case), "error": repr(error)}
                 release()
+                if other:
+                    other.release()
                 free_memory()
             spent = done[case.name]["spent_seconds"] = time.perf_counter() - before
             result["summary"] = summary(done)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,8 @@ class Other:
 
     def sample(self, case: Case, paths: Any, found: dict[str, Any]) -> None:
         """Run one call there; the first one of a case is not counted."""
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        asked = {"case": asdict(case), "paths": [str(path) for path in paths or ()]}
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        self._ask({"case": asdict(case), "paths": [str(path) for path in paths or ()]})
         answer = json.loads(self._process.stdout.readline())
         if "error" in answer:
             found.setdefault("contender_errors", {})["other_tree"] = answer["error"]
@@ -57,6 +55,14 @@ class Other:
         else:
             found["samples"].setdefault("other_tree", []).append(answer["seconds"])
 
+    def release(self) -> None:
+        """Let it unpin the operands, and free the memory that it keeps between calls."""
+        self._ask({})
+
+    def _ask(self, asked: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -64,22 +70,34 @@ class Other:
 
 
 def serve(backend: str) -> None:
-    """Answer the requests of `Other`: run each call once, and print its seconds."""
-    operands = Operands()
+    """Answer the requests of `Other`: run each call once, and print its seconds.
+
+    The operands of a case stay pinned, and oocgemm keeps its memory, until `Other.release`.
+    """
+    operands, held = Operands(), ExitStack()
+    arrays: dict[Case, Any] = {}  # of the current case, if it is in memory
     for line in sys.stdin:
         asked = json.loads(line)
+        if not asked:
+            arrays.clear()
+            held.close()
+            release()
+            continue
         try:
             case = Case(**asked["case"])
-            answer: dict[str, Any] = {"seconds": one_call(case, asked["paths"], operands, backend)}
+            if not asked["paths"] and case not in arrays:
+                made = arrays[case] = operands.make(case)
+                held.enter_context(pinned(*(made if case.source == PINNED else ())))
+            answer: dict[str, Any] = {"seconds": one_call(case, asked["paths"], arrays.get(case), backend)}
         except Exception as error:
             answer = {"error": repr(error)}
-        release()
         print(json.dumps(answer), flush=True)
 
 
-def one_call(case: Case, paths: list[str], operands: Operands, backend: str) -> float:
-    """Return the seconds of one call of `oocgemm.gemm`."""
+def one_call(case: Case, paths: list[str], arrays: Any, backend: str) -> float:
+    """Return the seconds of one call of `oocgemm.gemm`, with files or with arrays in memory."""
     options: dict[str, Any] = case.options | {"backend": backend}
+    a, b, c = arrays or (None, None, None)
     if paths:
         left, right = map(Path, paths)
         place = left.with_name(f"c-other-{case.m}x{case.n}-{case.dtype}-{case.source}{left.suffix}")
@@ -88,10 +106,7 @@ def one_call(case: Case, paths: list[str], operands: Operands, backend: str) -> 
         a, b, c = str(left), str(right), str(place)
         options["overwrite"] = True
         prepare(case, (left, right))
-    else:
-        a, b, c = operands.make(case)
-    with pinned(*((a, b, c) if case.source == PINNED else ())):
-        return timed(lambda: oocgemm.gemm(a, b, c, **options))[0]
+    return timed(lambda: oocgemm.gemm(a, b, c, **options))[0]
 
 
 @contextmanager
