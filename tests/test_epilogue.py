@@ -264,6 +264,26 @@ def test_bad_input_is_refused() -> None:
         call(*small, epilogue=[Scale(U)], out_dtype="int32", backend="host")
 
 
+@pytest.mark.parametrize("step", [RankOne(cols=U), Scale(rows=U), Scale(U, U + 1)])
+def test_steps_that_are_not_symmetric_are_refused_where_triangles_are_mirrored(step: Any) -> None:
+    x = integers(M, K)
+    found = oocgemm.gram(x, uplo="lower", epilogue=[step], backend="host").out
+    np.testing.assert_array_equal(np.tril(found), np.tril(whole(x, x.T, 1, 0, D, [step])))
+    with pytest.raises(InputError, match="other numbers for rows than for columns"):
+        oocgemm.gram(x, uplo="full", epilogue=[step], backend="host")
+    same = Scale(U, U.copy())
+    found = oocgemm.gram(x, uplo="full", epilogue=[same], backend="host").out
+    np.testing.assert_array_equal(found, whole(x, x.T, 1, 0, D, [same]))
+
+
+def test_further_matrix_of_an_unfinished_run_is_refused(tmp_path: Path) -> None:
+    a, b = integers(M, K), integers(K, N)
+    with failing_after(1), pytest.raises(oocgemm.ExecutionError):
+        oocgemm.gemm(a, b, f"{tmp_path}/d", backend="host", tile="16x16x5")
+    with pytest.raises(InputError, match="D is the result of an unfinished run"):
+        oocgemm.gemm(a, b, epilogue=[Add(f"{tmp_path}/d")], backend="host")
+
+
 def test_further_matrix_is_not_overwritten() -> None:
     a, b, d = integers(M, K), integers(K, N), integers(M, N)
     with pytest.raises(InputError, match="C is the same array as D or overlaps it"):

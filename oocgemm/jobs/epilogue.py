@@ -246,10 +246,24 @@ def numbers_of(
 
 
 def is_symmetric(given: Epilogue) -> bool:
-    """Return whether a symmetric C stays symmetric, without a look at the numbers of its rows and columns."""
-    pairs = [step for step in given if isinstance(step, Scale | RankOne)]
-    others = [step for step in given if not isinstance(step, Scale | RankOne)]
-    return all(x.rows is x.cols for x in pairs) and all(isinstance(x, Correlation | Gaussian) for x in others)
+    """Return whether a symmetric C stays symmetric, without a look at the elements of D."""
+    return all(_is_paired(x) and not isinstance(x, Add | Divide | Cast) for x in given)
+
+
+def check_mirrored(given: Epilogue) -> None:
+    """Raise `InputError` for a step after which one triangle of C does not mirror the other."""
+    if not all(map(_is_paired, given)):
+        raise InputError(
+            "a step of the epilogue has other numbers for rows than for columns, and uplo = 'full' stores "
+            "one triangle of C as the mirror image of the other: pass the same rows and cols, or use gemm"
+        )
+
+
+def _is_paired(step: EpilogueStep) -> bool:
+    """Return whether a step has the same numbers for rows and for columns."""
+    if not isinstance(step, Scale | RankOne) or step.rows is step.cols:
+        return True
+    return step.rows is not None and step.cols is not None and np.array_equal(step.rows, step.cols)
 
 
 def digest_of(given: Epilogue) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import Cast, is_symmetric, with_epilogue
+from oocgemm.jobs.epilogue import Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
@@ -69,7 +69,10 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = _accumulated(problem, backend)
     # The device has no kernels for the checksums of panels that serve in both roles.
     problem = replace(problem, checked="host" if request.verify else "")
-    return x, x, with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    if request.gram == "full":
+        check_mirrored(request.epilogue)
+    return x, x, problem
 
 
 def _open_selection(

@@ -128,7 +128,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     if engine is None or engine.name == "cuda":
         problem = measured(request, problem, a, tile, _unknown if engine is None else engine.free_memory)
     if engine is not None and running:
-        check_complete(a, b)
+        check_complete(*(x for x in (a, b, d) if x is not None))
         a, b = readable_both(request, problem, a, b)
         output = _find_output(request, problem, Operands(a, b, d), tile, engine)
     else:
