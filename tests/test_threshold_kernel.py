@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import SEGMENTS, SELECTED
+from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.selection import threshold_launch, threshold_options
 from oocgemm.planning import GemmProblem
@@ -69,6 +70,14 @@ def check(run: Run, accumulator: str) -> None:
                 np.testing.assert_array_equal(np.repeat(np.arange(n), np.diff(starts)), rows)
                 np.testing.assert_array_equal(columns, expected)
                 np.testing.assert_array_equal(kept, every[rows, expected])
+
+
+def test_every_writer_learns_that_memory_is_full() -> None:
+    sparse = SparseMatrix("C", (4, 4), np.dtype(np.float32), Rule(0.0, False, True), 1)
+    block = np.ones((2, 2), np.float32)
+    for _ in range(2):  # writers run at the same time, and the run reports any of their errors
+        with pytest.raises(ExecutionError, match="pass a larger threshold"):
+            sparse.write((2, 4), (0, 2), block)
 
 
 def arguments(

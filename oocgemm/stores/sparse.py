@@ -140,9 +140,6 @@ class SparseMatrix:
 
     def _add(self, part: "_Part | _Found", count: int) -> None:
         with self._adding:
-            if count:
-                act = _with_mirror if self._rule.symmetric else _alone
-                self._parts.append(self._pool.submit(act, part))
             self._bytes += (1 + self._rule.symmetric) * count * (8 + self.dtype.itemsize)
             if self._bytes > self._limit:
                 self._pool.shutdown(wait=False, cancel_futures=True)
@@ -150,6 +147,9 @@ class SparseMatrix:
                     f"the elements found so far take {format_size(self._bytes)}, more than the "
                     f"{format_size(self._limit)} of memory for them: pass a larger threshold"
                 )
+            if count:
+                act = _with_mirror if self._rule.symmetric else _alone
+                self._parts.append(self._pool.submit(act, part))
 
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores.
