@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oocgemm
-from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
+from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale, Transform
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.errors import InputError
@@ -159,6 +159,17 @@ def test_correlations_and_kernels_are_those_of_numpy(engine: Engine, dtype: str)
         found = oocgemm.gram(x, uplo="full", epilogue=[Correlation()], **options).out
     np.testing.assert_allclose(found, np.corrcoef(a), atol=1e-12 if dtype == "float64" else 1e-5)
     assert (np.abs(found) <= 1).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_norms_are_those_of_transformed_rows(engine: Engine) -> None:
+    x = RNG.integers(0, 3, (M, N)).astype(np.int8)
+    change = Transform(center="k", cast="float64")
+    centered = x - x.mean(0)
+    for step in (Correlation(), Gaussian(0.01)):
+        with running_on(engine) as options:
+            found = oocgemm.gram(x, uplo="full", transform=change, epilogue=[step], **options).out
+        np.testing.assert_allclose(found, whole(centered, centered.T, 1, 0, D, [step]), rtol=1e-9, atol=1e-12)
 
 
 def test_division_by_zero_is_that_of_numpy() -> None:

@@ -41,12 +41,16 @@ def measured(
 
 
 def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
-    """Tell whether the kernels can measure X: small integers, whose sums are exact."""
+    """Tell whether the kernels can measure X: small integers, whose sums are exact.
+
+    They cannot if norms of its rows must be known before the product.
+    """
     transform = x.transform
     read_as_stored = problem.expands or x.is_copy
     by_word = isinstance(transform.center, str) or not transform.corrects
     small = problem.depth > 0 and x.stored.dtype.name == "int8" and not transform.log1p
-    return bool(small and transform.needs_stats and by_word and read_as_stored and not problem.checked)
+    known = problem.checked or any(step.derives for step in problem.epilogue)
+    return bool(small and transform.needs_stats and by_word and read_as_stored and not known)
 
 
 def _decided(request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int]) -> bool:

@@ -19,8 +19,8 @@ STEPS = {
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
 }
-# Those that read D.
-_MERGING = ("add", "divide")
+# Those that read D, and those whose numbers are computed from the elements of the operands.
+_MERGING, _DERIVED = ("add", "divide"), ("correlation", "gaussian")
 
 # What a reduction makes of the elements of a row of C.
 REDUCTIONS = ("sum", "sumsq", "max")
@@ -39,3 +39,8 @@ class Step:
     def merges(self) -> bool:
         """Whether the step reads D."""
         return self.kind in _MERGING
+
+    @property
+    def derives(self) -> bool:
+        """Whether its numbers are norms of rows of op(A) and columns of op(B)."""
+        return self.kind in _DERIVED
