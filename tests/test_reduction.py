@@ -1,7 +1,9 @@
 """`reduce` computes from C what NumPy computes, without storing C."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,6 +48,23 @@ def test_reductions_of_integers_are_exact(engine: Engine, dtype: str) -> None:
                 given: Any = {"to": Reduce(kind, axis), "epilogue": steps, "tile": "32x16x5", **options}
                 found = oocgemm.reduce(a.astype(dtype), b.astype(dtype), **given)
             np.testing.assert_array_equal(found, function(c, axis))
+
+
+@pytest.mark.parametrize("kind", ["sum", "sumsq"])
+def test_sums_of_no_elements_are_zero(kind: str) -> None:
+    a, none = integers(M, K), np.empty((K, 0))
+    made = SimpleNamespace(zeros=np.zeros, empty=lambda shape, dtype: np.full(shape, np.nan, dtype))
+    with patch("oocgemm.jobs.output.np", made):
+        found = oocgemm.reduce(a, none, to=Reduce(kind), backend="host")
+    np.testing.assert_array_equal(found, np.zeros(M))
+    assert oocgemm.reduce(a, none, to=Reduce(kind, 0), backend="host").shape == (0,)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_no_element_of_an_empty_matrix_is_the_largest(axis: int) -> None:
+    a, b = np.empty((M * axis, K)), np.empty((K, N * (1 - axis)))
+    with pytest.raises(InputError, match="C has no elements"):
+        oocgemm.reduce(a, b, to=Reduce("max", axis), backend="host")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -145,6 +145,8 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
     """Open A and B, and describe the reduction of the rows of their product, or its product with V."""
     a, b, problem = _open_pair(request, reduction.names, same=reduction.same)
     if reduction.kind:
+        if reduction.kind == "max" and not problem.n:
+            raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
         problem = problem if problem.epilogue else _accumulated(problem, backend)
         return a, b, replace(problem, c_dtype="float64", reduction=reduction.kind)
     assert reduction.factor is not None

@@ -284,8 +284,8 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
             f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "
             "available: pass a path for C, to store it on disk"
         )
-    # The other triangle of a Gram matrix is never written.
-    make = np.zeros if problem.gram in ("lower", "upper") else np.empty
+    # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
+    make = np.zeros if problem.gram in ("lower", "upper") or problem.reduction else np.empty
     return stores.open_matrix("C", make(shape, dtype), writable=True)
 
 
