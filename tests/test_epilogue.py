@@ -241,7 +241,9 @@ def test_bad_input_is_refused() -> None:
         ("pass 61 real numbers", [Scale(rows=V)], {}),
         ("pass 47 real numbers", [RankOne(cols=V.astype(complex))], {}),
         ("contain Inf or NaN", [Scale(rows=np.where(U > 2, np.nan, U))], {}),
-        ("value of step 0 of the epilogue is nan", [Scale(value=np.nan)], {}),
+        ("epilogue is of type Scale: pass a list", Scale(U), {}),
+        ("rows of .* are one number, 2.0: pass it as value", [Scale(2.0)], {}),
+        (r"value of epilogue\[0\] is nan", [Scale(value=np.nan)], {}),
         ("gamma = 0: pass a positive number", [Gaussian(0)], {}),
         ("gamma = inf is not finite", [Gaussian(np.inf)], {}),
         ("cannot be cast to 'int8'", [Cast("int8")], {}),
@@ -253,7 +255,11 @@ def test_bad_input_is_refused() -> None:
         ("D has shape .* and dtype float32", [Divide(D.astype(np.float32))], {}),
         ("drop verify", [Scale(U)], {"verify": True}),
         ("workers run no epilogue", [Scale(U)], {"workers": 1}),
-        ("row 2 of A is zero", [Correlation()], {"a": np.where(np.arange(M)[:, None] == 2, 0, a)}),
+        (
+            "row 2 of A is zero.* drop Correlation",
+            [Correlation()],
+            {"a": np.where(np.arange(M)[:, None] == 2, 0, a)},
+        ),
         ("column 1 of B is zero", [Correlation()], {"a": a + 9, "b": np.where(np.arange(N) == 1, 0, b + 9)}),
         ("changes real numbers", [Scale(U)], {"a": a.astype(complex), "b": b.astype(complex)}),
     ):
