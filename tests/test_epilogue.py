@@ -270,6 +270,26 @@ def test_bad_input_is_refused() -> None:
         call(*small, epilogue=[Scale(U)], out_dtype="int32", backend="host")
 
 
+def test_a_cast_may_be_the_only_step() -> None:
+    a, b = integers(M, K), integers(K, N)
+    for dtype in ("float16", "float32", "float64"):
+        for operands in ("float32", "float64"):
+            left, right = a.astype(operands), b.astype(operands)
+            found = oocgemm.gemm(left, right, epilogue=[Cast(dtype)], backend="host").out
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, (left @ right).astype(dtype))
+
+
+def test_both_triangles_of_a_gram_matrix_need_an_epilogue_that_keeps_it_symmetric() -> None:
+    a = integers(M, K)
+    for steps in ([Scale(U)], [RankOne(cols=U)], [Scale(U, U + 1)]):
+        with pytest.raises(InputError, match="uplo='full' stores the lower triangle twice"):
+            oocgemm.gram(a, uplo="full", epilogue=steps, backend="host")
+        oocgemm.gram(a, epilogue=steps, backend="host")
+    found = oocgemm.gram(a, uplo="full", epilogue=[Scale(U, U.copy())], backend="host").out
+    np.testing.assert_array_equal(found, a @ a.T * np.outer(U, U))
+
+
 def test_further_matrix_is_not_overwritten() -> None:
     a, b, d = integers(M, K), integers(K, N), integers(M, N)
     with pytest.raises(InputError, match="C is the same array as D or overlaps it"):

@@ -48,7 +48,10 @@ class RankOne:
 
 @dataclass(frozen=True, eq=False)
 class Add:
-    """Add ``value * D`` to C, for an operand D of C's shape and dtype. It is read strip by strip."""
+    """Add ``value * D`` to C, for an operand D of C's shape and dtype. It is read strip by strip.
+
+    D must be symmetric for `gram` with uplo="full", which computes only the lower triangle.
+    """
 
     d: Any
     value: float = 1.0
@@ -58,7 +61,8 @@ class Add:
 class Divide:
     """Divide C by D, element by element, for an operand D of C's shape and dtype.
 
-    As in NumPy, a number divided by 0 is Inf, and 0 divided by 0 is NaN.
+    As in NumPy, a number divided by 0 is Inf, and 0 divided by 0 is NaN. D must be symmetric for `gram` with
+    uplo="full", which computes only the lower triangle.
     """
 
     d: Any
@@ -97,12 +101,16 @@ Epilogue = Sequence[EpilogueStep]
 
 
 def steps_of(given: Epilogue | None) -> tuple[EpilogueStep, ...]:
-    """Return the steps that a caller passed. Raises `InputError` for a step that is not in a sequence."""
+    """Return the steps that a caller passed. Raises `InputError` for a step that is not in a sequence.
+
+    A `Cast` alone gets a step before it, since only the kernel of a chain casts to any dtype.
+    """
     if given is not None and not isinstance(given, Iterable):
         raise InputError(
             f"epilogue is of type {type(given).__name__}: pass a list of steps, such as [Scale(value=0.5)]"
         )
-    return tuple(given or ())
+    steps = tuple(given or ())
+    return (Scale(), *steps) if len(steps) == 1 and isinstance(steps[0], Cast) else steps
 
 
 def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> GemmProblem:
@@ -157,6 +165,12 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
         )
     if any(isinstance(step, Cast) for step in given[:-1]):
         raise InputError("a Cast is followed by other steps: make it the last one")
+    lopsided = (x for x in given if isinstance(x, Scale | RankOne) and not _same(x.rows, x.cols))
+    if problem.gram == "full" and (step := next(lopsided, None)) is not None:
+        raise InputError(
+            f"uplo='full' stores the lower triangle twice, and {type(step).__name__} has other numbers for rows "
+            "than for columns: pass equal rows and cols, or another uplo, or use gemm"
+        )
     steps = [step for step in given if not isinstance(step, Cast)]
     if len(steps) > MAX_STEPS:
         raise InputError(f"the epilogue has {len(steps)} steps, and {MAX_STEPS} are allowed: join some")
@@ -191,6 +205,11 @@ def _step(given: EpilogueStep, problem: GemmProblem, name: str) -> Step:
                 raise InputError(f"gamma = {gamma!r} is not finite: pass a positive number, such as 0.5")
             return Step("gaussian", True, True, float(gamma))
     raise AssertionError(f"{given} is no step")
+
+
+def _same(rows: Any, cols: Any) -> bool:
+    """Return whether the numbers of rows and columns are equal, so that a symmetric C stays symmetric."""
+    return rows is cols or (rows is not None and cols is not None and np.array_equal(rows, cols))
 
 
 def _number(value: Any, name: str) -> float:

@@ -112,7 +112,7 @@ def reduce(
         to: what is computed: `TopK`, `Threshold`, `Reduce` or `MatVec`.
         epilogue: steps that change each element of C first, as for `gemm`, without `Add`, `Divide` and
             `Cast`.
-        trans_a, trans_b: as for `gemm`.
+        trans_a, trans_b: as for `gemm`. Without b, trans_b has no effect.
         options: those of `similarity`. There is no alpha: pass ``Scale(value=alpha)`` as a step.
 
     Returns:
