@@ -91,7 +91,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Cast:
-    """Round C to a dtype: float16, bfloat16, float32 or float64. It is the last step."""
+    """Round C to float16, bfloat16, float32 or float64, as the last step. It replaces out_dtype."""
 
     dtype: Any
 
@@ -168,8 +168,8 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
     lopsided = (x for x in given if isinstance(x, Scale | RankOne) and not _same(x.rows, x.cols))
     if problem.gram == "full" and (step := next(lopsided, None)) is not None:
         raise InputError(
-            f"uplo='full' stores the lower triangle twice, and {type(step).__name__} has other numbers for rows "
-            "than for columns: pass equal rows and cols, or another uplo, or use gemm"
+            f"uplo='full' stores the lower triangle twice, and {type(step).__name__} has other numbers for "
+            "rows than for columns: pass equal rows and cols, or another uplo, or use gemm"
         )
     steps = [step for step in given if not isinstance(step, Cast)]
     if len(steps) > MAX_STEPS:
