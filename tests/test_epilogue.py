@@ -252,7 +252,9 @@ def test_bad_input_is_refused() -> None:
         ("pass 61 real numbers", [Scale(rows=V)], {}),
         ("pass 47 real numbers", [RankOne(cols=V.astype(complex))], {}),
         ("contain Inf or NaN", [Scale(rows=np.where(U > 2, np.nan, U))], {}),
-        ("value of step 0 of the epilogue is nan", [Scale(value=np.nan)], {}),
+        ("epilogue is of type Scale: pass a list", Scale(U), {}),
+        ("rows of .* are one number, 2.0: pass it as value", [Scale(2.0)], {}),
+        (r"value of epilogue\[0\] is nan", [Scale(value=np.nan)], {}),
         ("gamma = 0: pass a positive number", [Gaussian(0)], {}),
         ("gamma = inf is not finite", [Gaussian(np.inf)], {}),
         ("cannot be cast to 'int8'", [Cast("int8")], {}),
@@ -264,7 +266,11 @@ def test_bad_input_is_refused() -> None:
         ("D has shape .* and dtype float32", [Divide(D.astype(np.float32))], {}),
         ("drop verify", [Scale(U)], {"verify": True}),
         ("workers run no epilogue", [Scale(U)], {"workers": 1}),
-        ("row 2 of A is zero", [Correlation()], {"a": np.where(np.arange(M)[:, None] == 2, 0, a)}),
+        (
+            "row 2 of A is zero.* drop Correlation",
+            [Correlation()],
+            {"a": np.where(np.arange(M)[:, None] == 2, 0, a)},
+        ),
         ("column 1 of B is zero", [Correlation()], {"a": a + 9, "b": np.where(np.arange(N) == 1, 0, b + 9)}),
         ("changes real numbers", [Scale(U)], {"a": a.astype(complex), "b": b.astype(complex)}),
     ):
@@ -293,6 +299,16 @@ def test_further_matrix_of_an_unfinished_run_is_refused(tmp_path: Path) -> None:
         oocgemm.gemm(a, b, f"{tmp_path}/d", backend="host", tile="16x16x5")
     with pytest.raises(InputError, match="D is the result of an unfinished run"):
         oocgemm.gemm(a, b, epilogue=[Add(f"{tmp_path}/d")], backend="host")
+
+
+def test_a_cast_may_be_the_only_step() -> None:
+    a, b = integers(M, K), integers(K, N)
+    for dtype in ("float16", "float32", "float64"):
+        for operands in ("float32", "float64"):
+            left, right = a.astype(operands), b.astype(operands)
+            found = oocgemm.gemm(left, right, epilogue=[Cast(dtype)], backend="host").out
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, (left @ right).astype(dtype))
 
 
 def test_further_matrix_is_not_overwritten() -> None:

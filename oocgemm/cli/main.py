@@ -101,8 +101,8 @@ class _CommandLine(click.Group):
 def cli(context: click.Context, debug: bool) -> None:
     """Multiply matrices larger than memory: C = alpha op(A) op(B) + beta C.
 
-    A, B and C are zarr arrays or .npy files. A and B may also be HDF5 datasets, such as file.h5::/name. op(X)
-    is X, its transpose or its conjugate transpose.
+    A, B and C are zarr arrays or .npy files. A and B may also be HDF5 datasets, such as file.h5::/name, or
+    PLINK .bed files. op(X) is X, its transpose or its conjugate transpose.
 
     Example: oocgemm run A.zarr B.zarr C.zarr --transpose-a
     """

@@ -90,7 +90,8 @@ def gemm(
             scales, casts. The operand may then also be int32 or int64. If it is cast to float16 or bfloat16,
             `out_dtype` is float32 by default.
         epilogue: steps that change each element of C before it is stored, in their order: `Scale`,
-            `RankOne`, `Add`, `Divide`, `Correlation`, `Gaussian`, `Cast`. None by default.
+            `RankOne`, `Add`, `Divide`, `Correlation`, `Gaussian`, `Cast`. None by default. (`reduce`
+            computes sums, largest elements and more from C without storing it.)
         backend: "cuda", "host", or "auto" (default): cuda if a device is available.
         kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
             (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured

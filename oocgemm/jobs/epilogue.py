@@ -1,7 +1,7 @@
 """The steps of an epilogue, as callers pass them to `gemm`, `gram` and `reduce`."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -22,7 +22,11 @@ CASTS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """Multiply element (i, j) of C by ``value * rows[i] * cols[j]``. Arrays that are not given are 1."""
+    """Multiply element (i, j) of C by ``value * rows[i] * cols[j]``.
+
+    `rows` has a number per row of C, and `cols` has one per column. An array that is not given counts as
+    ones. So ``Scale(value=0.5)`` halves C.
+    """
 
     rows: Any = None
     cols: Any = None
@@ -31,9 +35,10 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class RankOne:
-    """Add ``value * rows[i] * cols[j]`` to element (i, j) of C. Arrays that are not given are 1.
+    """Add ``value * rows[i] * cols[j]`` to element (i, j) of C.
 
-    So ``RankOne(cols=bias)`` adds a bias to each row.
+    `rows` has a number per row of C, and `cols` has one per column. An array that is not given counts as
+    ones. So ``RankOne(cols=bias)`` adds a bias to each row.
     """
 
     rows: Any = None
@@ -43,7 +48,10 @@ class RankOne:
 
 @dataclass(frozen=True, eq=False)
 class Add:
-    """Add ``value * D`` to C, for an operand D of C's shape and dtype. It is read strip by strip."""
+    """Add ``value * D`` to C, for an operand D of C's shape and dtype. It is read strip by strip.
+
+    D must be symmetric for `gram` with uplo="full", which computes only the lower triangle.
+    """
 
     d: Any
     value: float = 1.0
@@ -53,7 +61,8 @@ class Add:
 class Divide:
     """Divide C by D, element by element, for an operand D of C's shape and dtype.
 
-    As in NumPy, a number divided by 0 is Inf, and 0 divided by 0 is NaN.
+    As in NumPy, a number divided by 0 is Inf, and 0 divided by 0 is NaN. D must be symmetric for `gram` with
+    uplo="full", which computes only the lower triangle.
     """
 
     d: Any
@@ -63,27 +72,45 @@ class Divide:
 class Correlation:
     """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
 
-    This gives cosines, or the correlations of rows whose mean is 0. Rounding does not make them larger than
-    1: they are clipped to [-1, 1]. NaN stays NaN.
+    This gives cosines, or the correlations of rows whose mean is 0. The result is clipped to [-1, 1], because
+    rounding could make it larger. NaN stays NaN. It must be the first step, with alpha = 1 and
+    beta = 0. Otherwise C is not the product of op(A) and op(B), and the result is no cosine.
     """
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B)."""
+    """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B).
+
+    The squared distance is computed as ``|x|^2 + |y|^2 - 2 c``. So `Gaussian` must be the first step, with
+    alpha = 1 and beta = 0. Otherwise c is not the product of x and y.
+    """
 
     gamma: float
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Round C to a dtype: float16, bfloat16, float32 or float64. It is the last step."""
+    """Round C to float16, bfloat16, float32 or float64, as the last step. It replaces out_dtype."""
 
     dtype: Any
 
 
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
 Epilogue = Sequence[EpilogueStep]
+
+
+def steps_of(given: Epilogue | None) -> tuple[EpilogueStep, ...]:
+    """Return the steps that a caller passed. Raises `InputError` for a step that is not in a sequence.
+
+    A `Cast` alone gets a step before it, since only the kernel of a chain casts to any dtype.
+    """
+    if given is not None and not isinstance(given, Iterable):
+        raise InputError(
+            f"epilogue is of type {type(given).__name__}: pass a list of steps, such as [Scale(value=0.5)]"
+        )
+    steps = tuple(given or ())
+    return (Scale(), *steps) if len(steps) == 1 and isinstance(steps[0], Cast) else steps
 
 
 def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> GemmProblem:
@@ -112,7 +139,7 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
         raise InputError(
             f"C has dtype {dtype}, and an epilogue gives floating-point numbers: pass out_dtype='float64'"
         )
-    chain = tuple(_step(step, problem, f"step {number} of the epilogue") for number, step in enumerate(steps))
+    chain = tuple(_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps))
     return replace(problem, c_dtype=dtype, epilogue=chain)
 
 
@@ -186,6 +213,8 @@ def _vector(given: Any, extent: int, name: str) -> Array | None:
     if given is None:
         return None
     found = np.asarray(given)
+    if not found.ndim and found.dtype.kind in "fiu":
+        raise InputError(f"{name} are one number, {found}: pass it as value, such as value={found}")
     if found.shape != (extent,) or found.dtype.kind not in "fiu":
         raise InputError(
             f"{name} have shape {found.shape} and dtype {found.dtype}: pass {extent} real numbers, one per "
@@ -236,9 +265,10 @@ def numbers_of(
             case Add() | Divide():
                 found.append((None, None))
             case Correlation():
-                rows = inverse_norms(a, problem.trans_a, memory)
+                remedy = "drop Correlation"
+                rows = inverse_norms(a, problem.trans_a, memory, remedy)
                 found.append(
-                    (rows, rows if b is a else inverse_norms(b, problem.trans_b, memory, right=True))
+                    (rows, rows if b is a else inverse_norms(b, problem.trans_b, memory, remedy, right=True))
                 )
             case Gaussian():
                 found.append(squared_norms(problem, a, b, memory))
@@ -255,7 +285,8 @@ def check_mirrored(given: Epilogue) -> None:
     if not all(map(_is_paired, given)):
         raise InputError(
             "a step of the epilogue has other numbers for rows than for columns, and uplo = 'full' stores "
-            "one triangle of C as the mirror image of the other: pass the same rows and cols, or use gemm"
+            "one triangle of C as the mirror image of the other: pass equal rows and cols, or another uplo, "
+            "or use gemm"
         )
 
 

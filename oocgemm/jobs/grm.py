@@ -198,7 +198,10 @@ def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, Ar
     used = variance > 0
     count = int(used.sum())
     if not count:
-        raise InputError(f"none of the {used.size} variants of X has two alleles among its known genotypes")
+        raise InputError(
+            f"none of the {used.size} variants of X has two alleles among its known genotypes: check whether "
+            "axis (--axis) and missing (--missing) fit X"
+        )
     center = np.where(found.count > 0, found.mean, 0)
     change: dict[str, Any] = {"impute": center, "center": center}
     if method == "vanraden":
@@ -216,9 +219,10 @@ def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:
 
 def _check_free(path: Path) -> None:
     """Raise `InputError` if a file exists that belongs to a new .grm.bin file at `path`."""
-    for place in companions(path):
-        if place.exists():
-            raise InputError(f"{place} exists, and would be replaced: remove it, or give C another path")
+    if found := [str(place) for place in (path, *companions(path)) if place.exists()]:
+        raise InputError(
+            f"files exist that would be replaced: {', '.join(found)}: remove them, or give C another path"
+        )
 
 
 def _check(found: Stats, line: str) -> None:
@@ -227,8 +231,10 @@ def _check(found: Stats, line: str) -> None:
         fine = (found.count == 0) | ((found.min >= 0) & (found.max <= 2))
     if (wrong := np.flatnonzero(~fine)).size:
         first = wrong[0]
+        least, most = found.min[first], found.max[first]
+        code = f"{-9 if least >= 0 else least:g}"
         raise InputError(
-            f"{line} {first} of X has elements from {found.min[first]:g} to {found.max[first]:g} (one of "
-            f"{wrong.size} such {line}s), and genotypes are 0, 1 and 2: pass the code of missing genotypes, "
-            "such as missing=-9 (--missing -9), or replace these elements"
+            f"{line} {first} of X has elements from {least:g} to {most:g} (one of {wrong.size} such "
+            f"{line}s), and genotypes are 0, 1 and 2: pass the code of missing genotypes, such as missing="
+            f"{'np.nan' if code == 'nan' else code} (--missing {code}), or replace these elements"
         )

@@ -16,10 +16,11 @@ from oocgemm.stores.transformed import SLAB
 logger = logging.getLogger("oocgemm")
 
 
-def inverse_norms(matrix: Matrix, op: Op, memory: int, *, right: bool = False) -> Array:
+def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
     """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
 
-    They are found by a pass over the matrix in `memory` bytes.
+    They are found by a pass over the matrix in `memory` bytes. `remedy` says what else the user can do about
+    a row that is zero.
 
     Squares are added up in float64, in an order that depends on the matrix alone.
 
@@ -36,8 +37,7 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, *, right: bool = False) -
         if (lines := np.flatnonzero(wrong)).size:
             raise InputError(
                 f"{line} {lines[0]} of {matrix.name} {what}, so that its cosine with other {line}s is not "
-                f"defined (one of {lines.size} such {line}s): leave them out, or pass metric='dot' (--metric "
-                "dot)"
+                f"defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
             )
     return np.asarray(1 / np.sqrt(squares))
 

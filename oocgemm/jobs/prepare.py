@@ -140,7 +140,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         return Job(request, a, b, output, plan, d)
     memory = memory_of(request)
     scaled = request.selection is not None and request.selection.cosine
-    scales = inverse_norms(a, problem.trans_a, memory) if scaled else None
+    remedy = "pass metric='dot' (--metric dot)"
+    scales = inverse_norms(a, problem.trans_a, memory, remedy) if scaled else None
     numbers = numbers_of(problem, request.epilogue, a, b, memory)
     finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
     return Job(request, a, b, output, plan, d, finishing)

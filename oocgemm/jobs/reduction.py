@@ -9,7 +9,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale
+from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale, steps_of
 from oocgemm.jobs.options import Operand, SelectionOptions, Transpose
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.request import Reduction, Request
@@ -22,7 +22,10 @@ from oocgemm.stores.base import dtype_name
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest elements of each row of C. With `exclude_self`, those on the diagonal are left out."""
+    """The k largest elements of each row of C, at most 2048 on cuda.
+
+    With `exclude_self`, elements on the diagonal are left out.
+    """
 
     k: int
     exclude_self: bool = False
@@ -32,7 +35,7 @@ class TopK:
 class Threshold:
     """The elements of C that are at least `least`, or whose magnitudes are, with `absolute`.
 
-    With `exclude_self`, those on the diagonal are left out.
+    With `exclude_self`, elements on the diagonal are left out.
     """
 
     least: float
@@ -53,7 +56,7 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class MatVec:
-    """The product C @ V, for an ndarray V of shape (n,) or (n, r) in memory."""
+    """The product C @ V, for an ndarray V of shape (n,) or (n, r) in memory. Operands of int8 are refused."""
 
     v: Any
 
@@ -101,7 +104,7 @@ def reduce(
     trans_b: Transpose = Op.N,
     **options: Unpack[SelectionOptions],
 ) -> Neighbors | Pairs | Array:
-    """Compute something from ``C = op(A) @ op(B)`` without storing C, which no memory needs to hold.
+    """Compute something smaller from ``C = op(A) @ op(B)``, such as sums of its rows, without storing C.
 
     Args:
         a: a real two-dimensional operand as for `gemm`.
@@ -109,13 +112,13 @@ def reduce(
         to: what is computed: `TopK`, `Threshold`, `Reduce` or `MatVec`.
         epilogue: steps that change each element of C first, as for `gemm`, without `Add`, `Divide` and
             `Cast`.
-        trans_a, trans_b: as for `gemm`.
-        options: those of `similarity`.
+        trans_a, trans_b: as for `gemm`. Without b, trans_b has no effect.
+        options: those of `similarity`. There is no alpha: pass ``Scale(value=alpha)`` as a step.
 
     Returns:
         The `Neighbors` for `TopK`, the `Pairs` for `Threshold`. For `Reduce`, a float64 array with an element
-            per row or column of C. For `MatVec`, an array of shape (m,) or (m, r), float32 or float64. They
-            are in memory.
+            per row or column of C. For `MatVec`, an array of shape (m,) or (m, r), float32 or float64. All
+            results are in memory.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
@@ -128,7 +131,7 @@ def reduce(
     check_options("reduce", options)
     given, names = dict[str, Any](options), ("A", "A" if b is None else "B")
     a, other = stores.located("A", a), stores.located(names[1], a if b is None else b)
-    given |= {"a": a, "b": other, "c": Destination.parse(None), "epilogue": tuple(epilogue)}
+    given |= {"a": a, "b": other, "c": Destination.parse(None), "epilogue": steps_of(epilogue)}
     given |= {"trans_a": trans_a, "trans_b": trans_b}
     same = b is None
     match to:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.epilogue import Epilogue
+from oocgemm.jobs.epilogue import Epilogue, steps_of
 from oocgemm.jobs.options import (
     DenseOptions,
     Devices,
@@ -214,7 +214,7 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     devices = numbers_of(given.pop("devices", None))
     if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
         given["device"], devices = devices[0], None
-    given["epilogue"] = tuple(given.get("epilogue") or ())
+    given["epilogue"] = steps_of(given.get("epilogue"))
     return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
 
 
@@ -227,7 +227,7 @@ def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | Gr
     x, given = stores.located("X", x), dict[str, Any](options)
     trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
     given |= {"transform_a": transform, "transform_b": transform}
-    given["epilogue"] = tuple(given.get("epilogue") or ())
+    given["epilogue"] = steps_of(given.get("epilogue"))
     return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
 
 

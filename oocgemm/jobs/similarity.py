@@ -26,6 +26,9 @@ METRICS = ("cosine", "dot")
 class Neighbors:
     """The rows that are most similar to each of n rows, the most similar first.
 
+    As a result of `reduce`, it has the largest elements of each row of C: `indices` are the numbers
+    of their columns, and `scores` are their values.
+
     Attributes:
         indices: n x topk numbers of rows, int64.
         scores: n x topk similarities to them, float32 or float64.
@@ -49,7 +52,8 @@ class Neighbors:
 class Pairs:
     """All pairs of n rows that are similar, as a sparse n x n matrix in CSR format.
 
-    ``scipy.sparse.csr_array((p.scores, p.indices, p.indptr), shape=(n, n))`` is this matrix.
+    ``scipy.sparse.csr_array((p.scores, p.indices, p.indptr), shape=(n, n))`` is this matrix. As a result of
+    `reduce`, it has the elements of C that were found, and the shape of C.
 
     Attributes:
         indptr: n + 1 numbers: the pairs of row i are numbers indptr[i] to indptr[i + 1] - 1.

@@ -92,9 +92,11 @@ def ceil_size(size: int) -> str:
 def format_time(seconds: float) -> str:
     """Format a duration in seconds, in ms, s or h:mm:ss.
 
-    >>> format_time(0.0042), format_time(12.34), format_time(3725)
-    ('4.2 ms', '12.3 s', '1:02:05')
+    >>> format_time(0.0042), format_time(12.34), format_time(3725), format_time(2e-20)
+    ('4.2 ms', '12.3 s', '1:02:05', '0 ms')
     """
+    if abs(seconds) < 1e-12:  # a rounding error
+        return "0 ms"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
