@@ -166,7 +166,7 @@ extern "C" __global__ void topk_columns(
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32, warp = threadIdx.x / 32, k = static_cast<int>(count);
     Selected selected;
     selected.keys = reinterpret_cast<rank_t*>(shared) + warp * ROOM;
-    // 32 / warps more elements per column, so that the threads of a warp write to different banks.
+    // Columns are padded by 32 / warps elements. So the threads of a warp write to different banks of shared memory.
     const int pitch = 32 * UNROLL + 32 / warps;
     score_t* turned = reinterpret_cast<score_t*>(reinterpret_cast<rank_t*>(shared) + warps * ROOM);
     const int across = threadIdx.x % warps, down = threadIdx.x / warps;

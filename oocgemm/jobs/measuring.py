@@ -43,7 +43,7 @@ def measured(
 def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
     """Tell whether the kernels can measure X: small integers, whose sums are exact.
 
-    They cannot if norms of its rows must be known before the product.
+    They cannot if an epilogue needs the norms of rows of X, which must be known before the product.
     """
     transform = x.transform
     read_as_stored = problem.expands or x.is_copy
