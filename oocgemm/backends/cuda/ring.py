@@ -119,14 +119,21 @@ class Copying:
 
     _numbers = count()
 
-    def __init__(self, move: _Move, waits: Sequence[Any], join: Any, pieces: int) -> None:
+    def __init__(
+        self, move: _Move, waits: Sequence[Any], join: Any, pieces: int, ended: Callable[[], object]
+    ) -> None:
+        """Prepare to copy a number of pieces. `ended` is called when all of them have been copied."""
         self.number = next(self._numbers)
         self.move, self.waits, self.join = move, waits, join
         self.error: BaseException | None = None
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         self._unstarted, self._issued = iter([self._start]), 0
-        self._left, self._counting, self._ended = pieces, threading.Lock(), threading.Lock()
-        self._ended.acquire()
+        self._counting, self._when_ended = threading.Lock(), ended
+        self._unissued = self._unfinished = pieces
+        # They are held until all copies have been issued, and until all pieces are finished.
+        self._issuing, self._finishing = threading.Lock(), threading.Lock()
+        self._issuing.acquire()
+        self._finishing.acquire()
 
     def copy(self, lane: Lane, piece: Piece) -> None:
         """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
@@ -139,10 +146,11 @@ class Copying:
                 cuda_calls.wait(self.join, event)
         except BaseException as error:
             self.error = self.error or error
+        self._count_issued()
         if lane.pending is not None:
             lane.finish()  # of the piece before this one
         if late is None:
-            self._count()
+            self._count_finished()
         else:
             lane.pending = partial(self._finish, late)
 
@@ -162,27 +170,44 @@ class Copying:
                 late()
         except BaseException as error:
             self.error = self.error or error
-        self._count()
+        self._count_finished()
 
-    def _count(self) -> None:
-        """Count a piece as copied. After the last one, record the end."""
+    def _count_issued(self) -> None:
+        """Count a piece as issued. After the last one, record the end of the copies."""
         with self._counting:
-            self._left -= 1
-            if self._left:
+            self._unissued -= 1
+            if self._unissued:
                 return
         # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
         try:
             cuda_calls.record(self._end, self.join)
         except BaseException as error:
             self.error = self.error or error
-        self._ended.release()
+        self._issuing.release()
+
+    def _count_finished(self) -> None:
+        with self._counting:
+            self._unfinished -= 1
+            if self._unfinished:
+                return
+        self._when_ended()
+        self._finishing.release()
 
     def work(self) -> Work:
-        """Wait until the last piece has been handed to the device; raise the first error."""
-        self._ended.acquire()
-        if self.error is not None:
-            raise self.error
-        return Work(self._start, self._issued, self._end)
+        """Wait until the last piece has been handed to the device; raise the first error.
+
+        The host may still have to write pieces: the returned `Work.finish` waits for that.
+        """
+        with self._issuing:
+            if self.error is not None:
+                self._wait()
+            return Work(self._start, self._issued, self._end, self._wait)
+
+    def _wait(self) -> None:
+        """Wait until all pieces are finished; raise the first error."""
+        with self._finishing:
+            if self.error is not None:
+                raise self.error
 
 
 class Direction:
@@ -234,26 +259,21 @@ class Direction:
         try:
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
             parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
-            copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(parts))
-            if len(parts) == 1 and self._using_single.acquire(blocking=False):
-                try:
-                    copying.copy(self._single, parts[0])
-                    self._single.finish()
-                finally:
-                    self._using_single.release()
-            else:
-                for piece in parts:
-                    self._queue.put((copying, piece))
+            join = self._joins[next(self._turns) % JOINS]
+            copying = Copying(move, waits, join, len(parts), self._blocks.pop)
         except BaseException:
             self._blocks.pop()
             raise
-        return partial(self._end, copying)
-
-    def _end(self, copying: Copying) -> Work:
-        try:
-            return copying.work()
-        finally:
-            self._blocks.pop()
+        if len(parts) == 1 and self._using_single.acquire(blocking=False):
+            try:
+                copying.copy(self._single, parts[0])
+                self._single.finish()
+            finally:
+                self._using_single.release()
+        else:
+            for piece in parts:
+                self._queue.put((copying, piece))
+        return copying.work
 
     def _serve(self, lane: Lane) -> None:
         with self._device:
@@ -293,7 +313,6 @@ class Ring:
 
         The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
-
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
         def move(lane: Lane, piece: Piece) -> tuple[Any, None]:
@@ -311,8 +330,9 @@ class Ring:
     ) -> Callable[[], Work]:
         """Begin to copy a block from a device address, once the events in `waits` have completed.
 
-        With `turn`, the device transposes each piece first. The returned function waits until the block has
-        been written. It raises the errors of `block.move`.
+        With `turn`, the device transposes each piece first. The returned function waits until the last copy
+        to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
+        the errors of `block.move`. So the device may overwrite the block while the host still writes.
         """
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
