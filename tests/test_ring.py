@@ -27,10 +27,12 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def ring(cuda: Any) -> Iterator[Any]:
-    from oocgemm.backends.cuda.ring import Ring
+def ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a ring of which two threads copy even small blocks, in pieces of one row."""
+    from oocgemm.backends.cuda import ring
 
-    made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
+    monkeypatch.setattr(ring, "MIN_BATCH", 1)
+    made = ring.Ring(cuda.Device(0), RingShape(3, 1 << 12))
     yield made
     made.close()
 
