@@ -10,7 +10,7 @@ from oocgemm.planning.tiling import Range, ceil_div
 MIN_PART = 512 << 10
 # If a row of a chunk has at least MIN_ROW bytes, and the chunk MIN_APART, a piece has columns of one chunk
 # only: it is read from one place of one file, by one call. The link copies shorter rows more slowly.
-MIN_ROW, MIN_APART = 4 << 10, 1 << 20
+MIN_ROW, MIN_APART = 4 << 10, 2 << 20
 # A piece of a block: its rows, its columns, and the byte at which it starts in the block.
 Piece = tuple[Range, Range, int]
 
