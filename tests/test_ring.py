@@ -27,12 +27,10 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a ring of which two threads copy even small blocks, in pieces of one row."""
-    from oocgemm.backends.cuda import ring
+def ring(cuda: Any) -> Iterator[Any]:
+    from oocgemm.backends.cuda.ring import Ring
 
-    monkeypatch.setattr(ring, "MIN_BATCH", 1)
-    made = ring.Ring(cuda.Device(0), RingShape(3, 1 << 12))
+    made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
     yield made
     made.close()
 

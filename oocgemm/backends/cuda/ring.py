@@ -29,7 +29,7 @@ from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.ring import BATCH, BUFFERS, MIN_BATCH, MIN_BUSY_BATCH, RingShape
+from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
@@ -120,42 +120,39 @@ class Copying:
     _numbers = count()
 
     def __init__(
-        self, move: _Move, waits: Sequence[Any], join: Any, batches: int, ended: Callable[[], object]
+        self, move: _Move, waits: Sequence[Any], join: Any, pieces: int, ended: Callable[[], object]
     ) -> None:
-        """Prepare to copy a number of batches. `ended` is called when all of them have been copied."""
+        """Prepare to copy a number of pieces. `ended` is called when all of them have been copied."""
         self.number = next(self._numbers)
         self.move, self.waits, self.join = move, waits, join
         self.error: BaseException | None = None
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         self._unstarted, self._issued = iter([self._start]), 0
         self._counting, self._when_ended = threading.Lock(), ended
-        self._unissued = self._unfinished = batches
+        self._unissued = self._unfinished = pieces
         # They are held until all copies have been issued, and until all pieces are finished.
         self._issuing, self._finishing = threading.Lock(), threading.Lock()
         self._issuing.acquire()
         self._finishing.acquire()
 
-    def copy(self, lane: Lane, batch: Sequence[Piece]) -> None:
-        """Copy some pieces, by the thread of a lane. `Lane.finish` must be called afterwards."""
+    def copy(self, lane: Lane, piece: Piece) -> None:
+        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
         late = None
         try:
             if self.error is None:
                 if lane.block != self.number:
                     self._begin(lane)
-                for piece in batch[:-1]:
-                    _, late = self.move(lane, piece)
-                    lane.finish()  # of the piece before this one
-                    lane.pending = late and partial(self._finish, late)
-                event, late = self.move(lane, batch[-1])
+                event, late = self.move(lane, piece)
                 cuda_calls.wait(self.join, event)
         except BaseException as error:
-            self.error, late = self.error or error, None
+            self.error = self.error or error
         self._count_issued()
-        lane.finish()
+        if lane.pending is not None:
+            lane.finish()  # of the piece before this one
         if late is None:
             self._count_finished()
         else:
-            lane.pending = partial(self._finish_last, late)
+            lane.pending = partial(self._finish, late)
 
     def _begin(self, lane: Lane) -> None:
         """Let a lane's stream wait for what the block waits for. The first lane records the start."""
@@ -173,14 +170,10 @@ class Copying:
                 late()
         except BaseException as error:
             self.error = self.error or error
-
-    def _finish_last(self, late: Callable[[], None]) -> None:
-        """Do what is left to do for the last piece of a batch."""
-        self._finish(late)
         self._count_finished()
 
     def _count_issued(self) -> None:
-        """Count a batch as issued. After the last one, record the end of the copies."""
+        """Count a piece as issued. After the last one, record the end of the copies."""
         with self._counting:
             self._unissued -= 1
             if self._unissued:
@@ -234,7 +227,7 @@ class Direction:
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
         self._turns = count()
-        self._queue: SimpleQueue[tuple[Copying, Sequence[Piece]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             self._start(shape, name)
@@ -264,25 +257,22 @@ class Direction:
         """
         self._blocks.append(block)
         try:
-            least = MIN_BUSY_BATCH if len(self._blocks) > 1 else MIN_BATCH
-            size = min(BATCH, max(least, ceil_div(block.nbytes, len(self._threads))))
-            each = ceil_div(size, self._piece)  # pieces per batch
-            parts = pieces(block, min(self._piece, ceil_div(size, each)))
-            batches = [parts[i : i + each] for i in range(0, len(parts), each)]
+            least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
+            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
             join = self._joins[next(self._turns) % JOINS]
-            copying = Copying(move, waits, join, len(batches), self._blocks.pop)
+            copying = Copying(move, waits, join, len(parts), self._blocks.pop)
         except BaseException:
             self._blocks.pop()
             raise
-        if len(batches) == 1 and self._using_single.acquire(blocking=False):
+        if len(parts) == 1 and self._using_single.acquire(blocking=False):
             try:
-                copying.copy(self._single, batches[0])
+                copying.copy(self._single, parts[0])
                 self._single.finish()
             finally:
                 self._using_single.release()
         else:
-            for batch in batches:
-                self._queue.put((copying, batch))
+            for piece in parts:
+                self._queue.put((copying, piece))
         return copying.work
 
     def _serve(self, lane: Lane) -> None:
@@ -295,8 +285,8 @@ class Direction:
                     item = self._queue.get()
                 if item is None:
                     break
-                copying, batch = item
-                copying.copy(lane, batch)
+                copying, piece = item
+                copying.copy(lane, piece)
                 del item, copying  # while it waits, the thread shall keep no block alive
             lane.finish()
 

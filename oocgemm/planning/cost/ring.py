@@ -5,12 +5,13 @@ from functools import lru_cache
 
 from oocgemm.planning.setting import Setting
 
-# Maximum bytes of a buffer, and of a piece of a block, which a thread copies at a time. Small buffers stay in
-# the caches of the CPU: then the copy to the device need not read what the thread has written from memory.
-PIECE = 2 << 20
-# A block is cut into one batch of pieces per thread, but not into smaller or larger batches than these bytes.
-# Other blocks, if some are being copied, give the threads enough to do: batches are larger then.
-BATCH, MIN_BATCH, MIN_BUSY_BATCH = 8 << 20, 2 << 20, 8 << 20
+# Maximum bytes of a buffer, and of a piece of a block that one thread copies at a time. With larger pieces,
+# the last ones of a block keep fewer threads busy. With smaller ones, Python takes longer to issue the copy
+# of a piece than the link takes to copy it.
+PIECE = 8 << 20
+# A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
+# some are being copied, give the threads enough to do: pieces are larger then.
+MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
 # Buffers have at least this many bytes, and a multiple of them: a page.
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.
