@@ -146,7 +146,7 @@ def identity(backend: Backend) -> str:
 def release() -> None:
     """Free what the library keeps between calls: memory, streams and idle threads.
 
-    After a product on a GPU, up to 128 MiB of host slots, 104 MiB of the ring and a sixteenth of the device's
+    After a product on a GPU, up to 128 MiB of host slots, 416 MiB of the ring and a sixteenth of the device's
     memory stay allocated per device, because allocating them takes milliseconds. The next product allocates
     them again. Runs in progress are not disturbed.
     """

@@ -20,7 +20,7 @@ from oocgemm.service.schedule import Limits, Need, Running
 KEEP = 300.0
 # What a worker on a GPU keeps between jobs, at most: `oocgemm.release` describes it. It keeps a sixteenth of
 # the device memory, and no GPU has more than 192 GiB.
-KEPT = Need(device=12 << 30, host=(128 + 104) << 20)
+KEPT = Need(device=12 << 30, host=(128 + 416) << 20)
 
 
 class Workers:

@@ -33,7 +33,7 @@ from oocgemm.system.memory import allocate
 PART = 16 << 20
 # If all host slots together have at most this many bytes, they stay allocated and pinned for the next run of
 # the process. To fault in and pin their pages takes 0.1 s per GiB, which is long for a small product. The
-# ring, which has at most 104 MiB, is kept too.
+# ring, which has at most 416 MiB, is kept too.
 MAX_KEPT = 128 << 20
 # At least this many bytes are allocated, so that small runs of several sizes can use the same memory.
 MIN_KEPT = 4 << 20
