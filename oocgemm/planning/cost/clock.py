@@ -38,7 +38,8 @@ class Prediction:
 
     `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
     first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
-    multiplication.
+    multiplication. `apart` is `total` if copies of pageable arrays to and from the device took nothing from
+    each other, or 0 if that was not predicted.
     """
 
     lanes: Mapping[str, float]
@@ -46,6 +47,7 @@ class Prediction:
     bubbles: float
     tail: float
     total: float
+    apart: float = 0.0
 
     @property
     def bottleneck(self) -> str:
@@ -102,11 +104,12 @@ class _Clock:
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
         if layouts.c.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
-        total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), s.busy["staged"])
+        apart = s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write)
+        total = max(apart, s.busy["staged"])
         multiplied = s.base + s.multiplied
         tail = total - multiplied
         bubbles = multiplied - s.first_start - s.busy["compute"]
-        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total)
+        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, apart)
 
     # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
     # columns (axis 1), rows and columns change roles.
