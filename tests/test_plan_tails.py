@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from oocgemm.planning import Budgets, Layout, Layouts, TileShape, default_model, make_plan
+from oocgemm.planning import Budgets, TileShape, default_model, make_plan
 from oocgemm.planning.cost.simulate import simulate
 from tests.plan_cases import GIB, STORED, problem
 
@@ -39,11 +39,3 @@ def test_a_walk_ends_in_the_smaller_tile_where_the_tail_is_long() -> None:
     plan = make_plan(p, Budgets(8 * GIB, 60 * GIB), machine, STORED)
     sizes = [plan.grid.elements(tile) for tile in plan.schedule().tiles]
     assert sizes[-1] == min(sizes) < max(sizes)
-
-
-def test_the_first_product_starts_early_where_host_threads_copy_all_the_time() -> None:
-    """All plans that copy each element once are predicted to take equally long."""
-    p, machine = problem(2_097_152, 64, 512, "float32"), default_model("cuda", 16)
-    pageable = Layouts(*(Layout(in_memory=True, itemsize=4, zero_copy_width=x) for x in (512, 64, 64)))
-    plan = make_plan(p, Budgets(70 * GIB, 50 * GIB), machine, pageable)
-    assert plan.prediction.start_up < 0.5 * plan.prediction.total

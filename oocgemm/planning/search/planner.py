@@ -5,8 +5,7 @@ the planner changes one decision of the best candidate at a time, and keeps each
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
-fewer bytes in fewer operations. But if host threads copy pageable arrays all the time, it first leaves out
-candidates that would be slower than others if copies in the two directions did not share these threads.
+fewer bytes in fewer operations.
 """
 
 from collections import Counter
@@ -247,8 +246,8 @@ class _Search:
         scored = sorted((Scored(*item) for item in self._found.items()), key=_rank)
         limit = (1 + CLOSE) * scored[0].prediction.total
         close = [s for s in scored if s.prediction.total <= limit]
-        # Plans that are as fast as host threads copy are predicted to take equally long. Prefer those of them
-        # that wait less for other things meanwhile.
+        # Some plans are as fast as host threads copy. Of these, prefer plans that would be faster otherwise:
+        # they wait less for other things while the threads copy.
         apart = (1 + CLOSE) * min(s.prediction.apart for s in close)
         close = [s for s in close if s.prediction.apart <= apart]
         chosen = min(close, key=lambda s: (s.prediction.serial, _rank(s)))
