@@ -38,8 +38,7 @@ class Prediction:
 
     `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
     first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
-    multiplication. `apart` is `total` if copies of pageable arrays to and from the device took nothing from
-    each other, or 0 if that was not predicted.
+    multiplication.
     """
 
     lanes: Mapping[str, float]
@@ -47,7 +46,6 @@ class Prediction:
     bubbles: float
     tail: float
     total: float
-    apart: float = 0.0
 
     @property
     def bottleneck(self) -> str:
@@ -104,12 +102,11 @@ class _Clock:
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
         if layouts.c.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
-        apart = s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write)
-        total = max(apart, s.busy["staged"])
+        total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), s.busy["staged"])
         multiplied = s.base + s.multiplied
         tail = total - multiplied
         bubbles = multiplied - s.first_start - s.busy["compute"]
-        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, apart)
+        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total)
 
     # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
     # columns (axis 1), rows and columns change roles.

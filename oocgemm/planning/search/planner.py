@@ -246,10 +246,6 @@ class _Search:
         scored = sorted((Scored(*item) for item in self._found.items()), key=_rank)
         limit = (1 + CLOSE) * scored[0].prediction.total
         close = [s for s in scored if s.prediction.total <= limit]
-        # Some plans are as fast as host threads copy. Of these, prefer plans that would be faster otherwise:
-        # they wait less for other things while the threads copy.
-        apart = (1 + CLOSE) * min(s.prediction.apart for s in close)
-        close = [s for s in close if s.prediction.apart <= apart]
         chosen = min(close, key=lambda s: (s.prediction.serial, _rank(s)))
         return [chosen, *(s for s in scored if s is not chosen)]
 
