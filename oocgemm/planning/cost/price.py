@@ -136,7 +136,12 @@ class Prices:
             strip = rows < of_rows
             factor = STRIP_OVERHEAD if strip else machine.wave_quantization(problem.rate, m, n)
         flops = problem.step_flops(rows, n, k)
-        return factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+        seconds = factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+        if problem.exact and rows < of_rows and not machine.unified and not problem.trans_b.swaps:
+            # Each Multiply copies a panel of B that is not contiguous along k (`oocgemm.backends.cuda.int8`).
+            # The rate of the kernel includes one copy per step.
+            seconds += (1 - rows / of_rows) * k * n / machine.prepare
+        return seconds
 
     def prepare(self, m: int, n: int, k: int) -> float:
         """Return the seconds of a Prepare, which splits or transforms the panels of a step."""
