@@ -35,12 +35,12 @@ Array = NDArray[Any]
 TOPK, MISSING = 50, -1
 # Extents of the operand, rows and columns, and its dtype.
 CASES = {
-    "corr": (4000, 20000, "float32"),
-    "topk": (20000, 256, "float32"),
-    "grm": (3000, 60000, "int8"),
-    "pairwise": (3000, 60000, "int8"),
-    "pca": (40000, 2000, "float32"),
-    "kernel": (12000, 64, "float32"),
+    "corr": (3000, 12000, "float32"),
+    "topk": (12000, 256, "float32"),
+    "grm": (2000, 40000, "int8"),
+    "pairwise": (2000, 40000, "int8"),
+    "pca": (15000, 1000, "float32"),
+    "kernel": (10000, 64, "float32"),
 }
 COMPONENTS, GAMMA, COLUMNS = 20, 0.005, 10
 # Rows or columns that the loops in NumPy take at a time.
