@@ -53,13 +53,21 @@ class Moments:
         return mean, variance, low, high
 
 
-def moments(raw: Array, axis: int, code: float | None, log1p: bool) -> Moments:
-    """Return the moments of a block along an axis. `code` is that of missing elements, which are left out."""
+def moments(raw: Array, axis: int, code: float | None, log1p: bool, *, extremes: bool = True) -> Moments:
+    """Return the moments of a block along an axis. `code` is that of missing elements, which are left out.
+
+    Without `extremes`, `min` and `max` only tell whether all elements are equal: they are then infinite where
+    elements certainly differ, unless finding them takes little time.
+    """
     if raw.dtype == np.int8 and not log1p:
         return _of_int8(raw, axis, code)
     found = Moments(raw.shape[1 - axis])
     for block, at in _slabs(raw.shape, SLAB, SLAB, axis):
-        found.add(at, _of_floats(in_float64(raw[block]), axis, code, log1p))
+        x = in_float64(raw[block])
+        if extremes or code is not None or log1p:
+            found.add(at, _of_floats(x, axis, code, log1p))
+        else:
+            found.add(at, _of_equal_or_not(raw[block], x, axis))
     return found
 
 
@@ -99,6 +107,32 @@ def _of_floats(x: Array, axis: int, code: float | None, log1p: bool) -> Moments:
             x[lost] = 0
         x *= x
         found.m2 = x.sum(axis)
+    return found
+
+
+def _of_equal_or_not(raw: Array, x: Array, axis: int) -> Moments:
+    """Return the sums of a slab without missing elements, and extremes where all elements may be equal.
+
+    Args:
+        raw: the slab.
+        x: its elements in float64, which are overwritten.
+        axis: the axis along which it is reduced.
+    """
+    found, count = Moments(0), x.shape[axis]
+    with np.errstate(all="ignore"):
+        found.total = x.sum(axis)
+        mean = found.total / max(count, 1)
+        x -= np.expand_dims(mean, axis)
+        found.m2 = np.einsum(("ij,ij->j", "ij,ij->i")[axis], x, x)
+        # Of equal elements, the mean has at most this rounding error.
+        error = count * np.finfo(np.float64).eps * np.abs(mean)
+        equal = np.flatnonzero(found.m2 <= count * error * error)
+    extent = x.shape[1 - axis]
+    found.count, found.missing = np.full(extent, count), np.zeros(extent, np.int64)
+    found.min, found.max = np.full(extent, -np.inf), np.full(extent, np.inf)
+    if equal.size:
+        lines = np.take(raw, equal, 1 - axis)
+        found.min[equal], found.max[equal] = lines.min(axis), lines.max(axis)
     return found
 
 

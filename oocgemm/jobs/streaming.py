@@ -10,6 +10,7 @@ from typing import TypeVar
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
+from oocgemm.stores.arrays import viewed
 from oocgemm.stores.scratch import scratch_array
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def reduced(
         scratch: bytes that `act` needs besides the block and its result. The result has at most 96 bytes per
             row or column.
         act: called by several threads with the rows, the columns and the elements of a block, which it must
-            not keep.
+            not keep or change.
 
     Raises:
         ExecutionError: a block cannot be read.
@@ -52,8 +53,10 @@ def reduced(
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
 
     def work(rows: Range, cols: Range) -> T:
-        raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
-        _read(matrix, rows, cols, raw)
+        raw = viewed(matrix, rows, cols)
+        if raw is None:
+            raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+            _read(matrix, rows, cols, raw)
         return act(rows, cols, raw)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
