@@ -30,7 +30,7 @@ from oocgemm.backends.base import (
     numpy_dtype,
     step_scalars,
 )
-from oocgemm.backends.host.blas import blas_name, gemm
+from oocgemm.backends.host.blas import blas_name, gemm, syrk
 from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
@@ -58,6 +58,10 @@ class HostSession:
         self._each.append(self)
         self._offsets, size = device_offsets(plan, len(beside))
         self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
+        problem = plan.problem
+        # Strips whose block on the diagonal of C is mirrored before it is used.
+        self._mirrors = bool(problem.gram) and problem.acc_dtype in ("float32", "float64")
+        self._mirrors &= not (problem.finishes or problem.planes or problem.checked)
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
@@ -188,6 +192,13 @@ class HostSession:
             # Op.C is not needed: chained products are real.
             adjoint = Op.N if problem.trans_a.swaps else Op.T
             gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
+        if self._mirrors and op.tile[0] == op.tile[1]:
+            # Of the block on the diagonal of C, one triangle suffices.
+            upper = problem.gram == "upper"
+            square = slice(0, m) if upper else slice(c.shape[1] - m, None)
+            rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
+            syrk(problem.trans_a, alpha.real, a, beta.real, c[:, square], upper=upper)
+            b, c = b[rest] if problem.trans_b.swaps else b[:, rest], c[:, rest]
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
