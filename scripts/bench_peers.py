@@ -58,8 +58,11 @@ def operand(case: str, shrink: int) -> Array:
         return rng.standard_normal(shape, np.float32) * weights
     if case not in ("grm", "pairwise"):
         return rng.standard_normal(shape, np.float32)
-    x = rng.binomial(2, rng.uniform(0.05, 0.5, shape[1]), shape).astype(dtype)
-    x[rng.random(shape) < 0.01] = MISSING
+    share = rng.uniform(0.05, 0.5, shape[1]).astype(np.float32)
+    x = np.zeros(shape, dtype)
+    for _ in range(2):  # two alleles, faster than by `binomial`
+        x += rng.random(shape, np.float32) < share
+    x[rng.random(shape, np.float32) < 0.01] = MISSING
     return x
 
 
