@@ -138,13 +138,13 @@ def test_without_extremes_variances_are_0_where_all_elements_are_equal(axis: int
     x[:20] = other
     x[:2] = rng.standard_normal((2, 300)) * 100
     matrix = ArrayMatrix("X", np.ascontiguousarray(x if axis == 1 else x.T))
-    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(moments, SLAB=96):
+    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(moments, SLAB=96, ROWS_SLAB=700):
         found = module.stats_of(matrix, axis, Transform(), 1 << 20, extremes=False)
         whole = module.stats_of(matrix, axis, Transform(), 1 << 20)
     assert_array_equal(found.variance == 0, np.arange(40) >= 20)
     assert_array_equal(whole.variance == 0, np.arange(40) >= 20)
     assert_allclose(found.mean, whole.mean, rtol=1e-15)
-    assert_allclose(found.variance, whole.variance, rtol=1e-12)
+    assert_allclose(found.variance[:2], whole.variance[:2], rtol=1e-13)
 
 
 def test_arrays_in_memory_are_not_cached() -> None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 MAX_THREADS, THREADS_PER_CORE = 16, 2
 # Minimum bytes of a block. With smaller ones, threads mostly wait for the GIL.
 BATCH_BYTES = 4 << 20
+# Blocks of a plain array in memory are that many times as large: they are not copied.
+VIEWED = 4
 # Columns of the blocks in which an array without chunks is read along its columns.
 COLUMNS = 1 << 12
 
@@ -43,9 +45,10 @@ def reduced(
     Raises:
         ExecutionError: a block cannot be read.
     """
-    batch = max(1, BATCH_BYTES // matrix.dtype.itemsize)
+    views = viewed(matrix, (0, 0), (0, 0)) is not None
+    batch = max(1, BATCH_BYTES * (VIEWED if views else 1) // matrix.dtype.itemsize)
     unit = _unit(matrix, axis, batch)
-    piece = max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
+    piece = 0 if views else max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
     # Two blocks per thread are queued or in work, so that no thread waits while a result is used.
     each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * max(unit[1 - axis], batch)
     cores = len(os.sched_getaffinity(0))
