@@ -150,6 +150,7 @@ def main(
                     taken[name].append(passed)
                     row[f"{name} lanes"] = lanes
                     continue
+                row["device"] = result.timeline.header["backend"]["device"]
                 row[f"{name} plan"] = f"{result.plan.tile}, {result.plan.slots}"
                 click.echo(row[f"{name} plan"])
                 if name == "transform":
