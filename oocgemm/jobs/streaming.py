@@ -50,7 +50,8 @@ def reduced(
     unit = _unit(matrix, axis, batch)
     piece = 0 if views else max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
     # Two blocks per thread are queued or in work, so that no thread waits while a result is used.
-    each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * max(unit[1 - axis], batch)
+    lines = max(unit[1 - axis], min(batch, matrix.shape[1 - axis]))
+    each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * lines
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)

@@ -66,8 +66,11 @@ def syrk(trans: Op, alpha: float, a: Array, beta: float, c: Array, *, upper: boo
     function = _cblas_syrk()
     if function is None or not a.size or not c.size:
         gemm(trans, Op.N if trans.swaps else Op.T, alpha, a, a, beta, c)
-    else:
-        function(trans, alpha, a, beta, c, upper)
+        return
+    if beta == 0:
+        # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.
+        c[...], beta = 0, 1
+    function(trans, alpha, a, beta, c, upper)
 
 
 def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
