@@ -37,9 +37,9 @@ TOPK, MISSING = 50, -1
 CASES = {
     "corr": (3000, 12000, "float32"),
     "topk": (12000, 256, "float32"),
-    "grm": (2000, 40000, "int8"),
-    "pairwise": (2000, 40000, "int8"),
-    "pca": (15000, 1000, "float32"),
+    "grm": (1500, 30000, "int8"),
+    "pairwise": (1500, 30000, "int8"),
+    "pca": (12000, 600, "float32"),
     "kernel": (10000, 64, "float32"),
 }
 COMPONENTS, GAMMA, COLUMNS = 20, 0.005, 10
