@@ -58,10 +58,6 @@ class HostSession:
         self._each.append(self)
         self._offsets, size = device_offsets(plan, len(beside))
         self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
-        problem = plan.problem
-        # Strips whose block on the diagonal of C is mirrored before it is used.
-        self._mirrors = bool(problem.gram) and problem.acc_dtype in ("float32", "float64")
-        self._mirrors &= not (problem.finishes or problem.planes or problem.checked)
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
         self._in_place: Mapping[str, Array] = {}
@@ -192,8 +188,7 @@ class HostSession:
             # Op.C is not needed: chained products are real.
             adjoint = Op.N if problem.trans_a.swaps else Op.T
             gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
-        if self._mirrors and op.tile[0] == op.tile[1]:
-            # Of the block on the diagonal of C, one triangle suffices.
+        if problem.halves_diagonal and op.tile[0] == op.tile[1]:
             upper = problem.gram == "upper"
             square = slice(0, m) if upper else slice(c.shape[1] - m, None)
             rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
