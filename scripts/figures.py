@@ -78,6 +78,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "decoding": storage_tables.decoding,
         "libraries": tables.libraries,
         "grams": gram_tables.grams,
+        "transformed": gram_tables.transformed,
         "similar": tables.similar,
         "devices": tables.on_devices,
         "diagnosed": tables.diagnosed,

@@ -244,8 +244,15 @@ def queued() -> list[str]:
 
 
 def libraries() -> list[str]:
-    """Return the table of `bench_peers.py`: other libraries' correlations and neighbours beside ours."""
-    what = {"corr": "all correlations of rows", "topk": "50 nearest rows", "grm": "genetic relationship"}
+    """Return the table of `bench_peers.py`: other libraries' products beside ours."""
+    what = {
+        "corr": "all correlations of rows",
+        "topk": "50 nearest rows",
+        "grm": "genetic relationship",
+        "pairwise": "genetic relationship, pairwise counts",
+        "pca": "20 principal components",
+        "kernel": "Gaussian kernel matrix times 10 columns",
+    }
     rows = []
     for key, found in load("bench_peers.json").items():
         kind, _, extents = key.removeprefix("cpu ").partition(" of ")
