@@ -124,6 +124,4 @@ def unpacked_on_gpu(given: Batch) -> list[Array | None]:
         elements = cupy.asnumpy(found)
     assert (elements[-GUARD:] == 0xA5).all()
     whole = elements[:-GUARD].reshape(count, chunk)
-    for each, status in zip(whole, failed, strict=True):
-        assert not status or (each == 0xA5).all()  # nothing is placed of what is refused
     return [None if status else each for each, status in zip(whole, failed, strict=True)]
