@@ -12,7 +12,7 @@ namespace of_lz4 {
 namespace of_zstd {
 #include "encoding/zstd_compress.cu"
 }
-#include "encoding/measure.cu"
+#include "encoding/locate.cu"
 namespace of_all {
 #include "encoding/assemble.cu"
 }
@@ -25,6 +25,6 @@ extern "C" void pack(const encoding_t* given, unsigned blocks) {
     } else {
         launch(streams, [=] { of_zstd::zstd_compress(*given); });
     }
-    launch(1, [=] { measure(*given); });
+    launch(1, [=] { locate(*given); });
     launch(streams, [=] { of_all::assemble(*given); });
 }

@@ -1,7 +1,7 @@
 // What the kernels that encode a batch of chunks hand to each other.
 //
 // `shuffle` gathers the elements of each chunk from a strip of C, and divides them into streams. `lz4_compress` or
-// `zstd_compress` compresses each stream by itself. `measure` finds the size and the place of each frame, which is what
+// `zstd_compress` compresses each stream by itself. `locate` finds the size and the place of each frame, which is what
 // a chunk file contains, and `assemble` composes the frames, in host memory.
 //
 // A chunk of the codec zstd is a frame of zstd, with a stream per block of it. In a frame of blosc, blocks are shuffled:

@@ -316,7 +316,7 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "frames": (1, unpacker.frames),
     **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
     "assemble": (1, packer.assemble),
-    **dict.fromkeys(("shuffle", "lz4_compress", "zstd_compress", "measure"), (1, packer.nothing)),
+    **dict.fromkeys(("shuffle", "lz4_compress", "zstd_compress", "locate"), (1, packer.nothing)),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

@@ -27,7 +27,7 @@ class Packer:
         self._division, self._chunk, self._work = division, plan.chunks, work
         compress = "lz4_compress" if division.compressor == COMPRESSORS["blosc-lz4"] else "zstd_compress"
         self._kernels = {
-            entry: kernels.plain(entry, entry, ()) for entry in ("shuffle", compress, "measure", "assemble")
+            entry: kernels.plain(entry, entry, ()) for entry in ("shuffle", compress, "locate", "assemble")
         }
 
     def launch(self, op: Operation, address: int, host: int, stream: Any) -> None:
@@ -37,6 +37,6 @@ class Packer:
             for given in batches(self._division, strip, self._work, host):
                 streams = given.count * given.streams
                 for entry, kernel in self._kernels.items():
-                    grid = {"shuffle": (shuffle_blocks(given), given.count), "measure": (1, 1)}
+                    grid = {"shuffle": (shuffle_blocks(given), given.count), "locate": (1, 1)}
                     x, y = grid.get(entry, (streams, 1))
                     kernel(Launch((x, y, 1), (32, 1, 1)), given)

@@ -1,10 +1,10 @@
-// measure: finds the size and the place of each frame of a batch, and of each stream in its frame.
+// locate: finds the size and the place of each frame of a batch, and of each stream in its frame.
 //
 // Launch: one block of 32 threads.
 
 #include "encoding/streams_in_frames.cuh"
 
-extern "C" __global__ void __launch_bounds__(32) measure(const encoding_t given) {
+extern "C" __global__ void __launch_bounds__(32) locate(const encoding_t given) {
     const u32 lane = threadIdx.x, chunk = chunk_bytes(given);
     const u32 before = header_bytes(given);
     u64 start = given.first ? *given.end : given.frames;
