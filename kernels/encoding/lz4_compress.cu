@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32) lz4_compress(const encoding_t g
         return true;
     };
     const u32 begins = length > MARGIN ? length - MARGIN + 1 : 0, ends = length > LAST ? length - LAST : 0;
-    const bool shorter = find_matches(content, MIN_MATCH, begins, ends, table, lane, rest, append) &&
+    const bool shorter = find_matches<MIN_MATCH>(content, begins, ends, table, lane, rest, append) &&
                          append(rest, length - rest, 0, 0);
     if (lane == 0) given.sizes[blockIdx.x] = shorter ? size : AS_IT_IS;
 }

@@ -25,13 +25,13 @@ __device__ inline u32 equal_bytes(const u8* content, u32 from, u32 to, u32 end, 
     }
 }
 
-// Call `found` for matches of at least `least` bytes, in ascending order: with the place where the literals before the
+// Call `found` for matches of at least LEAST bytes, in ascending order: with the place where the literals before the
 // match begin, their number, the offset of the match, and its length. Matches begin before `begins`, and end before or
-// at `ends`. A match is taken where the first one is found. Stops if `found` returns false. Returns whether it never
-// did. `rest` receives the place after the last match.
-template <typename F>
-__device__ inline bool find_matches(const u8* content, u32 least, u32 begins, u32 ends, u32* table, u32 lane, u32& rest,
-                                    F found) {
+// at `ends`, which is at least LEAST - 1 bytes after `begins`. A match is taken where the first one is found. Stops if
+// `found` returns false. Returns whether it never did. `rest` receives the place after the last match.
+template <u32 LEAST, typename F>
+__device__ inline bool find_matches(const u8* content, u32 begins, u32 ends, u32* table, u32 lane, u32& rest, F found) {
+    static_assert(LEAST % 4 == 0, "words are compared");
     for (u32 i = lane; i < HASHES; i += 32) table[i] = 0;
     __syncwarp();
     rest = 0;
@@ -44,22 +44,21 @@ __device__ inline bool find_matches(const u8* content, u32 least, u32 begins, u3
             hash = word * 2654435761u >> (32 - HASH_LOG);
             candidate = table[hash];
             equal = candidate < place && word_at(content + candidate) == word;
+            for (u32 i = 4; i < LEAST && equal; i += 4) {
+                equal = word_at(content + candidate + i) == word_at(content + place + i);
+            }
         }
-        u32 votes = __ballot_sync(ALL, equal), first = 31, count = 0;
-        for (; votes; votes &= votes - 1) {
-            first = __ffs(votes) - 1;
-            count = equal_bytes(content, __shfl_sync(ALL, candidate, first), at + first, ends, lane);
-            if (count >= least) break;
-        }
+        const u32 votes = __ballot_sync(ALL, equal), first = votes ? __ffs(votes) - 1 : 31;
         // Not beyond the match: the next search begins after it.
-        if (place < begins && (!votes || lane <= first)) atomicMax(&table[hash], place);
+        if (place < begins && lane <= first) atomicMax(&table[hash], place);
         __syncwarp();
         if (!votes) {
             at += 32;
             continue;
         }
-        const u32 begin = at + first, offset = begin - __shfl_sync(ALL, candidate, first);
-        if (!found(rest, begin - rest, offset, count)) return false;
+        const u32 begin = at + first, from = __shfl_sync(ALL, candidate, first);
+        const u32 count = equal_bytes(content, from, begin, ends, lane);
+        if (!found(rest, begin - rest, begin - from, count)) return false;
         at = rest = begin + count;
     }
     return true;

@@ -12,7 +12,7 @@
 #include "encoding/matches.cuh"
 
 // Shorter matches cost more than Huffman codes of their bytes. Fewer literals get no code.
-constexpr u32 LEAST_MATCH = 8, LEAST_LITERALS = 64;
+constexpr u32 LEAST_MATCH = 16, LEAST_LITERALS = 64;
 // Offsets up to 3 stand for earlier ones. Maximum bytes of a sequence.
 constexpr u32 OFFSET_BASE = 3, SEQUENCE_BYTES = 12;
 
@@ -160,16 +160,15 @@ extern "C" __global__ void __launch_bounds__(32) zstd_compress(const encoding_t 
         return;
     }
     u32 found = 0, rest = 0, count = 0;
-    find_matches(content, LEAST_MATCH, length >= LEAST_MATCH ? length - LEAST_MATCH + 1 : 0, length, shared.table, lane,
-                 rest, [&](u32 place, u32 before, u32 offset, u32 match) {
-                     if (lane == 0) {
-                         sequences[found] = (u64)offset << OFFSET_AT | (u64)match << LENGTH_AT | before;
-                     }
-                     ++found;
-                     copy(literals + count, content + place, before, lane);
-                     count += before;
-                     return true;
-                 });
+    const u32 begins = length >= LEAST_MATCH ? length - LEAST_MATCH + 1 : 0;
+    const auto append = [&](u32 place, u32 before, u32 offset, u32 match) {
+        if (lane == 0) sequences[found] = (u64)offset << OFFSET_AT | (u64)match << LENGTH_AT | before;
+        ++found;
+        copy(literals + count, content + place, before, lane);
+        count += before;
+        return true;
+    };
+    find_matches<LEAST_MATCH>(content, begins, length, shared.table, lane, rest, append);
     copy(literals + count, content + rest, length - rest, lane);
     count += length - rest;
     __syncwarp();
