@@ -49,7 +49,7 @@ def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) 
         work: address and size of the memory on the device for a batch.
         host: address of the host slot for the frames.
     """
-    (start, size), total = work, strip.chunks
+    start, size, total = round_up(work[0], ALIGNMENT), work[1], strip.chunks
     most = max(1, (size - FIXED) // division.chunk_work)
     for first in range(0, total, most):
         count = min(most, total - first)
