@@ -76,6 +76,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "hdf5": storage_tables.hdf5,
         "chunks": storage_tables.chunks,
         "decoding": storage_tables.decoding,
+        "encoding": storage_tables.encoding,
         "libraries": tables.libraries,
         "grams": gram_tables.grams,
         "transformed": gram_tables.transformed,

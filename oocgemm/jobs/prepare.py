@@ -12,7 +12,7 @@ from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
-from oocgemm.jobs.decoding import codings
+from oocgemm.jobs.decoding import codec_of_c, codings
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
@@ -34,10 +34,12 @@ from oocgemm.planning import (
     Setting,
     TileShape,
     divided,
+    division_of,
     guarded_plan,
     resumed_plan,
     shared_plan,
     with_decoding,
+    with_encoding,
 )
 from oocgemm.stores import Array, Matrix
 
@@ -293,19 +295,25 @@ def _plan(
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+    codec = codec_of_c(c, existing, problem.c_dtype, output.compressor) if backend == "cuda" else ""
 
-    def tuned(budgets: Budgets) -> Layouts:
+    def tuned(budgets: Budgets, codec: str = codec) -> Layouts:
         wanted = request.requests_by_operand
         asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
-        return with_decoding(Setting(problem, machine, asked, budgets), found)
+        coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
+        return with_decoding(Setting(problem, machine, coded, budgets), found)
 
-    def plan(budgets: Budgets) -> Plan:
+    def plan(budgets: Budgets, codec: str = codec) -> Plan:
+        tuned_to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
         if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
-        given = problem, budgets, machines, rates.assumed
-        if devices == 1:
-            return guarded_plan(*given, tuned(budgets), tile)
-        return shared_plan(*given, tuned(budgets), tile, devices)
+            found = _continued(output.resumed, problem, budgets, machine, tuned_to, devices)
+        elif devices == 1:
+            found = guarded_plan(*given, tuned_to, tile)
+        else:
+            found = shared_plan(*given, tuned_to, tile, devices)
+        # A GPU cannot compress chunks of every shape, which may follow from the tile.
+        divisible = not tuned_to.c.encoded or division_of(found.setting, found.tile) is not None
+        return found if divisible else plan(budgets, "")
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory

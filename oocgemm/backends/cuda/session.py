@@ -85,7 +85,7 @@ class CudaSession:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 offsets, self._vectors = device_offsets(plan, self._number)
-                turned, self._work, decode, size = areas(plan, self._vectors)
+                turned, self._work, decode, _, size = areas(plan, self._vectors)
                 self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
@@ -314,7 +314,10 @@ class CudaSession:
             copy = array_copy(device, host.array, stream, uploading=uploading)
             return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        pinned = self._host.pin_slot(start, size)
+        if (packer := self._host.packer) is not None and not uploading:
+            return [cuda_calls.in_python(partial(packer.launch, op, device, start, stream))]
+        copies = slot_copies(device, host, pinned, stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
+from oocgemm.planning.cost.decoding import PANELS
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
@@ -215,7 +216,7 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     grid = TileGrid.of(problem, tile)
     many = [
-        min(PAGEABLE_SLOTS, max(2, tiles * grid.steps))
+        min(PANELS if layout.decoded else PAGEABLE_SLOTS, max(2, tiles * grid.steps))
         if setting.streams(layout) and not layout.pinned
         else 2
         for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
