@@ -87,7 +87,7 @@ def cluster(folder: Path, workers: int, *options: str, **settings: str) -> Itera
                 process.terminate()
             for process in started:
                 try:
-                    process.wait(10)
+                    process.wait(3)  # some workers of dask do not end by themselves
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
