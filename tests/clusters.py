@@ -23,7 +23,8 @@ SECONDS_TO_END = 3.0
 
 
 def environment(mark: Path) -> dict[str, str]:
-    return os.environ | THREADS | {"PYTHONPATH": str(TOP), MARK: str(mark)}
+    path = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))
+    return os.environ | THREADS | {"PYTHONPATH": path, MARK: str(mark)}
 
 
 def processes(mark: Path, *words: str) -> list[psutil.Process]:
