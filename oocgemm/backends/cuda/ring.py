@@ -15,6 +15,7 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count, cycle
 from queue import Empty, SimpleQueue
@@ -39,6 +40,9 @@ from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
 
 PAGE = 4096
+# Maximum number of blocks per direction that have streams of their own while they are copied. The pieces of
+# other blocks are on the streams of the lanes.
+MAX_STREAMS = 4
 
 
 class Buffer:
@@ -118,7 +122,7 @@ class Copying:
         number: of the block, unique in the process.
         move: issues the copy of one piece.
         waits: events that the copies wait for.
-        stream: of the copies. If `apart`, each lane uses its own stream instead, and this one waits for them.
+        stream: of the copies. If `apart`, each lane uses its own stream, and this one waits for the copies.
         error: the first error of a piece. No further piece is copied then.
     """
 
@@ -212,6 +216,7 @@ class Direction:
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
         self._streams: list[Any] = []  # those that no block uses
+        self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -224,6 +229,7 @@ class Direction:
         """Create the lanes, and start a thread for each but the last one."""
         size = BUFFERS * shape.piece
         with self._device:
+            self._join = cupy.cuda.Stream(non_blocking=True)
             lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
         self._piece = shape.piece
         self._blocks: list[Pageable] = []  # as many as are being copied, in any order
@@ -243,12 +249,12 @@ class Direction:
         must be the current one of this thread.
         """
         self._blocks.append(block)
-        # A stream that an earlier block still uses could wait for this block's events too early.
-        stream = self._streams.pop() if self._streams else cupy.cuda.Stream(non_blocking=True, priority=-1)
         try:
+            stream = self._free_stream()
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
             parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
-            copying = Copying(move, waits, stream, len(parts), apart=apart)
+            join = self._join if stream is None else stream
+            copying = Copying(move, waits, join, len(parts), apart=apart or stream is None)
             if len(parts) == 1 and self._using_single.acquire(blocking=False):
                 try:
                     copying.copy(self._single, parts[0])
@@ -268,7 +274,19 @@ class Direction:
             return copying.work()
         finally:
             self._blocks.pop()
-            self._streams.append(copying.stream)
+            if copying.stream is not self._join:
+                self._streams.append(copying.stream)
+
+    def _free_stream(self) -> Any:
+        """Return a stream that no block uses; None if there are too many blocks.
+
+        On a stream that another block uses, its copies would wait for the events of both blocks.
+        """
+        with suppress(IndexError):
+            return self._streams.pop()
+        for _ in self._more:
+            return cupy.cuda.Stream(non_blocking=True, priority=-1)
+        return None
 
     def _serve(self, lane: Lane) -> None:
         with self._device:
