@@ -1,7 +1,7 @@
 """Copies blocks between pageable host memory and the device, piece by piece through a ring of pinned buffers.
 
 Several threads work on one block. To upload, a thread copies a piece of the block into one of its pinned
-buffers, and issues the copy to the device on its own stream. While the device copies, the thread fills its
+buffers, and issues the copy to the device. While the device copies, the thread fills its
 next buffer. A download goes the other way. So the memory of a run does not depend on the size of its blocks,
 and copies on the host and over the link overlap within a block.
 
