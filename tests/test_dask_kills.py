@@ -24,7 +24,7 @@ BACKENDS = ["host", pytest.param("cuda", marks=needs_gpu)]
 
 def product(folder: Path, backend: str, **options: Any) -> oocgemm.Result:
     given: dict[str, Any] = {"tile": f"{TILE}x{TILE}x{TILE}", "backend": backend}
-    given |= {"memory": "400MiB"} if backend == "host" else {"memory": None, "device_memory": "64MiB"}
+    given |= {"memory": "400MiB"} if backend == "host" else {"memory": None, "device_memory": "200MiB"}
     return multiply(folder, **(given | options))
 
 
