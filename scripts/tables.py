@@ -281,7 +281,6 @@ def on_devices() -> list[str]:
         "pinned": "pinned arrays in memory",
         "zarr": "zarr to zarr in memory",
     }
-    lists = {"0": "one GPU", "0,0": "one GPU twice (`0,0`)", "dask": "workers of dask, one per GPU"}
     rows = []
     for host in ("bench_two_gpus.json", "bench_devices.json"):
         for name, samples in load(host)["cases"].items():
@@ -292,12 +291,16 @@ def on_devices() -> list[str]:
                 times.setdefault(one["devices"], []).append(one["seconds"])
                 read[one["devices"]] = one["read_bytes"]
             first = next(iter(times))
-            every = f"{max(len(one['names']) for one in measured)} GPUs"
+            names = max((one["names"] for one in measured), key=len)
+            gpu = names[0].partition(": ")[2].removeprefix("NVIDIA ").partition(" ")[0]
+            kind = next((one["workers"] for one in measured if "workers" in one), "")
+            lists = {"0": f"one {gpu}", "0,0": f"one {gpu} twice (`0,0`)"}
+            lists |= {"all": f"{len(names)} {gpu}s", "dask": f"{len(names)} {gpu}s, workers of {kind}"}
             for given, seconds_each in times.items():
                 rows.append(
                     [
                         f"{size}^3 {dtype}, {sources[source]}",
-                        lists.get(given, every),
+                        lists[given],
                         str(len(seconds_each)),
                         seconds(seconds_each),
                         f"{median(times[first]) / median(seconds_each):.2f}",

@@ -1,9 +1,12 @@
 """Copies blocks between pageable host memory and the device, piece by piece through a ring of pinned buffers.
 
 Several threads work on one block. To upload, a thread copies a piece of the block into one of its pinned
-buffers, and issues the copy to the device on its own stream. While the device copies, the thread fills its
+buffers, and issues the copy to the device. While the device copies, the thread fills its
 next buffer. A download goes the other way. So the memory of a run does not depend on the size of its blocks,
 and copies on the host and over the link overlap within a block.
+
+The copies of a block are on one stream, and blocks that are copied at the same time have different streams.
+With more streams, copies would wait for each other: a GPU has 8 queues, by default, and streams share them.
 
 Threads take pieces from one queue per direction. To hand over a piece and to take the GIL again after a copy
 costs tens of microseconds. So pieces are large, and no other call of a piece releases the GIL.
@@ -12,7 +15,8 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from itertools import count, cycle
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
@@ -36,9 +40,9 @@ from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
 
 PAGE = 4096
-# Blocks that are copied at the same time in one direction have different streams for their ends, unless there
-# are more blocks than this.
-JOINS = 4
+# Maximum number of blocks per direction that have streams of their own while they are copied. The pieces of
+# other blocks are on the streams of the lanes.
+MAX_STREAMS = 4
 
 
 class Buffer:
@@ -47,13 +51,12 @@ class Buffer:
     `offset` is its distance in bytes from the first buffer of its direction.
     """
 
-    def __init__(self, memory: Array, offset: int, stream: Any) -> None:
+    def __init__(self, memory: Array, offset: int) -> None:
         self.address: int = memory.ctypes.data
         self.offset = offset
         self._memory = memory
         self._event = cupy.cuda.Event(block=True, disable_timing=True)
         self._query = cuda_calls.query(self._event)
-        self._record = cuda_calls.recording(self._event, stream)
         self._array, self._form = memory, (memory.dtype, 0, 0)
 
     def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
@@ -64,9 +67,9 @@ class Buffer:
             self._form = form
         return self._array
 
-    def record(self) -> Any:
-        """Record the event on the lane's stream, and return it."""
-        cuda_calls.check(self._record())
+    def record(self, stream: Any) -> Any:
+        """Record the event on a stream, and return it."""
+        cuda_calls.record(self._event, stream)
         return self._event
 
     def wait(self) -> None:
@@ -76,17 +79,23 @@ class Buffer:
 
 
 class Lane:
-    """The stream and the pinned buffers of one thread."""
+    """The pinned buffers of one thread, and its stream for pieces that the device transposes."""
 
     def __init__(self, memory: Array, start: int, end: int) -> None:
         """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
-        # A kernel that transposes a piece starts before the thread blocks of products that are queued.
-        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.block = -1  # number of the block that the stream has waited for
         size = (end - start) // BUFFERS
         parts = range(start, end, size)
-        self._buffers = cycle([Buffer(memory[at : at + size], at, self.stream) for at in parts])
+        self._buffers = cycle([Buffer(memory[at : at + size], at) for at in parts])
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
+
+    @cached_property
+    def stream(self) -> Any:
+        """The lane's stream. While it copies a piece, those of other lanes transpose theirs.
+
+        A kernel that transposes a piece starts before the thread blocks of products that are queued.
+        """
+        return cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def finish(self) -> None:
         """Finish the latest piece, if that is left to do."""
@@ -101,9 +110,9 @@ class Lane:
         return buffer
 
 
-# Issues the copy of one piece by the means of a lane. Returns the event after the copy, and what is left to
-# do when the thread has issued its next copy; None if nothing is.
-_Move = Callable[[Lane, Piece], tuple[Any, Callable[[], None] | None]]
+# Issues the copy of one piece on a stream, by the means of a lane. Returns the event after the copy, and what
+# is left to do when the thread has issued its next copy; None if nothing is.
+_Move = Callable[[Lane, Piece, Any], tuple[Any, Callable[[], None] | None]]
 
 
 class Copying:
@@ -113,15 +122,17 @@ class Copying:
         number: of the block, unique in the process.
         move: issues the copy of one piece.
         waits: events that the copies wait for.
-        join: the stream that waits for the copies of all pieces.
+        stream: of the copies. If `apart`, each lane uses its own stream, and this one waits for the copies.
         error: the first error of a piece. No further piece is copied then.
     """
 
     _numbers = count()
 
-    def __init__(self, move: _Move, waits: Sequence[Any], join: Any, pieces: int) -> None:
+    def __init__(self, move: _Move, waits: Sequence[Any], stream: Any, pieces: int, *, apart: bool) -> None:
         self.number = next(self._numbers)
-        self.move, self.waits, self.join = move, waits, join
+        self.move, self.waits, self.stream, self.apart = move, waits, stream, apart
+        for event in () if apart else waits:
+            cuda_calls.wait(stream, event)
         self.error: BaseException | None = None
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         self._unstarted, self._issued = iter([self._start]), 0
@@ -133,10 +144,9 @@ class Copying:
         late = None
         try:
             if self.error is None:
-                if lane.block != self.number:
-                    self._begin(lane)
-                event, late = self.move(lane, piece)
-                cuda_calls.wait(self.join, event)
+                event, late = self.move(lane, piece, self._stream_of(lane))
+                if self.apart:
+                    cuda_calls.wait(self.stream, event)
         except BaseException as error:
             self.error = self.error or error
         if lane.pending is not None:
@@ -146,14 +156,18 @@ class Copying:
         else:
             lane.pending = partial(self._finish, late)
 
-    def _begin(self, lane: Lane) -> None:
-        """Let a lane's stream wait for what the block waits for. The first lane records the start."""
-        for event in self.waits:
-            cuda_calls.wait(lane.stream, event)
-        lane.block = self.number
+    def _stream_of(self, lane: Lane) -> Any:
+        """Return the stream for a piece that a lane copies. The first lane records the start."""
+        stream = self.stream
+        if self.apart:
+            stream = lane.stream
+            for event in self.waits if lane.block != self.number else ():
+                cuda_calls.wait(stream, event)
+            lane.block = self.number
         for start_event in self._unstarted:  # in the first thread only
             self._issued = perf_counter_ns()
-            cuda_calls.record(start_event, lane.stream)
+            cuda_calls.record(start_event, stream)
+        return stream
 
     def _finish(self, late: Callable[[], None]) -> None:
         """Do what is left to do for a piece."""
@@ -172,7 +186,7 @@ class Copying:
                 return
         # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
         try:
-            cuda_calls.record(self._end, self.join)
+            cuda_calls.record(self._end, self.stream)
         except BaseException as error:
             self.error = self.error or error
         self._ended.release()
@@ -201,7 +215,8 @@ class Direction:
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
-        self._turns = count()
+        self._streams: list[Any] = []  # those that no block uses
+        self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -214,8 +229,8 @@ class Direction:
         """Create the lanes, and start a thread for each but the last one."""
         size = BUFFERS * shape.piece
         with self._device:
+            self._join = cupy.cuda.Stream(non_blocking=True)
             lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
-            self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
         self._piece = shape.piece
         self._blocks: list[Pageable] = []  # as many as are being copied, in any order
         self._single, self._using_single = lanes.pop(), threading.Lock()
@@ -225,16 +240,21 @@ class Direction:
             start(thread)
             self._threads.append(thread)
 
-    def begin(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Callable[[], Work]:
+    def begin(
+        self, block: Pageable, move: _Move, waits: Sequence[Any], *, apart: bool = False
+    ) -> Callable[[], Work]:
         """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
-        `waits` are events that the copies wait for. The device must be the current one of this thread.
+        `waits` are events that the copies wait for. If `apart`, each lane uses its own stream. The device
+        must be the current one of this thread.
         """
         self._blocks.append(block)
         try:
+            stream = self._free_stream()
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
             parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
-            copying = Copying(move, waits, self._joins[next(self._turns) % JOINS], len(parts))
+            join = self._join if stream is None else stream
+            copying = Copying(move, waits, join, len(parts), apart=apart or stream is None)
             if len(parts) == 1 and self._using_single.acquire(blocking=False):
                 try:
                     copying.copy(self._single, parts[0])
@@ -254,6 +274,19 @@ class Direction:
             return copying.work()
         finally:
             self._blocks.pop()
+            if copying.stream is not self._join:
+                self._streams.append(copying.stream)
+
+    def _free_stream(self) -> Any:
+        """Return a stream that no block uses; None if there are too many blocks.
+
+        On a stream that another block uses, its copies would wait for the events of both blocks.
+        """
+        with suppress(IndexError):
+            return self._streams.pop()
+        for _ in self._more:
+            return cupy.cuda.Stream(non_blocking=True, priority=-1)
+        return None
 
     def _serve(self, lane: Lane) -> None:
         with self._device:
@@ -296,13 +329,13 @@ class Ring:
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: Piece) -> tuple[Any, None]:
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             block.move(rows, cols, buffer.array(dtype, height, width))
             size = width * dtype.itemsize
-            _copy((address + at, row), (buffer.address, size), height, size, lane.stream)
-            return buffer.record(), None
+            _copy((address + at, row), (buffer.address, size), height, size, stream)
+            return buffer.record(stream), None
 
         return self._direction("upload").begin(block, move, waits)
 
@@ -317,16 +350,16 @@ class Ring:
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: Piece) -> tuple[Any, Callable[[], None]]:
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             size = width * dtype.itemsize
             if turn is None:
                 source = address + at, row
             else:  # the last copy from the same place has ended, since it was one to this buffer
-                source = turn(address, rows, cols, buffer.offset, lane.stream), size
-            _copy((buffer.address, size), source, height, size, lane.stream)
-            event = buffer.record()
+                source = turn(address, rows, cols, buffer.offset, stream), size
+            _copy((buffer.address, size), source, height, size, stream)
+            event = buffer.record(stream)
 
             def write() -> None:
                 buffer.wait()
@@ -334,7 +367,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").begin(block, move, waits)
+        return self._direction("download").begin(block, move, waits, apart=turn is not None)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:
