@@ -10,7 +10,7 @@ and freeing it took 3 to 9 ms.
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import cupy
 from cupy.cuda import runtime
@@ -18,6 +18,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock
 from oocgemm.backends.cuda.launch import Kernels, properties
+from oocgemm.planning import Plan
 
 # Maximum number of idle `Warm` objects per device.
 MAX_IDLE = 2
@@ -26,6 +27,16 @@ MAX_IDLE = 2
 MAX_KEPT_SHARE, MAX_BRIEF_SHARE = 1 / 16, 1 / 4
 # For how many seconds a large arena is kept.
 BRIEF_SECONDS = 1.0
+
+
+class Reusable(Protocol):
+    """A closed session that can be opened again, as long as its `Warm` and the arena are kept."""
+
+    def runs(self, plan: Plan, kernel: str) -> bool:
+        """Return whether the session can run a plan with a kernel once more."""
+
+    def drop(self) -> None:
+        """Give up what the session keeps besides its arena. It cannot be opened again."""
 
 
 class Warm:
@@ -41,6 +52,7 @@ class Warm:
         self._kernels: Kernels | None = None
         self.arena = 0  # its address
         self.size = 0  # bytes of the arena
+        self.session: Reusable | None = None  # the last session, if it can be opened again
 
     @property
     def kernels(self) -> Kernels:
@@ -83,9 +95,10 @@ class Warm:
             self.size = max(size, 1)
         return self.arena
 
-    def keep(self) -> None:
-        """Keep this for the next session. No work that uses it may be in flight."""
+    def keep(self, session: Reusable | None = None) -> None:
+        """Keep this for the next session, which may be `session` again. No work may be in flight."""
         with _lock:
+            self.session = session
             idle = _idle.setdefault(self._device, [])
             kept = len(idle) < MAX_IDLE
             small = self.share <= MAX_BRIEF_SHARE
@@ -94,11 +107,20 @@ class Warm:
                 self.free()
             if kept:
                 idle.append(self)
+            else:
+                self.drop()
             if self.share > MAX_KEPT_SHARE:
                 _shrink_later()
 
+    def drop(self) -> None:
+        """Give up the session that could be opened again."""
+        if self.session is not None:
+            self.session.drop()
+            self.session = None
+
     def free(self) -> None:
         """Free the arena. After a failed launch, every CUDA call raises: errors are ignored."""
+        self.drop()
         address, self.arena, self.size = self.arena, 0, 0
         if address:
             with suppress(Exception):
@@ -120,9 +142,27 @@ def take(device: int) -> Warm:
         if not idle:
             return Warm(device)
         idle.sort(key=lambda warm: warm.size)
-        if idle[-1].share > MAX_KEPT_SHARE:
-            _cancel()
-        return idle.pop()
+        found = _taken(idle, idle[-1])
+        found.drop()
+        return found
+
+
+def reuse(device: int, plan: Plan, kernel: str) -> Reusable | None:
+    """Return the session that the last run of a plan has left; None if there is none. The caller owns it."""
+    with _lock:
+        idle = _idle.get(device, [])
+        for warm in idle:
+            if warm.session is not None and warm.session.runs(plan, kernel):
+                return _taken(idle, warm).session
+    return None
+
+
+def _taken(idle: list[Warm], warm: Warm) -> Warm:
+    """Remove a `Warm` from the idle ones. Hold the lock."""
+    if warm.share > MAX_KEPT_SHARE:
+        _cancel()
+    idle.remove(warm)
+    return warm
 
 
 def _shrink_later() -> None:

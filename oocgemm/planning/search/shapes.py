@@ -33,7 +33,7 @@ DENSE_COUNTS = 12
 MAX_READING_COUNT = 48
 # A tile.m and a tile.n of this size are tried too. Such thin tiles leave nearly all memory to cached panels.
 THIN_EXTENT = 16
-# Numbers of strips of C to try if A, B and C are pinned: see `_strip_shapes`.
+# Numbers of strips of C to try if A, B and C are pinned: see `strip_shapes`.
 STRIP_COUNTS = (8, 16)
 
 
@@ -88,8 +88,6 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     depths = best_depths(setting, memory, every_depth=every_depth)
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
-    elif setting.enqueues:
-        yield from ((shape, 2) for shape in _strip_shapes(setting))
     for tile_k in depths:
         # Even the last panel along k, which may be thinner, takes a full slot.
         padded_k = round_up(k, tile_k)
@@ -140,18 +138,18 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                     yield TileShape(max(tile_m, *_long_extents(m, units_m, max_m)), tile_n, tile_k), c
 
 
-def _strip_shapes(setting: Setting) -> Iterator[TileShape]:
+def strip_shapes(setting: Setting) -> Iterator[tuple[TileShape, int]]:
     """Yield tiles that are strips of C, with all of k: one operand stays on the device, the other passes.
 
     A loop written by hand would do this. Each step multiplies at the full rate of the kernel, and little is
-    left to multiply and to download when the last panel has arrived.
+    left to multiply and to download when the last panel has arrived. Yield none unless all arrays are pinned.
     """
     problem = setting.problem
     m, n, k = problem.m, problem.n, max(1, problem.depth)
-    if k <= max_depth(problem):
+    if setting.enqueues and k <= max_depth(problem) and 0 not in (m, n):
         for extent, units, axis in zip((m, n), alignments(setting), ("m", "n"), strict=True):
             for tile_extent in _extents(extent, units[:1], STRIP_COUNTS):
-                yield replace(TileShape(m, n, k), **{axis: tile_extent})
+                yield replace(TileShape(m, n, k), **{axis: tile_extent}), 2
 
 
 def _best_of(
