@@ -12,6 +12,7 @@ from oocgemm.engine.inline import InlineRun
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs import repeat
 from oocgemm.planning import Operation
+from tests.backends_here import CUDA
 from tests.fake_cuda import Device, fake_cuda
 from tests.fake_cuda.device import Fault
 
@@ -141,6 +142,36 @@ def test_another_product_in_between(device: Device, started: list[Operation]) ->
     check(a, b, c)
     oocgemm.release()
     assert not device.memory.allocated
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device answers")
+@pytest.mark.parametrize("kernel", ["cublas", "tiled"])
+def test_a_gpu_repeats_the_last_run(
+    kernel: str, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oocgemm.stores.arrays.MIN_ROW_BYTES", 8)
+    from cupy.cuda import runtime
+
+    arrays = pinned((600, 500), (500, 700), (600, 700))
+    a, b, c = arrays
+    options = {"kernel": kernel, "tile": "240x320x200", "device_memory": "512MiB"}
+    try:
+        for beta in (1, 0):
+            count = len(check(a, b, c, beta=beta, **options).timeline.spans)
+            for turn in range(3):
+                a += turn
+                b -= 1
+                result = check(a, b, c, beta=beta, **options)
+            assert len(started) == count
+            started.clear()
+        spans = result.timeline.spans
+        assert all(0 < x.start <= x.end <= result.timeline.wall for x in spans)
+        assert all(spans[w].end <= x.end for x in spans for w in x.waits)
+    finally:
+        for x in arrays:
+            runtime.hostUnregister(x.ctypes.data)
+        oocgemm.release()
 
 
 def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Operation]) -> None:
