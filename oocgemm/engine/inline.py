@@ -1,6 +1,6 @@
 """Runs a short schedule in the calling thread, without queues and locks. The waits come with the plan."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from oocgemm.backends.base import Array, Pageable, Stream, Token
@@ -14,7 +14,7 @@ _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 
 # The method of some sessions that starts all operations of the last run again. It takes A, B and C, and the
 # number of operations, and returns their tokens; None if they must be submitted one by one.
-Repeat = Callable[[Sequence[Array], int], list[Token] | None]
+Repeat = Callable[[list[Array], int], list[Token] | None]
 
 
 class InlineRun(Run):
@@ -28,7 +28,8 @@ class InlineRun(Run):
         self._program = self._plan.program
         repeat = getattr(self._session, "repeat", None)
         if repeat is not None and (tokens := self._repeated(repeat)):
-            self._record_all(range(len(tokens)), tokens)
+            for i, started in enumerate(tokens):
+                self._record_span(i, started)
             return
         self._tokens: list[Token | None] = [None] * len(self._program)
         self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
@@ -55,7 +56,9 @@ class InlineRun(Run):
                 self._fail(error)
             while self._copying:
                 self._finish(next(iter(self._copying)))
-        self._record_all(self._started, self._tokens)
+        for i in self._started:
+            if (token := self._tokens[i]) is not None:
+                self._record_span(i, token)
 
     def _repeated(self, repeat: Repeat) -> list[Token] | None:
         """Start all operations as the last run did, if it can be repeated, and return their tokens."""
@@ -69,12 +72,10 @@ class InlineRun(Run):
         self.wrote = self.wrote or tokens is not None
         return tokens
 
-    def _record_all(self, started: Iterable[int], tokens: Sequence[Token | None]) -> None:
-        """Wait for the operations in the order in which they were started, and pass on their spans."""
-        for i in started:
-            if (token := tokens[i]) is not None:
-                operation, waits = self._program[i]
-                self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
+    def _record_span(self, i: int, token: Token) -> None:
+        """Wait for an operation, and pass on its span."""
+        operation, waits = self._program[i]
+        self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
 
     def _start(self, i: int) -> None:
         """Run, submit or begin an operation. Raises `Cancelled` if it fails, or if the run has failed."""
