@@ -14,7 +14,7 @@ import pytest
 
 import oocgemm
 from oocgemm.system import threads
-from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
+from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, shielded_here, short_switch_interval
 from tests.command import own_threads
 from tests.suite import examples
 
@@ -22,6 +22,8 @@ from tests.suite import examples
 # delivers no signal while it holds a lock there.
 WAITING = (shielded.__code__, threads._Runners.begin.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
+Shield = Callable[[Callable[[Cancel], Any]], Any]
+each_shield = pytest.mark.parametrize("shield", [shielded, shielded_here])
 BRIEFLY, LONG = 0.02, 30.0  # seconds
 
 
@@ -90,15 +92,17 @@ def test_an_interrupt_at_any_bytecode_leaves_no_work() -> None:
     assert number > 50  # the functions have more than 50 bytecodes, so there was one interrupt for each
 
 
-def test_a_signal_stops_shielded_work_and_is_raised() -> None:
+@each_shield
+def test_a_signal_stops_shielded_work_and_is_raised(shield: Shield) -> None:
     asked: list[bool] = []
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        shielded(lambda cancel: asked.append(stopped_within(cancel, LONG)))
+        shield(lambda cancel: asked.append(stopped_within(cancel, LONG)))
     assert asked == [True]
 
 
-def test_signals_while_work_stops_do_not_abandon_it() -> None:
+@each_shield
+def test_signals_while_work_stops_do_not_abandon_it(shield: Shield) -> None:
     ended: list[bool] = []
 
     def work(cancel: Cancel) -> None:
@@ -110,28 +114,64 @@ def test_signals_while_work_stops_do_not_abandon_it() -> None:
 
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        shielded(work)
+        shield(work)
     assert ended == [True]
 
 
-def test_shielded_work_returns_or_raises_as_if_called() -> None:
+@each_shield
+def test_shielded_work_returns_or_raises_as_if_called(shield: Shield) -> None:
     def fail(cancel: Cancel) -> None:
         raise LookupError("nothing there")
 
-    assert shielded(lambda cancel: 3) == 3
+    assert shield(lambda cancel: 3) == 3
     with pytest.raises(LookupError, match="nothing there"):
-        shielded(fail)
+        shield(fail)
 
 
-def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
+@each_shield
+def test_an_error_while_stopping_is_the_cause_of_the_interrupt(shield: Shield) -> None:
     def work(cancel: Cancel) -> None:
         stopped_within(cancel, LONG)
         raise OSError("disk full")
 
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt) as raised:
-        shielded(work)
+        shield(work)
     assert str(raised.value.__cause__) == "disk full"
+
+
+def test_handlers_are_called_and_restored() -> None:
+    """A handler that does not raise stops nothing. One that the work has set is kept."""
+    called: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        called.append(number)
+
+    def work(cancel: Cancel) -> bool:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        return stopped_within(cancel, BRIEFLY)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        assert not shielded_here(work)
+        assert called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is note
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_outside_of_the_main_thread_handlers_stay() -> None:
+    found: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(
+        target=lambda: found.append(shielded_here(lambda cancel: signal.getsignal(signal.SIGINT)))
+    )
+    thread.start()
+    thread.join()
+    assert found == [handler]
 
 
 def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:

@@ -78,8 +78,8 @@ class PreparedJob:
     def run(self, progress: Progress | None, cancel: Cancel) -> Result:
         """Run the job until C is durable.
 
-        Call it in a thread other than the main one. Signal handlers run in the main thread, and their
-        exceptions could interrupt the release of memory and threads.
+        Call it by `threads.shielded` or `threads.shielded_here`: the exception of a signal handler could
+        interrupt the release of memory and threads.
 
         Args:
             progress: called with the plan; returns a function that is called with every finished operation.

@@ -2,15 +2,17 @@
 
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from oocgemm.errors import ExecutionError
 
@@ -25,6 +27,9 @@ SIGNAL_INTERVAL = 0.25
 # Maximum number of idle threads that are kept for later runs, and the name of such a thread.
 MAX_IDLE = 2
 IDLE = "oocgemm-idle"
+# Returns the handler of a signal, as `signal.getsignal` does. That one turns all numbers into enums, which
+# takes 0.1 ms for all signals.
+_handler: Callable[[int], Any] = import_module("_signal").getsignal
 
 
 def start(thread: threading.Thread) -> None:
@@ -178,15 +183,65 @@ def shielded(work: Callable[[Cancel], T]) -> T:
     return results.pop()
 
 
-def _insist(act: Callable[[], object]) -> None:
+def shielded_here(work: Callable[[Cancel], T]) -> T:
+    """Run `work` in this thread, so that no signal interrupts it, and return its result.
+
+    Use it for short work: to hand it to another thread and back takes 0.1 to 0.2 ms. In the main thread, each
+    Python function that handles a signal is called as usual. If it raises an exception, `work` is requested
+    to stop, and the exception is raised when `work` has ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work(Cancel())
+    cancel = Cancel()
+    raised: list[BaseException] = []
+
+    def handle(handler: Callable[[int, Any], object], number: int, frame: Any) -> None:
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            # This thread may hold a lock that `request` takes. So it must not wait here.
+            with suppress(RuntimeError):  # no thread can be started: `work` runs to its end
+                threading.Thread(target=cancel.request, args=(error,), name="oocgemm-cancel").start()
+
+    found = {number: _handler(number) for number in range(1, signal.NSIG)}
+    ours = {number: partial(handle, old) for number, old in found.items() if callable(old)}
+
+    def restore() -> None:
+        for number, handler in ours.items():
+            if _handler(number) is handler:
+                signal.signal(number, found[number])
+
+    failure: BaseException | None = None
+    try:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        result = work(cancel)
+    except BaseException as error:
+        failure = error
+    _insist(restore, raised)
+    try:
+        if raised:
+            raise raised[0] from (None if failure is raised[0] else failure)
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # breaks a reference cycle through the error's frames
+        raised.clear()
+    return result
+
+
+def _insist(act: Callable[[], object], raised: list[BaseException] | None = None) -> None:
     """Call `act`, and repeat the call whenever a signal handler interrupts it by an exception.
 
-    `act` itself must raise nothing.
+    `act` itself must raise nothing. The exceptions are added to `raised`, or ignored.
     """
     while True:
         try:
             act()
-        except BaseException:  # ignore it: `shielded` raises an earlier exception
+        except BaseException as error:  # ignore it: `shielded` raises an earlier exception
+            if raised is not None:
+                raised.append(error)
             continue
         return
 

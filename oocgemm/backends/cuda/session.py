@@ -33,7 +33,7 @@ from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens
+from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -64,7 +64,7 @@ class CudaSession:
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
-        self._arena = 0
+        self._arena, self._spins = 0, spins(plan)
         known = [(session._device.id, session._places) for session in beside]
         self._places: Places = connected(device, known)
         self._warm, self._closed, self._loading = take(device), False, Loading()
@@ -190,7 +190,7 @@ class CudaSession:
         if checksums is not None:
             return self._submit_with_sums(operation, launches, checksums)
         check = self._finisher.check_of(operation) if self._finisher else None
-        own = Work.on(stream, launches)
+        own = Work.on(stream, launches, spins=self._spins)
         return CudaToken(operation.stream, own, own.end, self._clock, check)
 
     def _submit_with_sums(
