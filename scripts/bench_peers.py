@@ -13,6 +13,7 @@ A process reports the seconds of one call, which is not its first, and the memor
 beyond what the process had before. Results are compared with those of NumPy.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -43,6 +44,8 @@ CASES = {
     "kernel": (10000, 64, "float32"),
 }
 COMPONENTS, GAMMA, COLUMNS = 20, 0.005, 10
+# The names of packages whose modules are named otherwise.
+PACKAGES = {"sklearn": "scikit-learn", "faiss": "faiss-cpu"}
 # Rows or columns that the loops in NumPy take at a time.
 BAND = 1024
 # Host memory that oocgemm may take.
@@ -302,7 +305,13 @@ def main(
                 done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
                 found[name].append(json.loads(done.stdout.splitlines()[-1]))
         rows, cols, dtype = CASES[case]
+        packages = {package: PACKAGES.get(package, package) for package, _ in CONTENDERS[case].values()}
         result = {
+            "libraries": {
+                name: importlib.metadata.version(name)
+                for module, name in packages.items()
+                if module != "oocgemm" and importlib.util.find_spec(module)
+            },
             "what": f"{case} of {rows // shrink} x {cols // shrink} {dtype}",
             "samples": found,
             "median_seconds": {n: statistics.median(x["seconds"] for x in found[n]) for n in names},

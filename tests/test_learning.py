@@ -263,9 +263,10 @@ def test_a_plan_that_is_kept_has_the_measured_rates(setting: Setting, seed: int)
     assert chosen.prediction.total == pytest.approx(plan.prediction.total, rel=0.05)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("size", "h2d", "planned"), [(32768, 0.9, 1), (32768, 0.3, 2), (65536, 0.9, 2)])
 def test_a_short_product_is_planned_again_only_if_that_may_save_time(
-    size: int, h2d: float, planned: int, monkeypatch: pytest.MonkeyPatch
+    size: int, h2d: float, planned: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines: list[MachineModel] = []
 
@@ -276,11 +277,12 @@ def test_a_short_product_is_planned_again_only_if_that_may_save_time(
     monkeypatch.setattr(guarded, "make_plan", counted)
     gram = replace(problem(size, size, size, "float64"), gram="lower")
     measured = scaled(GPU, {"h2d": h2d, "float64": 1.01})
-    x = Layout(in_memory=True, itemsize=8, zero_copy_width=4096)
-    budgets = Budgets(60 << 30, 60 << 30)
-    plan = guarded.guarded_plan(gram, budgets, (GPU, measured), frozenset(), Layouts(x, x, x))
+    x = Layout(in_memory=True, itemsize=8, zero_copy_width=4096, pinned=pinned)
+    given = Budgets(60 << 30, 60 << 30), (GPU, measured), frozenset[str](), Layouts(x, x, x)
+    plan = guarded.guarded_plan(gram, *given)
     assert machines == [GPU, measured][:planned]
-    assert plan.machine == measured
+    assert plan.machine == make_plan(gram, given[0], measured, given[-1]).machine
+    assert pinned or plan.machine == measured
 
 
 @given(st.integers(0, 5 * MAX_SPANS), st.integers(0, 5))

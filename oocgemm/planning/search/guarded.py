@@ -74,7 +74,10 @@ def guarded_plan(
 
 def _kept(incumbent: Plan, machine: MachineModel) -> Plan | None:
     """Return the incumbent with other rates if no plan can save much of its time; None if one might."""
-    machine = machine.enqueued() if incumbent.setting.enqueues else machine
+    if incumbent.setting.enqueues:
+        # No measured rate changes the times of operations that one thread only enqueues.
+        known = incumbent.machine
+        machine = replace(machine, step_latency=known.step_latency, issue=known.issue)
     plan, problem = _with_rates(incumbent, machine, None), incumbent.problem
     seconds = plan.considered[0].prediction.total
     least = required_bytes(problem)
