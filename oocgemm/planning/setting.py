@@ -141,6 +141,16 @@ class Setting:
         layouts = self.layouts.a, self.layouts.b, self.layouts.c
         return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
 
+    @property
+    def enqueued(self) -> "Setting":
+        """The setting with the times of operations that one thread only enqueues, if it does (`enqueues`)."""
+        if not self.enqueues:
+            return self
+        problem, sizes = self.problem, self.problem.itemsizes
+        operands = problem.depth * (problem.m * sizes["A"] + problem.n * sizes["B"])
+        machine = self.machine.enqueued(operands + problem.m * problem.n * sizes["C"])
+        return replace(self, machine=machine)
+
     @cached_property
     def host_caches_panels(self) -> bool:
         """Whether it pays to cache panels of A and B in host slots, so that they are not read again.
