@@ -174,6 +174,16 @@ def test_a_gpu_repeats_the_last_run(
         oocgemm.release()
 
 
+def test_runs_in_threads_repeat_nothing(
+    device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    monkeypatch.setattr("oocgemm.engine.short.MAX_STREAMED_STEPS", -1)
+    for _ in range(3):
+        check(a, b, c)
+
+
 def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Operation]) -> None:
     a, b, c = pinned((60, 50), (50, 70), (60, 70))
     check(a, b, c)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend, Session
-from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.executor import Observer, Run, located_error
 from oocgemm.engine.inline import InlineRun
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
@@ -179,6 +179,7 @@ def execute(
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.push(partial(_close, session))
+            _start_again(job, session)
         target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -214,6 +215,20 @@ def execute(
 
 def _close(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
     session.close(failed=error is not None)
+
+
+def _start_again(job: Job, session: Session) -> None:
+    """Start the operations of a run that is like the last one of its session, if it can start them again.
+
+    Then the GPU copies while the rest of the run is prepared.
+    """
+    repeat, c = getattr(session, "repeat", None), job.output.matrix
+    if repeat is None or c is None or job.request.timeline is not None or not is_short(job.plan):
+        return
+    try:
+        repeat([stores.memory(x) for x in (job.a, job.b, c)], len(job.plan.program))
+    except Exception as error:
+        raise located_error(error, "the operations of the run") from error
 
 
 @contextmanager
