@@ -174,6 +174,29 @@ def test_a_gpu_repeats_the_last_run(
         oocgemm.release()
 
 
+def test_a_refused_run_changes_nothing(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    before = c.copy()
+
+    def refuse(plan: object) -> Any:
+        raise LookupError("no progress")
+
+    with pytest.raises(LookupError):
+        product(a, b, c, beta=0, progress=refuse)
+    np.testing.assert_array_equal(c, before)
+
+
+def test_a_session_that_cannot_be_kept_is_closed(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    device.faults["deviceSynchronize"] = Fault()
+    check(a, b, c)
+    device.faults.clear()
+    assert not device.memory.allocated
+    check(a, b, c)
+
+
 def test_runs_in_threads_repeat_nothing(
     device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

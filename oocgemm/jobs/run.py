@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend, Session
-from oocgemm.engine.executor import Observer, Run, located_error
+from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.inline import InlineRun
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
@@ -89,6 +90,7 @@ class PreparedJob:
             OutOfMemoryError: the memory of the plan cannot be allocated. Nothing was written.
             ExecutionError: the run failed.
         """
+        handled = sys.exception()
         try:
             job, session = self._take_memory()
             _log_plan(job.plan)
@@ -96,7 +98,7 @@ class PreparedJob:
             operands = job.read | {"C": matrix}
             learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
-            _clear_frames(error)
+            _clear_frames(error, handled)
             raise
         if log.failure is not None:
             raise ExecutionError(
@@ -179,7 +181,6 @@ def execute(
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.push(partial(_close, session))
-            _start_again(job, session)
         target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -215,20 +216,6 @@ def execute(
 
 def _close(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
     session.close(failed=error is not None)
-
-
-def _start_again(job: Job, session: Session) -> None:
-    """Start the operations of a run that is like the last one of its session, if it can start them again.
-
-    Then the GPU copies while the rest of the run is prepared.
-    """
-    repeat, c = getattr(session, "repeat", None), job.output.matrix
-    if repeat is None or c is None or job.request.timeline is not None or not is_short(job.plan):
-        return
-    try:
-        repeat([stores.memory(x) for x in (job.a, job.b, c)], len(job.plan.program))
-    except Exception as error:
-        raise located_error(error, "the operations of the run") from error
 
 
 @contextmanager
@@ -340,12 +327,13 @@ def _reading_cpu(cpu: list[CpuTimes | None], observe: Observer) -> Observer:
     return read_first
 
 
-def _clear_frames(failure: BaseException) -> None:
+def _clear_frames(failure: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables in the stack frames of an exception, its causes and its contexts.
 
-    They refer to the buffers of the run, which would stay allocated as long as the exception exists.
+    They refer to the buffers of the run, which would stay allocated as long as the exception exists. The
+    exception that the caller was handling when the run began is left as it is.
     """
-    left, seen = [failure], set[int]()
+    left, seen = [failure], {id(handled)}
     while left:
         one = left.pop()
         if id(one) not in seen:

@@ -17,6 +17,11 @@ CHUNK_BYTES = NEW_CHUNK_BYTES
 GRAM_STRIPS, MIN_GRAM_CHUNK = 16, 256
 
 
+# Seconds to enqueue an operation, if one thread only enqueues them, and if A, B and C have at most
+# ENQUEUED_BYTES bytes. Larger products were slower with the smaller tiles that so short a time suggests.
+ENQUEUE, ENQUEUED_BYTES = 60e-6, 512 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """Hard upper bounds, in bytes, on the memory that a run occupies on the device and on the host."""
@@ -146,9 +151,10 @@ class Setting:
         """The setting with the times of operations that one thread only enqueues, if it does (`enqueues`)."""
         if not self.enqueues:
             return self
-        problem, sizes = self.problem, self.problem.itemsizes
+        problem, sizes, machine = self.problem, self.problem.itemsizes, self.machine.enqueued()
         operands = problem.depth * (problem.m * sizes["A"] + problem.n * sizes["B"])
-        machine = self.machine.enqueued(operands + problem.m * problem.n * sizes["C"])
+        if operands + problem.m * problem.n * sizes["C"] <= ENQUEUED_BYTES:
+            machine = replace(machine, issue=min(machine.issue, ENQUEUE))
         return replace(self, machine=machine)
 
     @cached_property

@@ -15,7 +15,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import CudaToken, own_tokens, spins
-from oocgemm.backends.cuda.host_memory import HostMemory, keeps
+from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import reuse
 from oocgemm.planning import Operation, Plan
@@ -37,7 +37,6 @@ class RepeatedSession(CudaSession):
         # its token.
         self._at: object = None
         self._made: list[tuple[Any, list[Any], list[cuda_calls.Launch], CudaToken]] = []
-        self._begun: list[Token] | None = None
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -45,19 +44,15 @@ class RepeatedSession(CudaSession):
 
     def reopen(self) -> None:
         """Begin another run of the plan. The session was closed."""
-        self._closed, self._free_before, self._begun = False, None, None
-        if keeps(self._device.id):  # on top of the budget of this run
-            self._host = HostMemory(self._device)
-            self._host.take(self._run_by[0], self._multiplier.kernels, 0)
+        self._closed = False
+        self._host = HostMemory(self._device)
+        self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
     def repeat(self, operands: Sequence[Array], count: int) -> list[Token] | None:
         """Start all `count` operations of the last run again, if A, B and C have the same addresses.
 
         Return their tokens. Otherwise return None, and remember the launches of the operations that follow.
-        The second call in a run returns what the first one did.
         """
-        if self._begun is not None:
-            return self._begun
         at = [(x.ctypes.data, x.strides) for x in operands]
         if at != self._at or len(self._made) != count:
             self._at, self._made = at, []
@@ -70,7 +65,6 @@ class RepeatedSession(CudaSession):
                 own = token.own
                 issued = cuda_calls.record_around(launches, own.start, own.end, stream)
                 tokens.append(replace(token, own=replace(own, issued=issued)))
-        self._begun = tokens
         return tokens
 
     def _enqueue(
@@ -82,15 +76,19 @@ class RepeatedSession(CudaSession):
         return token
 
     def close(self, failed: bool = False) -> None:
-        if failed or self._closed:
-            super().close(failed)
-            return
-        self._loading.wait()
-        with self._device:
-            runtime.deviceSynchronize()
-            self._host.close(keep=True)
-            self._closed = True
-            self._warm.keep(self)
+        if not (failed or self._closed):
+            try:
+                self._loading.wait()
+                with self._device:
+                    runtime.deviceSynchronize()
+                    self._host.close(keep=True)
+                    self._closed = True
+                    self._warm.keep(self)
+            except Exception:
+                failed = True
+            else:
+                return
+        super().close(failed)
 
     def drop(self) -> None:
         with suppress(Exception):  # after a failed launch, every CUDA call raises

@@ -39,9 +39,6 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
 
 # Seconds from the end of a copy to the start of the product that waits for it, if both are enqueued already.
 START = 15e-6
-# Seconds to enqueue an operation, if one thread only enqueues them, and if A, B and C have at most
-# ENQUEUED_BYTES bytes. Larger products were slower with the smaller tiles that so short a time suggests.
-ENQUEUE, ENQUEUED_BYTES = 60e-6, 512 << 20
 
 # Properties of GPUs, measured on an H200 with CUDA 13.
 
@@ -159,13 +156,9 @@ class MachineModel:
     calibrated: bool = False
     storage_calibrated: bool = False
 
-    def enqueued(self, size: int) -> "MachineModel":
-        """Return the model for runs whose operations one thread only enqueues on a GPU.
-
-        `size` is the number of bytes of A, B and C together.
-        """
-        issue = min(self.issue, ENQUEUE) if size <= ENQUEUED_BYTES else self.issue
-        return replace(self, step_latency=min(self.step_latency, START), issue=issue)
+    def enqueued(self) -> "MachineModel":
+        """Return the model for runs whose operations one thread only enqueues on a GPU."""
+        return replace(self, step_latency=min(self.step_latency, START))
 
     @property
     def codec_threads(self) -> int:
