@@ -248,22 +248,3 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     pytest.fail("the child waits for a thread of its parent")
-
-
-def test_a_failed_run_leaves_the_frames_of_the_caller_alone() -> None:
-    """The exception that the caller is handling is not one of the run's, though it is its context."""
-
-    def fail() -> None:
-        secret = "kept"
-        raise LookupError(secret)
-
-    def refuse(plan: object) -> Any:
-        raise OSError("no progress")
-
-    try:
-        fail()
-    except LookupError as error:
-        with pytest.raises(ExecutionError):
-            oocgemm.matmul(A, B, backend="host", progress=refuse)
-        frame = error.__traceback__.tb_next.tb_frame  # type: ignore[union-attr]
-        assert frame.f_locals == {"secret": "kept"}
