@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+from unittest.mock import patch
 
 import click
 import grid_ceilings
@@ -27,6 +28,7 @@ from grid_runs import free_memory, one_call, pinned, release
 from keeping import keep, output, work
 
 from oocgemm.jobs import repeat
+from oocgemm.machine import models as machine_models
 from oocgemm.machine.measure.calibrate import calibrate
 from oocgemm.machine.models import models
 from oocgemm.system import cache
@@ -109,9 +111,10 @@ def measured(
 
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with pinned(*(arrays if case.source == PINNED else ())):
-        for _ in range(TEACHING_RUNS):
-            for kind in ("learned", "both"):
-                call(kind)
+        with patch.object(machine_models, "TEACHES_AGAIN", 0):
+            for _ in range(TEACHING_RUNS):
+                for kind in ("learned", "both"):
+                    call(kind)
         for turn in range(repeats + 1):
             for kind in KINDS:
                 seconds = call(kind)

@@ -10,10 +10,10 @@ from tests.plan_cases import GIB, problem
 GPU = default_model("cuda", 16)
 
 
-def planned(m: int, n: int, k: int, dtype: str) -> Plan:
+def planned(m: int, n: int, k: int, dtype: str, *, pinned: bool = True) -> Plan:
     p = problem(m, n, k, dtype)
     a, b, c = (
-        Layout(in_memory=True, itemsize=p.itemsizes[x], zero_copy_width=1024, pinned=True) for x in "ABC"
+        Layout(in_memory=True, itemsize=p.itemsizes[x], zero_copy_width=1024, pinned=pinned) for x in "ABC"
     )
     return make_plan(p, Budgets(8 * GIB, 8 * GIB), GPU, Layouts(a, b, c))
 
@@ -36,4 +36,5 @@ def test_a_vector_is_multiplied_in_many_steps() -> None:
 
 def test_brief_products_stay_in_the_thread_of_the_caller() -> None:
     assert is_brief(planned(2048, 2048, 2048, "float64"))
+    assert not is_brief(planned(2048, 2048, 2048, "float64", pinned=False))
     assert not is_brief(planned(8192, 8192, 8192, "float64"))

@@ -1,5 +1,6 @@
 """A run from pinned memory that is like the last one makes the same launches again."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from oocgemm.engine.inline import InlineRun
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs import repeat
 from oocgemm.planning import Operation
+from oocgemm.system import threads
 from tests.backends_here import CUDA
 from tests.fake_cuda import Device, fake_cuda
 from tests.fake_cuda.device import Fault
@@ -172,6 +174,63 @@ def test_a_gpu_repeats_the_last_run(
         for x in arrays:
             runtime.hostUnregister(x.ctypes.data)
         oocgemm.release()
+
+
+def test_a_refused_run_changes_nothing(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    before = c.copy()
+
+    def refuse(plan: object) -> Any:
+        raise LookupError("no progress")
+
+    with pytest.raises(LookupError):
+        product(a, b, c, beta=0, progress=refuse)
+    np.testing.assert_array_equal(c, before)
+
+
+def test_a_failed_run_leaves_the_frames_of_the_caller_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception that the caller is handling is not one of the run's, though it is its context."""
+    monkeypatch.setattr(threads, "_handler", lambda number: None)  # so that the run stays in this thread
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+
+    def fail() -> None:
+        secret = "kept"
+        raise LookupError(secret)
+
+    def refuse(plan: object) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        raise OSError("no progress")
+
+    try:
+        fail()
+    except LookupError as error:
+        with pytest.raises(ExecutionError):
+            product(a, b, c, progress=refuse)
+        frame = error.__traceback__.tb_next.tb_frame  # type: ignore[union-attr]
+        assert frame.f_locals == {"secret": "kept"}
+
+
+def test_a_session_that_cannot_be_kept_is_closed(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    device.faults["deviceSynchronize"] = Fault()
+    check(a, b, c)
+    device.faults.clear()
+    assert not device.memory.allocated
+    check(a, b, c)
+
+
+def test_runs_in_threads_repeat_nothing(
+    device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    monkeypatch.setattr("oocgemm.engine.short.MAX_STREAMED_STEPS", -1)
+    for _ in range(3):
+        check(a, b, c)
 
 
 def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Operation]) -> None:

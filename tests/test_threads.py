@@ -22,8 +22,6 @@ from tests.suite import examples
 # delivers no signal while it holds a lock there.
 WAITING = (shielded.__code__, threads._Runners.begin.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
-Shield = Callable[[Callable[[Cancel], Any]], Any]
-each_shield = pytest.mark.parametrize("shield", [shielded, shielded_here])
 BRIEFLY, LONG = 0.02, 30.0  # seconds
 
 
@@ -33,6 +31,13 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the handler of SIGALRM that pytest-timeout has set."""
+    right = threads._handler
+    monkeypatch.setattr(threads, "_handler", lambda x: None if x == signal.SIGALRM else right(x))
 
 
 def interrupted_at(number: int, act: Callable[[], object]) -> bool:
@@ -92,17 +97,15 @@ def test_an_interrupt_at_any_bytecode_leaves_no_work() -> None:
     assert number > 50  # the functions have more than 50 bytecodes, so there was one interrupt for each
 
 
-@each_shield
-def test_a_signal_stops_shielded_work_and_is_raised(shield: Shield) -> None:
+def test_a_signal_stops_shielded_work_and_is_raised() -> None:
     asked: list[bool] = []
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        shield(lambda cancel: asked.append(stopped_within(cancel, LONG)))
+        shielded(lambda cancel: asked.append(stopped_within(cancel, LONG)))
     assert asked == [True]
 
 
-@each_shield
-def test_signals_while_work_stops_do_not_abandon_it(shield: Shield) -> None:
+def test_signals_while_work_stops_do_not_abandon_it() -> None:
     ended: list[bool] = []
 
     def work(cancel: Cancel) -> None:
@@ -114,64 +117,100 @@ def test_signals_while_work_stops_do_not_abandon_it(shield: Shield) -> None:
 
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
-        shield(work)
+        shielded(work)
     assert ended == [True]
 
 
-@each_shield
-def test_shielded_work_returns_or_raises_as_if_called(shield: Shield) -> None:
+def test_shielded_work_returns_or_raises_as_if_called() -> None:
     def fail(cancel: Cancel) -> None:
         raise LookupError("nothing there")
 
-    assert shield(lambda cancel: 3) == 3
+    assert shielded(lambda cancel: 3) == 3
     with pytest.raises(LookupError, match="nothing there"):
-        shield(fail)
+        shielded(fail)
 
 
-@each_shield
-def test_an_error_while_stopping_is_the_cause_of_the_interrupt(shield: Shield) -> None:
+def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
     def work(cancel: Cancel) -> None:
         stopped_within(cancel, LONG)
         raise OSError("disk full")
 
     interrupt_soon()
     with pytest.raises(KeyboardInterrupt) as raised:
-        shield(work)
+        shielded(work)
     assert str(raised.value.__cause__) == "disk full"
 
 
-def test_handlers_are_called_and_restored() -> None:
-    """A handler that does not raise stops nothing. One that the work has set is kept."""
-    called: list[int] = []
+@pytest.mark.usefixtures("no_timer")
+def test_an_interrupt_of_brief_work_is_raised_at_its_end() -> None:
+    ended: list[bool] = []
 
-    def note(number: int, frame: object) -> None:
-        called.append(number)
+    def work(cancel: Cancel) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append(stopped_within(cancel, BRIEFLY))
+        raise OSError("disk full")
 
-    def work(cancel: Cancel) -> bool:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        return stopped_within(cancel, BRIEFLY)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        shielded_here(work)
+    assert ended == [False]
+    assert str(raised.value.__context__) == "disk full"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+
+@pytest.mark.usefixtures("no_timer")
+def test_brief_work_runs_in_this_thread_and_returns_or_raises() -> None:
+    def fail(cancel: Cancel) -> None:
+        raise LookupError("nothing there")
+
+    assert shielded_here(lambda cancel: threading.current_thread()) is threading.current_thread()
+    with pytest.raises(LookupError, match="nothing there"):
+        shielded_here(fail)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("no_timer")
+def test_a_handler_that_brief_work_sets_is_kept() -> None:
     try:
-        assert not shielded_here(work)
-        assert called == [signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGUSR1) is note
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+        shielded_here(lambda cancel: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert shielded_here(lambda cancel: threading.current_thread()) is threading.current_thread()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("no_timer")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_work_leaves_a_thread_that_other_handlers_may_interrupt(number: signal.Signals) -> None:
+    """A handler might wait for a lock that the work holds. What `siginterrupt` has set stays."""
+    lock, called = threading.Lock(), list[int]()
+
+    def handler(number: int, frame: object) -> None:
+        with lock:
+            called.append(number)
+
+    def work(cancel: Cancel) -> threading.Thread:
+        with lock:
+            os.kill(os.getpid(), number)
+            stopped_within(cancel, BRIEFLY)
+        return threading.current_thread()
+
+    before = signal.signal(number, handler)
+    try:
+        assert shielded_here(work) is not threading.current_thread()
+        assert called == [number]
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_outside_of_the_main_thread_handlers_stay() -> None:
     found: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(
         target=lambda: found.append(shielded_here(lambda cancel: signal.getsignal(signal.SIGINT)))
     )
     thread.start()
     thread.join()
-    assert found == [handler]
+    assert found == [signal.default_int_handler]
 
 
 def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:

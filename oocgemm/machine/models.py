@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from time import monotonic
 
 from oocgemm import backends
@@ -25,7 +26,8 @@ LINKS = ("h2d", "d2h", "read", "remote", "decode", "memory", "write", "prepare")
 # of their time.
 MIN_WALL_NS = 100_000_000
 # Runs of one plan teach the same. So one of them in this many seconds is learned from, which takes 3 ms.
-TEACHES_AGAIN = 1.0
+# Up to MAX_TEACHERS plans are remembered.
+TEACHES_AGAIN, MAX_TEACHERS = 10.0, 16
 # If other programs used more than this share of the CPU cores, nothing is learned of what the cores do.
 MAX_OTHERS = 0.1
 
@@ -137,16 +139,19 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
         log.sample.clear()  # the log lives as long as the result of the run
 
 
-# The plan of the run that was learned from last, and the time of `monotonic` then.
-_teacher: list[tuple[Plan, float]] = []
+# By the id of its plan, the plan of a run that was learned from, and the time of `monotonic` then.
+_teachers: dict[int, tuple[Plan, float]] = {}
 
 
 def _has_taught(plan: Plan) -> bool:
     """Return whether a run of the same plan was learned from just now. Otherwise the present one counts."""
     now = monotonic()
-    if any(last is plan and now - at < TEACHES_AGAIN for last, at in _teacher):
+    _, at = _teachers.get(id(plan), (None, -inf))
+    if now - at < TEACHES_AGAIN:
         return True
-    _teacher[:] = [(plan, now)]
+    if len(_teachers) >= MAX_TEACHERS:
+        _teachers.clear()
+    _teachers[id(plan)] = plan, now
     return False
 
 

@@ -184,64 +184,41 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
 
 def shielded_here(work: Callable[[Cancel], T]) -> T:
-    """Run `work` in this thread, so that no signal interrupts it, and return its result.
+    """Run brief `work` in this thread, so that no signal interrupts it, and return its result.
 
-    Use it for short work: to hand it to another thread and back takes 0.1 to 0.2 ms. In the main thread, each
-    Python function that handles a signal is called as usual. If it raises an exception, `work` is requested
-    to stop, and the exception is raised when `work` has ended.
+    To hand work to another thread and back takes 0.1 to 0.2 ms. In the main thread, a KeyboardInterrupt that
+    arrives meanwhile is raised when `work` has ended. If Python functions handle other signals, or this one
+    in another way, `work` runs as in `shielded`: they might wait for a lock that this thread holds.
     """
     if threading.current_thread() is not threading.main_thread():
         return work(Cancel())
-    cancel = Cancel()
-    raised: list[BaseException] = []
+    found = {number: handler for number in range(1, signal.NSIG) if callable(handler := _handler(number))}
+    if found != {signal.SIGINT: signal.default_int_handler}:
+        return shielded(work) if found else work(Cancel())
+    interrupts: list[int] = []
 
-    def handle(handler: Callable[[int, Any], object], number: int, frame: Any) -> None:
-        try:
-            handler(number, frame)
-        except BaseException as error:
-            raised.append(error)
-            # This thread may hold a lock that `request` takes. So it must not wait here.
-            with suppress(RuntimeError):  # no thread can be started: `work` runs to its end
-                threading.Thread(target=cancel.request, args=(error,), name="oocgemm-cancel").start()
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
 
-    found = {number: _handler(number) for number in range(1, signal.NSIG)}
-    ours = {number: partial(handle, old) for number, old in found.items() if callable(old)}
-
-    def restore() -> None:
-        for number, handler in ours.items():
-            if _handler(number) is handler:
-                signal.signal(number, found[number])
-
-    failure: BaseException | None = None
     try:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
-        result = work(cancel)
-    except BaseException as error:
-        failure = error
-    _insist(restore, raised)
-    try:
-        if raised:
-            raise raised[0] from (None if failure is raised[0] else failure)
-        if failure is not None:
-            raise failure
+        signal.signal(signal.SIGINT, note)
+        return work(Cancel())
     finally:
-        failure = None  # breaks a reference cycle through the error's frames
-        raised.clear()
-    return result
+        if _handler(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt
 
 
-def _insist(act: Callable[[], object], raised: list[BaseException] | None = None) -> None:
+def _insist(act: Callable[[], object]) -> None:
     """Call `act`, and repeat the call whenever a signal handler interrupts it by an exception.
 
-    `act` itself must raise nothing. The exceptions are added to `raised`, or ignored.
+    `act` itself must raise nothing.
     """
     while True:
         try:
             act()
-        except BaseException as error:  # ignore it: `shielded` raises an earlier exception
-            if raised is not None:
-                raised.append(error)
+        except BaseException:  # ignore it: `shielded` raises an earlier exception
             continue
         return
 

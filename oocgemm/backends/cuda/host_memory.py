@@ -188,6 +188,12 @@ class HostMemory:
         self._slots = {}
 
 
+def keeps(device: int) -> bool:
+    """Return whether memory or a ring is kept for the next run on a device."""
+    kept = _kept.get(device)
+    return kept is not None and (kept.arena is not None or kept.ring is not None)
+
+
 def release() -> None:
     """Unpin and free the memory that is kept for the next run."""
     while _kept:

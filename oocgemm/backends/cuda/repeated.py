@@ -76,15 +76,19 @@ class RepeatedSession(CudaSession):
         return token
 
     def close(self, failed: bool = False) -> None:
-        if failed or self._closed:
-            super().close(failed)
-            return
-        self._loading.wait()
-        with self._device:
-            runtime.deviceSynchronize()
-            self._host.close(keep=True)
-            self._closed = True
-            self._warm.keep(self)
+        if not (failed or self._closed):
+            try:
+                self._loading.wait()
+                with self._device:
+                    runtime.deviceSynchronize()
+                    self._host.close(keep=True)
+                    self._closed = True
+                    self._warm.keep(self)
+            except Exception:
+                failed = True
+            else:
+                return
+        super().close(failed)
 
     def drop(self) -> None:
         with suppress(Exception):  # after a failed launch, every CUDA call raises
