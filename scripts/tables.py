@@ -281,7 +281,7 @@ def on_devices() -> list[str]:
         "pinned": "pinned arrays in memory",
         "zarr": "zarr to zarr in memory",
     }
-    rows = []
+    rows, first_runs = [], list[str]()
     for host in ("bench_two_gpus.json", "bench_devices.json"):
         for name, samples in load(host)["cases"].items():
             source, size, dtype = name.partition(":")[0].split()
@@ -291,6 +291,12 @@ def on_devices() -> list[str]:
                 times.setdefault(one["devices"], []).append(one["seconds"])
                 read[one["devices"]] = one["read_bytes"]
             first = next(iter(times))
+            first_runs += [
+                f"Before the measured rounds, a product took {one['seconds']:.2f} s on the workers of "
+                f"{one['workers']}: they started Python and CUDA."
+                for one in samples
+                if "workers" in one and one["round"] == 0
+            ]
             names = max((one["names"] for one in measured), key=len)
             gpu = names[0].partition(": ")[2].removeprefix("NVIDIA ").partition(" ")[0]
             kind = next((one["workers"] for one in measured if "workers" in one), "")
@@ -307,7 +313,8 @@ def on_devices() -> list[str]:
                         f"{read[given] / read[first]:.2f}",
                     ]
                 )
-    return table(["product", "on", "rounds", "T", "speed, relative", "bytes read, relative"], rows)
+    heads = ["product", "on", "rounds", "T", "speed, relative", "bytes read, relative"]
+    return [*table(heads, rows), "", *first_runs]
 
 
 def diagnosed() -> list[str]:
