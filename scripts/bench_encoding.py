@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Measure products whose C the GPU compresses, beside the host, and beside an uncompressed C.
 
-A and B are in memory. C is a new zarr array each time, which is flushed to its disk. All ways of storing C
-take turns.
+A and B are in memory. C is a new zarr array each time. All ways of storing C take turns.
 """
 
 import shutil
