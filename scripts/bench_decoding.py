@@ -125,7 +125,8 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
                 decoded = result.plan.decoded
             times.append(time.perf_counter() - started)
             traces.add(float(np.trace(np.asarray(result.out), dtype=np.float64)))
-    assert len(traces) == 1, f"the products differ: {traces}"
+    # Sums of float32 in another order are rounded differently.
+    assert max(traces) - min(traces) <= 1e-6 * max(traces), f"the products differ: {traces}"
     print(f"{name:42} stored {stored / size:.3f}, decoded by the GPU: {decoded or '-'}")
     for decoder, times in seconds.items():
         each = ", ".join(f"{t:.3f}" for t in times)

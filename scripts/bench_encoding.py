@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Measure products whose C the GPU compresses, beside the host, and beside an uncompressed C.
 
-A and B are in memory, and consist of copies of a few rows and columns. C is a new zarr array each time, which
-is flushed to its disk. All ways of storing C take turns.
+A and B are in memory. C is a new zarr array each time. All ways of storing C take turns.
 """
 
 import shutil
@@ -28,13 +27,13 @@ CASES = {
     "float64, normal": ("f8", (24576, 2048, 24576), "normal"),
     "float32, normal": ("f4", (32768, 2048, 32768), "normal"),
 }
-DISTINCT = 1024  # rows of A, and columns of B, that differ
 
 
-def elements(rng: np.random.Generator, dtype: str, kind: str, rows: int, k: int) -> Array:
-    """Return rows of integers of three bits, or of numbers of the normal distribution."""
-    few = rng.integers(0, 8, (DISTINCT, k)) if kind == "integers" else rng.standard_normal((DISTINCT, k))
-    return np.tile(few.astype(dtype), (rows // DISTINCT, 1))
+def elements(rng: np.random.Generator, dtype: str, kind: str, shape: tuple[int, int]) -> Array:
+    """Draw integers of three bits, or numbers of the normal distribution."""
+    if kind == "integers":
+        return rng.integers(0, 8, shape, np.int8).astype(dtype)
+    return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
 def multiply(a: Array, b: Array, path: Path, way: str, memory: str) -> tuple[float, int, str]:
@@ -58,8 +57,7 @@ def measure(name: str, folder: Path, memory: str, repeats: int) -> Mapping[str, 
     """Run a product in all ways, in turns. Return the seconds of each run, and the sizes."""
     dtype, (m, k, n), kind = CASES[name]
     rng = np.random.default_rng(0)
-    a = elements(rng, dtype, kind, m, k)
-    b = np.ascontiguousarray(elements(rng, dtype, kind, n, k).T)
+    a, b = elements(rng, dtype, kind, (m, k)), elements(rng, dtype, kind, (k, n))
     ways = ["none", *(f"{codec}, {by}" for codec in CODECS for by in ("gpu", "host"))]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     sizes: dict[str, int] = {}

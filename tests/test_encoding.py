@@ -147,7 +147,20 @@ def test_plans_and_reports_say_that_the_gpu_compresses(tmp_path: Path) -> None:
     assert not {span.lane for span in result.timeline.spans} & {"encode"}
 
 
-HOST = "small", "gzip", "verify", "beta", "gram", "fill value", "shards", "bits", "prime", "budget", "npy"
+HOST = (
+    "small",
+    "lz4hc",
+    "gzip",
+    "verify",
+    "beta",
+    "gram",
+    "fill value",
+    "shards",
+    "bits",
+    "prime",
+    "budget",
+    "npy",
+)
 
 
 @pytest.mark.parametrize("why", HOST)
@@ -172,10 +185,13 @@ def test_the_host_compresses_what_the_gpu_does_not(
             more["device_memory"] = "84MiB"
         case "npy":
             more, place = {}, tmp_path / "C.npy"
-        case "beta" | "fill value" | "shards" | "bits":
+        case "beta" | "fill value" | "shards" | "bits" | "lz4hc":
             given: dict[str, Any] = {"fill_value": 1} if why == "fill value" else {}
             given |= {"shards": (90, 90)} if why == "shards" else {}
-            codec = BloscCodec(cname="lz4", shuffle="bitshuffle" if why == "bits" else "shuffle")
+            codec = BloscCodec(
+                cname="lz4hc" if why == "lz4hc" else "lz4",
+                shuffle="bitshuffle" if why == "bits" else "shuffle",
+            )
             zarr.create_array(place, data=np.ones((90, 90)), chunks=(45, 45), compressors=codec, **given)
             more = {"beta": 1.0, "overwrite": True} if why == "beta" else {"overwrite": True}
             expected = expected + (why == "beta")
@@ -197,3 +213,35 @@ def test_a_frame_that_cannot_be_written_ends_the_run_with_the_range(
     a, b = np.ones((100, 20)), np.ones((20, 90))
     with gpu("fake-cuda"), pytest.raises(ExecutionError, match=r"C\[0:.*No space left|disk"):
         oocgemm.gemm(a, b, str(tmp_path / "C.zarr"), compressor="zstd", chunks=(50, 90), **options())
+
+
+def test_a_plan_whose_chunks_a_gpu_cannot_divide_runs_on(tmp_path: Path) -> None:
+    """The planner chooses chunks of 1021 x 1013 elements, both primes."""
+    a, b, place = (
+        integers(rng, (1021, 8), "float64"),
+        integers(rng, (8, 9117), "float64"),
+        tmp_path / "C.zarr",
+    )
+    more: dict[str, Any] = options(tile="1021x9117x8", compressor="blosc-zstd")
+    with gpu("fake-cuda"):
+        plan = oocgemm.plan(a, b, str(place), **more)
+        result = oocgemm.gemm(plan=plan)
+    assert plan.chunks == (1021, 1013)
+    assert not result.plan.layouts.c.encoded
+    np.testing.assert_array_equal(zarr.open_array(place, mode="r")[:], a @ b)
+
+
+def test_a_tile_that_fits_only_without_the_kernels_memory_is_compressed_by_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MIN_CHUNK": 128 << 10, "BATCH": 4 << 20, "SHARE": 2}.items():
+        monkeypatch.setattr(encoding, name, value)
+    a, b, place = np.ones((2000, 8)), np.ones((8, 2000)), str(tmp_path / "C.zarr")
+    found = set()
+    for size in (*range(120, 240, 6), 400):
+        more: dict[str, Any] = options(tile="2000x2000x8", compressor="zstd", device_memory=f"{size}MiB")
+        try:
+            found.add(bool(oocgemm.plan(a, b, place, **more).layouts.c.encoded))
+        except oocgemm.BudgetError:
+            assert not found
+    assert found == {False, True}

@@ -8,16 +8,14 @@
 #include "encoding/streams_in_frames.cuh"
 
 constexpr u32 VERSION = 2, STREAM_VERSION = 1, SHUFFLED = 1, STORED_RAW = 2;
-constexpr u32 MAGIC = 0xFD2FB528, SIZE_OF_FOUR_BYTES = 0xA0;  // a frame of zstd, of one segment
-
-__device__ inline void put(u8* to, u32 value, u32 bytes) {
-    for (u32 i = 0; i < bytes; ++i) to[i] = (u8)(value >> (8 * i));
-}
+// A frame of zstd, whose size has four bytes. No match reaches back further than a window of 64 KiB.
+constexpr u32 MAGIC = 0xFD2FB528, SIZE_OF_FOUR_BYTES = 0x80, WINDOW = 0x30;
 
 __device__ inline void put_zstd_header(u8* to, u32 content) {
     put(to, MAGIC, 4);
     to[4] = SIZE_OF_FOUR_BYTES;
-    put(to + 5, content, 4);
+    to[5] = WINDOW;
+    put(to + 6, content, 4);
 }
 
 __device__ inline void put_block_header(u8* to, u32 size, u32 content, bool last) {

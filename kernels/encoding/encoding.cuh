@@ -15,7 +15,7 @@ constexpr u32 ZSTD = 0, BLOSC_LZ4 = 1, BLOSC_ZSTD = 4;
 // The size of a stream that is stored raw, and a bit in the size of one whose bytes are all equal.
 constexpr u32 AS_IT_IS = 0, EQUAL = 1u << 31;
 // Frames begin at multiples of so many bytes, as direct I/O needs it, with room for a checksum behind each.
-constexpr u64 ALIGNMENT = 4096, CHECKSUM = 4;
+constexpr u64 PAGE = 4096, CHECKSUM = 4;
 
 // A batch of `count` chunks, from number `first` on, of a strip of `rows` x `cols` elements of `item` bytes, which has
 // `across` chunks of `height` x `width` elements per row of chunks. Elements beyond the strip are 0. A chunk
@@ -33,7 +33,12 @@ struct encoding_t {
     u64 *places, *end;
     u32 frames, count, first, rows, cols, across, height, width, item, compressor, block, streams, length, room;
 };
-static_assert(sizeof(encoding_t) == 128, "oocgemm.backends.cuda.packer has the same");
+static_assert(sizeof(encoding_t) == 128, "oocgemm.backends.encoding has the same");
+
+// Write a number of some bytes.
+__device__ inline void put(u8* to, u64 value, u32 bytes) {
+    for (u32 i = 0; i < bytes; ++i) to[i] = (u8)(value >> (8 * i));
+}
 
 __device__ inline u32 chunk_bytes(const encoding_t& given) { return given.height * given.width * given.item; }
 

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(32) locate(const encoding_t given) 
             index[0] = start;
             index[1] = frame_bytes(given, number) = at;
         }
-        start += (at + CHECKSUM + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        start += (at + CHECKSUM + PAGE - 1) / PAGE * PAGE;
     }
     if (lane == 0) *given.end = start;
 }

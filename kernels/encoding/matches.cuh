@@ -25,13 +25,13 @@ __device__ inline u32 equal_bytes(const u8* content, u32 from, u32 to, u32 end, 
     }
 }
 
-// Call `found` for matches of at least LEAST bytes, in ascending order: with the place where the literals before the
+// Call `found` for matches of at least MIN_LENGTH bytes, in ascending order: with the place where the literals before the
 // match begin, their number, the offset of the match, and its length. Matches begin before `begins`, and end before or
-// at `ends`, which is at least LEAST - 1 bytes after `begins`. A match is taken where the first one is found. Stops if
+// at `ends`, which is at least MIN_LENGTH - 1 bytes after `begins`. A match is taken where the first one is found. Stops if
 // `found` returns false. Returns whether it never did. `rest` receives the place after the last match.
-template <u32 LEAST, typename F>
+template <u32 MIN_LENGTH, typename F>
 __device__ inline bool find_matches(const u8* content, u32 begins, u32 ends, u32* table, u32 lane, u32& rest, F found) {
-    static_assert(LEAST % 4 == 0, "words are compared");
+    static_assert(MIN_LENGTH % 4 == 0, "words are compared");
     for (u32 i = lane; i < HASHES; i += 32) table[i] = 0;
     __syncwarp();
     rest = 0;
@@ -44,7 +44,7 @@ __device__ inline bool find_matches(const u8* content, u32 begins, u32 ends, u32
             hash = word * 2654435761u >> (32 - HASH_LOG);
             candidate = table[hash];
             equal = candidate < place && word_at(content + candidate) == word;
-            for (u32 i = 4; i < LEAST && equal; i += 4) {
+            for (u32 i = 4; i < MIN_LENGTH && equal; i += 4) {
                 equal = word_at(content + candidate + i) == word_at(content + place + i);
             }
         }

@@ -4,7 +4,7 @@
 #include "encoding/encoding.cuh"
 
 // Bytes of the header of a blosc frame, of the header of a zstd frame, and of that of a block of it.
-constexpr u32 HEADER = 16, ZSTD_HEADER = 9, BLOCK_HEADER = 3;
+constexpr u32 HEADER = 16, ZSTD_HEADER = 10, BLOCK_HEADER = 3;
 
 // Return the bytes before the first stream in a frame.
 __device__ inline u32 header_bytes(const encoding_t& given) {

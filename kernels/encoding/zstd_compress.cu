@@ -12,7 +12,7 @@
 #include "encoding/matches.cuh"
 
 // Shorter matches cost more than Huffman codes of their bytes. Fewer literals get no code.
-constexpr u32 LEAST_MATCH = 16, LEAST_LITERALS = 64;
+constexpr u32 MIN_MATCH = 16, MIN_LITERALS = 64;
 // Offsets up to 3 stand for earlier ones. Maximum bytes of a sequence.
 constexpr u32 OFFSET_BASE = 3, SEQUENCE_BYTES = 12;
 
@@ -34,12 +34,8 @@ __device__ inline bool all_equal(const u8* content, u32 length, u32 lane) {
     return true;
 }
 
-__device__ inline void put(u8* to, u64 value, u32 bytes) {
-    for (u32 i = 0; i < bytes; ++i) to[i] = (u8)(value >> (8 * i));
-}
-
-// Write the literals of a block. Returns their bytes there; 0 if they do not fit into `most`.
-__device__ inline u32 put_literals(shared_t& shared, u8* to, const u8* literals, u32 count, u32 most, u32 lane) {
+// Write the literals of a block. Returns their bytes there; 0 if they do not fit into `limit`.
+__device__ inline u32 put_literals(shared_t& shared, u8* to, const u8* literals, u32 count, u32 limit, u32 lane) {
     huffman_t& code = shared.huffman;
     for (u32 i = lane; i < 256; i += 32) code.counts[i] = 0;
     __syncwarp();
@@ -55,7 +51,7 @@ __device__ inline u32 put_literals(shared_t& shared, u8* to, const u8* literals,
         }
         return 4;
     }
-    if (count >= LEAST_LITERALS) {
+    if (count >= MIN_LITERALS) {
         build_huffman(code, lane);
         u32 head = lane == 0 ? put_weights(code, shared.codes[0], to + 5) : 0;
         head = __shfl_sync(ALL, head, 0);
@@ -69,7 +65,7 @@ __device__ inline u32 put_literals(shared_t& shared, u8* to, const u8* literals,
             sizes[q] = bits / 8 + 1;
             total += sizes[q];
         }
-        if (head && total < count + 3 && total < most) {
+        if (head && total < count + 3 && total < limit) {
             if (lane == 0) {
                 put(to, 2 | 3 << 2 | (u64)count << 4 | (u64)(total - 5) << 22, 5);
                 for (u32 q = 0; q < 3; ++q) put(to + 5 + head + 2 * q, sizes[q], 2);
@@ -88,15 +84,15 @@ __device__ inline u32 put_literals(shared_t& shared, u8* to, const u8* literals,
             return total;
         }
     }
-    if (3 + count >= most) return 0;
+    if (3 + count >= limit) return 0;
     if (lane == 0) put(to, 0 | 3 << 2 | count << 4, 3);
     copy(to + 3, literals, count, lane);
     return 3 + count;
 }
 
-// Write the sequences of a block, by one thread. Returns their bytes; 0 if they do not fit into `most`.
-__device__ inline u32 put_sequences(const fse_t* codes, u8* to, const u64* sequences, u32 count, u32 most) {
-    if (most < 8) return 0;
+// Write the sequences of a block, by one thread. Returns their bytes; 0 if they do not fit into `limit`.
+__device__ inline u32 put_sequences(const fse_t* codes, u8* to, const u64* sequences, u32 count, u32 limit) {
+    if (limit < 8) return 0;
     u8* at = to;
     if (count < 128) {
         *at++ = count;
@@ -113,7 +109,7 @@ __device__ inline u32 put_sequences(const fse_t* codes, u8* to, const u64* seque
     bits_t bits = {at, 0, 0};
     u32 states[3];
     for (u32 i = count; i-- > 0;) {
-        if (bits.at - to + SEQUENCE_BYTES >= most) return 0;
+        if (bits.at - to + SEQUENCE_BYTES >= limit) return 0;
         const u32 numbers[3] = {(u32)sequences[i] & MAX_LITERALS, (u32)(sequences[i] >> OFFSET_AT) + OFFSET_BASE,
                                 (u32)(sequences[i] >> LENGTH_AT) & MAX_LENGTH};
         u32 symbols[3];
@@ -160,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(32) zstd_compress(const encoding_t 
         return;
     }
     u32 found = 0, rest = 0, count = 0;
-    const u32 begins = length >= LEAST_MATCH ? length - LEAST_MATCH + 1 : 0;
+    const u32 begins = length >= MIN_MATCH ? length - MIN_MATCH + 1 : 0;
     const auto append = [&](u32 place, u32 before, u32 offset, u32 match) {
         if (lane == 0) sequences[found] = (u64)offset << OFFSET_AT | (u64)match << LENGTH_AT | before;
         ++found;
@@ -168,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32) zstd_compress(const encoding_t 
         count += before;
         return true;
     };
-    find_matches<LEAST_MATCH>(content, begins, length, shared.table, lane, rest, append);
+    find_matches<MIN_MATCH>(content, begins, length, shared.table, lane, rest, append);
     copy(literals + count, content + rest, length - rest, lane);
     count += length - rest;
     __syncwarp();

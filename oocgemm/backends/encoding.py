@@ -12,7 +12,7 @@ from oocgemm.planning.tiling import Shape, ceil_div, round_up
 _ELEMENTS = 1 << 10
 
 
-class Encoding(ctypes.Structure):
+class EncodingBatch(ctypes.Structure):
     """A batch of chunks, `encoding_t` of `encoding.cuh`."""
 
     _fields_ = (
@@ -40,7 +40,7 @@ class Strip(NamedTuple):
         return ceil_div(rows, height) * ceil_div(cols, width)
 
 
-def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) -> Iterator[Encoding]:
+def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) -> Iterator[EncodingBatch]:
     """Yield the batches of the chunks of a strip.
 
     Args:
@@ -50,9 +50,9 @@ def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) 
         host: address of the host slot for the frames.
     """
     start, size, total = round_up(work[0], ALIGNMENT), work[1], strip.chunks
-    most = max(1, (size - FIXED) // division.chunk_work)
-    for first in range(0, total, most):
-        count = min(most, total - first)
+    max_count = max(1, (size - FIXED) // division.chunk_work)
+    for first in range(0, total, max_count):
+        count = min(max_count, total - first)
         streams, at, addresses = count * division.streams, start + ALIGNMENT, []
         # Behind each part there is room for a word that is read beyond it.
         for part in (
@@ -64,7 +64,7 @@ def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) 
             addresses.append(at)
             at = round_up(at + part + 8, ALIGNMENT)
         content, encoded, sequences, literals, sizes, places = addresses
-        yield Encoding(
+        yield EncodingBatch(
             strip.address, content, encoded, sequences, literals, host,
             *(sizes, places, start, index_bytes(total), count, first, *strip.shape),
             *(ceil_div(strip.shape[1], strip.chunk[1]), *strip.chunk, division.item, division.compressor),
@@ -72,6 +72,6 @@ def batches(division: Division, strip: Strip, work: tuple[int, int], host: int) 
         )  # fmt: skip
 
 
-def shuffle_blocks(given: Encoding) -> int:
+def shuffle_blocks(given: EncodingBatch) -> int:
     """Return the number of thread blocks of the kernel `shuffle` per chunk."""
     return max(1, int(given.height) * int(given.width) // _ELEMENTS)

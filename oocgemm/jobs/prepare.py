@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from oocgemm import backends, stores
@@ -12,7 +12,7 @@ from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
-from oocgemm.jobs.decoding import codec_of_c, codings
+from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
@@ -34,7 +34,6 @@ from oocgemm.planning import (
     Setting,
     TileShape,
     divided,
-    division_of,
     guarded_plan,
     resumed_plan,
     shared_plan,
@@ -297,30 +296,30 @@ def _plan(
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
     codec = codec_of_c(c, existing, problem.c_dtype, output.compressor) if backend == "cuda" else ""
 
-    def tuned(budgets: Budgets, codec: str = codec) -> Layouts:
+    def tuned(budgets: Budgets, codec: str) -> Layouts:
         wanted = request.requests_by_operand
         asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
         coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
         return with_decoding(Setting(problem, machine, coded, budgets), found)
 
-    def plan(budgets: Budgets, codec: str = codec) -> Plan:
-        tuned_to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
+    def planned(budgets: Budgets, codec: str) -> Plan:
+        to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
         if output.resumed is not None:
-            found = _continued(output.resumed, problem, budgets, machine, tuned_to, devices)
-        elif devices == 1:
-            found = guarded_plan(*given, tuned_to, tile)
-        else:
-            found = shared_plan(*given, tuned_to, tile, devices)
-        # A GPU cannot compress chunks of every shape, which may follow from the tile.
-        divisible = not tuned_to.c.encoded or division_of(found.setting, found.tile) is not None
-        return found if divisible else plan(budgets, "")
+            return _continued(output.resumed, problem, budgets, machine, to, devices)
+        if devices == 1:
+            return guarded_plan(*given, to, tile)
+        return shared_plan(*given, to, tile, devices)
+
+    def plan(budgets: Budgets) -> Plan:
+        return encoding_if_possible(partial(planned, budgets), codec)
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
+    to = tuned(request.planned.budgets, codec if request.planned.layouts.c.encoded else "")
+    return as_planned(request.planned, problem, machine, to)
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:

@@ -41,9 +41,9 @@ def assemble(memory: Memory, _macros: Macros, pointers: list[int]) -> Work:
 
 
 def _batch(pointers: list[int]) -> Any:
-    from oocgemm.backends.encoding import Encoding
+    from oocgemm.backends.encoding import EncodingBatch
 
-    return Encoding.from_buffer_copy(Encoding.from_address(pointers[0]))
+    return EncodingBatch.from_buffer_copy(EncodingBatch.from_address(pointers[0]))
 
 
 def nothing(_memory: Memory, _macros: Macros, pointers: list[int]) -> Work:

@@ -21,11 +21,11 @@ ZSTD_STREAM, BLOSC_STREAM, MIN_STREAM = 64 << 10, 32 << 10, 4 << 10
 ITEM_BYTES, MIN_CHUNK, MAX_CHUNK = (1, 2, 4, 8, 16), 128 << 10, 1 << 30
 # Numbers of compressors: in the header of a blosc frame, or 0.
 COMPRESSORS = {"zstd": 0, "blosc-lz4": 1, "blosc-zstd": 4}
-# Room for a stream beyond its content: it is given up when it has become longer. The memory of a batch is
-# divided into parts at multiples of ALIGNMENT, with FIXED bytes besides.
+# Room for a stream beyond its content, since the kernels notice only then that it becomes longer. The memory
+# of a batch is divided into parts at multiples of ALIGNMENT, with FIXED bytes besides.
 SLACK, ALIGNMENT, FIXED = 512, 16, 256
-# A frame of blosc is at most so many bytes longer than its elements, and so is one of zstd, besides so many
-# per stream. A checksum may follow.
+# A frame is at most HEADER bytes longer than its elements, and one of zstd by BLOCK_HEADER more per stream. A
+# checksum may follow.
 HEADER, BLOCK_HEADER, CHECKSUM = 16, 3, 4
 # Bytes of the elements of a batch. Its memory takes at most this part of the device budget.
 BATCH, SHARE = 128 << 20, 8

@@ -221,16 +221,16 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
         strips = [tile.m]
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     grid = TileGrid.of(problem, tile)
-    many = [
-        min(PANELS if layout.decoded else PAGEABLE_SLOTS, max(2, tiles * grid.steps))
-        if setting.streams(layout) and not layout.pinned
-        else 2
+    panels = [
+        max(2, tiles * grid.steps) if setting.streams(layout) and not layout.pinned else 2
         for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
     ]
+    wanted_slots = [PANELS] if layouts.a.decoded or layouts.b.decoded else []
+    counts = [[min(slots, of) for of in panels] for slots in (*wanted_slots, PAGEABLE_SLOTS)]
     for host in (0,) if machine.unified else (3, 2, 1):
         for rows in strips:
             host_a, host_b, host_c = (host * needed for needed in through_slots)
-            for (a, b), least in (((many[0], many[1]), budgets.device // 2), ((2, 2), 0)):
+            for (a, b), least in (*((many, budgets.device // 2) for many in counts), ((2, 2), 0)):
                 slots = Slots(
                     *(a, b, c, host_a, host_b, host_c, problem.finish_slots, rows),
                     planes=2 if problem.prepares else 0,

@@ -51,9 +51,10 @@ def codec_of(chunks: DirectChunks) -> str:
 
     Elements of a chunk that are beyond the edge of the matrix are 0 then.
     """
-    encoding = chunks.encoding
-    shuffled = getattr(encoding.compressor, "shuffle", _SHUFFLED) == _SHUFFLED
-    return _name(encoding.compressor) if encoding.in_place and shuffled and chunks.fill == 0 else ""
+    encoding, compressor = chunks.encoding, chunks.encoding.compressor
+    shuffled = getattr(compressor, "shuffle", _SHUFFLED) == _SHUFFLED
+    fast = getattr(compressor, "cname", "") != "lz4hc"  # whose user wants short chunks
+    return _name(compressor) if encoding.in_place and shuffled and fast and chunks.fill == 0 else ""
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:
