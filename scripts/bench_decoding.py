@@ -44,6 +44,7 @@ class Case:
 
 
 SQUARE = 32768
+SMALLER = 4  # k of the first product, which is left out, is smaller by this factor
 SHUFFLED = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
 BITS = BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle")
 LZ4 = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle")
@@ -94,6 +95,7 @@ def store(path: Path, case: Case, shape: tuple[int, int]) -> int:
 
 def product(folder: Path, case: Case, k: int, memory: str) -> tuple[Callable[[], Any], int, int]:
     """Store the operands. Return a function that multiplies them, their bytes, and those of their files."""
+    folder.mkdir(exist_ok=True)
     budgets: dict[str, Any] = {"backend": "cuda", "device_memory": memory, "host_memory": memory}
     if case.dtype == "i1":
         rows = 10 * case.chunk[0]
@@ -111,7 +113,8 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
     decoders = ("gpu", "host") if CASES[name].codecs else ("host",)
     seconds: dict[str, list[float]] = {decoder: [] for decoder in decoders}
     decoded, traces = "", set[float]()
-    for turn in range(repeats + 1):  # the first turn loads libraries, and is left out
+    product(folder / "small", CASES[name], k // SMALLER, memory)[0]()  # loads libraries
+    for _ in range(repeats):
         for decoder, times in seconds.items():
             started = time.perf_counter()
             if decoder == "host":
@@ -120,10 +123,10 @@ def measure(name: str, folder: Path, k: int, memory: str, repeats: int) -> Mappi
             else:
                 result = multiply()
                 decoded = result.plan.decoded
-            if turn:
-                times.append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started)
             traces.add(float(np.trace(np.asarray(result.out), dtype=np.float64)))
-    assert len(traces) == 1, f"the products differ: {traces}"
+    # Sums of float32 in another order are rounded differently.
+    assert max(traces) - min(traces) <= 1e-6 * max(traces), f"the products differ: {traces}"
     print(f"{name:42} stored {stored / size:.3f}, decoded by the GPU: {decoded or '-'}")
     for decoder, times in seconds.items():
         each = ", ".join(f"{t:.3f}" for t in times)

@@ -175,6 +175,7 @@ class Bench:
         self.digest: int | None = None
         self.logs = logs_of(self.folder)
         self.client: Any = None
+        self.workers = ""  # the kind of cluster
 
     def run(self) -> None:
         """Run the rounds. An error of one list leaves out only that list."""
@@ -230,6 +231,9 @@ class Bench:
         )
         described = result.log.header.get("devices") or []
         found["names"] = [f"{each['number']}: {each['device']}" for each in described]
+        if given == DASK:
+            found["workers"] = self.workers
+            found["names"] = [f"{one['name']}: {one['device']}" for one in result.log.header["workers"]]
         with suppress(Exception):
             shares = range(1 if given == DASK else len(described))
             found["compute_shares"] = [report(result.timeline, each).compute_share for each in shares]
@@ -301,14 +305,17 @@ class Bench:
         import distributed
 
         connect: Any = distributed.Client  # its constructor has no types
-        with workers(self.backend) as cluster, connect(cluster) as client:
-            self.client = client
+        with workers(self.backend) as (kind, cluster), connect(cluster) as client:
+            self.client, self.workers = client, kind
             yield
 
 
 @contextmanager
-def workers(backend: str) -> Iterator[Any]:
-    """Start a dask cluster with one worker per GPU: that of dask-cuda, or plain workers if that fails."""
+def workers(backend: str) -> Iterator[tuple[str, Any]]:
+    """Start a dask cluster with one worker per GPU: that of dask-cuda, or plain workers if that fails.
+
+    Yield its kind and the cluster.
+    """
     common: dict[str, Any] = {"dashboard_address": None, "threads_per_worker": 1}
     count = oocgemm.backends.open_backend("cuda").device_count() if backend == "cuda" else 2
     try:
@@ -323,7 +330,7 @@ def workers(backend: str) -> Iterator[Any]:
     else:
         print(f"   LocalCUDACluster with {len(cluster.workers)} workers", flush=True)
         with cluster:
-            yield cluster
+            yield "dask-cuda", cluster
         return
     import distributed
 
@@ -345,7 +352,7 @@ def workers(backend: str) -> Iterator[Any]:
             until = time.time() + 30
             while len(plain.scheduler_info["workers"]) < count and time.time() < until:
                 time.sleep(0.1)
-            yield plain
+            yield "dask", plain
         finally:
             for process in started:
                 process.terminate()

@@ -1,13 +1,15 @@
 """Measure `gram` relative to `gemm(X, X^T)`, in the same run and in turn.
 
     python scripts/bench_gram.py --backend host --size 8192
-    python scripts/bench_gram.py --backend cuda --size 32768 --dtype int8 --uplo lower --uplo full
+    python scripts/bench_gram.py --backend cuda --size 32768 --dtype float64 --uplo lower --uplo full
+    python scripts/bench_gram.py --backend cuda --size 32768 --depth 262144 --dtype int8 --pinned
     python scripts/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
 
 X holds small integers, so that C is exact: a sample of rows of both results is compared with NumPy. X and C
-are NumPy arrays, or zarr arrays of raw chunks in a folder. The ratio is that of the medians; `cpu_ratio` is
-that of the CPU time of this process, which other programs on the machine disturb less. The first round is not
-counted. The results go to a JSON file with a key per case. Other cases in the file are kept.
+are NumPy arrays, which can be pinned, or zarr arrays of raw chunks in a folder. The ratio is that of the
+medians; `cpu_ratio` is that of the CPU time of this process, which other programs on the machine disturb
+less. The first round is not counted. The results go to a JSON file with a key per case. Other cases in the
+file are kept.
 """
 
 import json
@@ -21,21 +23,13 @@ from typing import Any
 import click
 import numpy as np
 import zarr
+from device_arrays import filled, pin, spread, touched
 from keeping import keep, output
 
 import oocgemm
 
-# Rows that are filled at a time, and that are compared.
-BAND, COMPARED = 2048, 64
-
-
-def filled(target: Any) -> Any:
-    """Fill X with small integers, band by band."""
-    rng = np.random.default_rng(0)
-    for top in range(0, target.shape[0], BAND):
-        rows = min(BAND, target.shape[0] - top)
-        target[top : top + rows] = rng.integers(-3, 4, (rows, target.shape[1]), np.int8).astype(target.dtype)
-    return target
+# Rows that are compared at a time, and rows of C that are compared.
+BAND, COMPARED = 512, 64
 
 
 def check(x: Any, c: Any, uplo: str) -> None:
@@ -45,11 +39,14 @@ def check(x: Any, c: Any, uplo: str) -> None:
     stored = np.stack([np.asarray(c[row]) for row in rows]).astype("float64")
     columns = np.arange(x.shape[0])
     compared = {"lower": columns <= rows[:, None], "upper": columns >= rows[:, None]}.get(uplo, True)
-    for top in range(0, x.shape[0], BAND):
-        part = slice(top, top + BAND)
+
+    def check_band(number: int) -> None:
+        part = slice(number * BAND, (number + 1) * BAND)
         wanted = (np.asarray(x[part]).astype("float64") @ right).T
         kept = np.broadcast_to(compared, stored.shape)[:, part]
         np.testing.assert_array_equal(stored[:, part][kept], wanted[kept])
+
+    spread(check_band, -(-x.shape[0] // BAND))
 
 
 @click.command()
@@ -59,6 +56,7 @@ def check(x: Any, c: Any, uplo: str) -> None:
 @click.option("--dtype", "dtypes", multiple=True, default=("float64",), show_default=True)
 @click.option("--uplo", "triangles", multiple=True, default=("lower",), show_default=True)
 @click.option("--folder", type=Path, help="Keep X and C in zarr arrays in this folder.  [default: in memory]")
+@click.option("--pinned", is_flag=True, help="Pin X and C in memory, before they are timed.")
 @click.option("--chunk", default=1024, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--device-memory")
@@ -73,6 +71,7 @@ def main(
     dtypes: tuple[str, ...],
     triangles: tuple[str, ...],
     folder: Path | None,
+    pinned: bool,
     chunk: int,
     rounds: int,
     device_memory: str | None,
@@ -89,8 +88,8 @@ def main(
     }
     k = depth or size
     for dtype, uplo in product(dtypes, triangles):
-        found = compared(size, k, dtype, uplo, folder, chunk, rounds, tile, options)
-        place = "zarr" if folder else "memory"
+        place = "zarr" if folder else "pinned memory" if pinned else "memory"
+        found = compared(size, k, dtype, uplo, folder, place, chunk, rounds, tile, options)
         name = f"{backend} {dtype} {size}x{k} {uplo} {place}"
         keep(output or Path("scripts/results/bench_gram.json"), name, found)
         shown = ("median_seconds", "ratio", "ratios", "cpu_ratio", "read", "h2d", "plans")
@@ -103,6 +102,7 @@ def compared(
     dtype: str,
     uplo: str,
     folder: Path | None,
+    place: str,
     chunk: int,
     rounds: int,
     tile: str | None,
@@ -110,23 +110,20 @@ def compared(
 ) -> dict[str, Any]:
     """Run both in turn and return what was measured."""
     c_dtype = "int32" if dtype == "int8" else dtype
-    x: Any
+    x: Any = filled((n, k), dtype, seed=0)
     targets: dict[str, Any]
     if folder is None:
-        x = filled(np.empty((n, k), dtype))
         # The same array for both, whose pages are resident.
-        target = np.zeros((n, n), c_dtype)
-        target[...] = 1
-        targets = {"gemm": target, "gram": target}
-        operand: Any = x
+        target = touched((n, n), c_dtype)
+        targets, operand = {"gemm": target, "gram": target}, x
+        if place == "pinned memory":
+            pin(x, target)
     else:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         chunks = min(chunk, n), min(chunk, k)
-        x = filled(
-            zarr.create_array(folder / "x.zarr", shape=(n, k), dtype=dtype, chunks=chunks, compressors=None)
-        )
         operand = folder / "x.zarr"
+        zarr.create_array(operand, shape=(n, k), dtype=dtype, chunks=chunks, compressors=None)[:] = x
         targets = {"gemm": folder / "gemm.zarr", "gram": folder / "gram.zarr"}
     seconds: dict[str, list[float]] = {"gemm": [], "gram": []}
     cpu: dict[str, list[float]] = {"gemm": [], "gram": []}
@@ -145,7 +142,8 @@ def compared(
                 seconds[way].append(result.report.wall)
                 cpu[way].append(busy)
             last[way] = result
-            print(f"{dtype} {way} {result.report.wall:.3f} s", flush=True)
+            exposed = {cause: round(value, 3) for cause, value in result.report.exposed.items()}
+            print(f"{dtype} {way} {result.report.wall:.3f} s, {exposed}, tile {result.plan.tile}", flush=True)
             if turn == 0:
                 c = targets[way] if folder is None else zarr.open_array(targets[way], mode="r")
                 check(x, c, uplo if way == "gram" else "full")
@@ -153,7 +151,7 @@ def compared(
     header = last["gram"].timeline.header
     plans = {way: result.plan for way, result in last.items()}
     return {
-        "what": f"X {n} x {k} {dtype}, C {uplo}, {'zarr' if folder else 'in memory'}",
+        "what": f"X {n} x {k} {dtype}, C {uplo}, in {place}",
         "backend": header["backend"],
         "samples_seconds": seconds,
         "median_seconds": medians,
@@ -162,6 +160,7 @@ def compared(
         "cpu_ratio": statistics.median(cpu["gram"]) / statistics.median(cpu["gemm"]),
         "ratios": sorted(a / b for a, b in zip(seconds["gram"], seconds["gemm"], strict=True)),
         "flops": {way: result.report.flops for way, result in last.items()},
+        "exposed_seconds": {way: result.report.exposed for way, result in last.items()},
         "compute_share": {way: result.report.compute_share for way, result in last.items()},
         "read": {way: [plan.traffic["read"], plan.least["read"]] for way, plan in plans.items()},
         "h2d": {way: [plan.traffic["h2d"], plan.least["h2d"]] for way, plan in plans.items()},

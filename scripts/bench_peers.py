@@ -13,6 +13,7 @@ A process reports the seconds of one call, which is not its first, and the memor
 beyond what the process had before. Results are compared with those of NumPy.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -35,14 +36,16 @@ Array = NDArray[Any]
 TOPK, MISSING = 50, -1
 # Extents of the operand, rows and columns, and its dtype.
 CASES = {
-    "corr": (4000, 20000, "float32"),
-    "topk": (20000, 256, "float32"),
-    "grm": (3000, 60000, "int8"),
-    "pairwise": (3000, 60000, "int8"),
-    "pca": (40000, 2000, "float32"),
-    "kernel": (12000, 64, "float32"),
+    "corr": (3000, 12000, "float32"),
+    "topk": (12000, 256, "float32"),
+    "grm": (1500, 30000, "int8"),
+    "pairwise": (1500, 30000, "int8"),
+    "pca": (12000, 600, "float32"),
+    "kernel": (10000, 64, "float32"),
 }
 COMPONENTS, GAMMA, COLUMNS = 20, 0.005, 10
+# The names of packages whose modules are named otherwise.
+PACKAGES = {"sklearn": "scikit-learn", "faiss": "faiss-cpu"}
 # Rows or columns that the loops in NumPy take at a time.
 BAND = 1024
 # Host memory that oocgemm may take.
@@ -58,8 +61,11 @@ def operand(case: str, shrink: int) -> Array:
         return rng.standard_normal(shape, np.float32) * weights
     if case not in ("grm", "pairwise"):
         return rng.standard_normal(shape, np.float32)
-    x = rng.binomial(2, rng.uniform(0.05, 0.5, shape[1]), shape).astype(dtype)
-    x[rng.random(shape) < 0.01] = MISSING
+    share = rng.uniform(0.05, 0.5, shape[1]).astype(np.float32)
+    x = np.zeros(shape, dtype)
+    for _ in range(2):  # two alleles, faster than by `binomial`
+        x += rng.random(shape, np.float32) < share
+    x[rng.random(shape, np.float32) < 0.01] = MISSING
     return x
 
 
@@ -299,7 +305,13 @@ def main(
                 done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
                 found[name].append(json.loads(done.stdout.splitlines()[-1]))
         rows, cols, dtype = CASES[case]
+        packages = {package: PACKAGES.get(package, package) for package, _ in CONTENDERS[case].values()}
         result = {
+            "libraries": {
+                name: importlib.metadata.version(name)
+                for module, name in packages.items()
+                if module != "oocgemm" and importlib.util.find_spec(module)
+            },
             "what": f"{case} of {rows // shrink} x {cols // shrink} {dtype}",
             "samples": found,
             "median_seconds": {n: statistics.median(x["seconds"] for x in found[n]) for n in names},

@@ -17,15 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+from unittest.mock import patch
 
 import click
 import grid_ceilings
 from bench_grid import LINK_BYTES, shrunk
-from grid_cases import COLD, CUDA, HOST, IN_MEMORY, Case, chosen
+from grid_cases import COLD, CUDA, HOST, IN_MEMORY, PINNED, Case, chosen
 from grid_data import Files, Operands
-from grid_runs import free_memory, one_call, release
+from grid_runs import free_memory, one_call, pinned, release
 from keeping import keep, output, work
 
+from oocgemm.jobs import repeat
+from oocgemm.machine import models as machine_models
 from oocgemm.machine.measure.calibrate import calibrate
 from oocgemm.machine.models import models
 from oocgemm.system import cache
@@ -98,20 +101,25 @@ def measured(
     case: Case, backend: str, folder: Path, operands: Operands, files: Files, repeats: int
 ) -> dict[str, Any]:
     """Run a product with all kinds of rates in turns."""
-    a, b, _ = operands.make(case)
-    paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, a, b)]
+    arrays = operands.make(case)
+    paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, *arrays[:2])]
 
     def call(kind: str) -> float:
+        repeat.forget()  # what was prepared with rates of another kind
         with rates_of(kind, folder):
-            return one_call(case, paths, operands, backend)
+            return one_call(case, paths, arrays, backend)
 
-    for _ in range(TEACHING_RUNS):
-        for kind in ("learned", "both"):
-            call(kind)
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(repeats):
-        for kind in KINDS:
-            samples[kind].append(call(kind))
+    with pinned(*(arrays if case.source == PINNED else ())):
+        with patch.object(machine_models, "TEACHES_AGAIN", 0):
+            for _ in range(TEACHING_RUNS):
+                for kind in ("learned", "both"):
+                    call(kind)
+        for turn in range(repeats + 1):
+            for kind in KINDS:
+                seconds = call(kind)
+                if turn:  # the first call with rates of a kind plans with them
+                    samples[kind].append(seconds)
     release()
     ratios = {kind: median(samples[kind]) / median(samples["assumed"]) for kind in KINDS}
     return {"samples": samples, "ratios": ratios}

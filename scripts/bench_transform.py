@@ -1,7 +1,7 @@
 """Measure a Gram matrix of genotypes that are transformed on load, in turn with ones without a transform.
 
     python scripts/bench_transform.py --backend host --people 2000 --places 20000 --folder /tmp/genotypes
-    python scripts/bench_transform.py --backend cuda --people 20000 --places 100000 --folder /dev/shm/types
+    python scripts/bench_transform.py --backend cuda --people 20000 --places 500000 --folder /dev/shm/types
 
 The genotypes 0, 1 and 2 are zarr arrays of raw chunks: complete ones in int8 and in float16, and int8 with 1%
 missing. The cases are
@@ -21,7 +21,6 @@ import ctypes
 import shutil
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import click
 import numpy as np
 import zarr
+from device_arrays import spread
 from keeping import keep, output
 
 import oocgemm
@@ -47,27 +47,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def store(folder: Path, people: int, places: int) -> None:
-    """Store the genotypes. Columns repeat, with their rows rotated, so that this takes little time."""
+    """Store the genotypes. Blocks of columns are the same genotypes with their rows rotated.
+
+    So each chunk is a contiguous part of the same rows, repeated, and is written by one call.
+    """
     rng = np.random.default_rng(0)
     width, height = min(CHUNK, places), min(CHUNK, people)
     some = rng.binomial(2, 0.3, (people, width)).astype(np.int8)
-    lost = rng.random((people, width)) < 0.01
-    arrays: dict[str, Any] = {
-        name: zarr.create_array(
-            folder / name, shape=(people, places), dtype=dtype, chunks=(height, width), compressors=None
-        )
-        for name, dtype in (("complete", "int8"), ("missing", "int8"), ("half", "float16"))
-    }
+    lost = np.where(rng.random((people, width)) < 0.01, np.int8(-1), some)
+    contents = {"complete": some, "missing": lost, "half": some.astype(np.float16)}
+    down, across = -(-people // height), -(-places // width)
+    for name, content in contents.items():
+        shape, chunks = (people, places), (height, width)
+        zarr.create_array(folder / name, shape=shape, dtype=content.dtype, chunks=chunks, compressors=None)
+        # Rows and columns of a chunk beyond the end of the array are never read.
+        contents[name] = content[np.arange(people + down * height) % people]
 
-    def fill(left: int) -> None:
-        count = min(width, places - left)
-        part, holes = (np.roll(x[:, :count], 37 * (left // width) + i, 0) for i, x in enumerate((some, lost)))
-        at = slice(left, left + count)
-        arrays["complete"][:, at], arrays["half"][:, at] = part, part.astype(np.float16)
-        arrays["missing"][:, at] = np.where(holes, np.int8(-1), part)
+    def write(number: int) -> None:
+        name, (row, col) = list(contents)[number % 3], divmod(number // 3, across)
+        top = col * 37 % people + row * height
+        path = folder / name / "c" / str(row) / str(col)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[name][top : top + height].data)
 
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(0, places, width)))
+    spread(write, 3 * down * across)
 
 
 def rms_error(folder: Path, c: Any, found: oocgemm.Stats) -> float:
@@ -130,6 +133,7 @@ def main(
     try:
         store(folder, people, places)
         started = time.perf_counter()
+        click.echo(f"stored in {started - begun:.1f} s")
         known = oocgemm.stats(str(folder / "missing"), missing=-1)
         row["stats"] = time.perf_counter() - started
         click.echo(f"statistics: {row['stats']:.2f} s")
@@ -146,6 +150,7 @@ def main(
                     taken[name].append(passed)
                     row[f"{name} lanes"] = lanes
                     continue
+                row["device"] = result.timeline.header["backend"]["device"]
                 row[f"{name} plan"] = f"{result.plan.tile}, {result.plan.slots}"
                 click.echo(row[f"{name} plan"])
                 if name == "transform":

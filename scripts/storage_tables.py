@@ -74,3 +74,35 @@ def decoding() -> list[str]:
         "",
         *table(["product", "k", "stored", "GPU decodes", "host decodes", "ratio", "GB/s"], rows),
     ]
+
+
+def encoding() -> list[str]:
+    """Return the sentences and the table of `bench_encoding.py`: products whose C the GPU compresses.
+
+    The result is empty without measurements.
+    """
+    if not (RESULTS / "bench_encoding.json").exists():
+        return []
+    found = load("bench_encoding.json")["encoding"]
+    rows = []
+    for name, case in found["products"].items():
+        times = {way: min(seconds) for way, seconds in case["seconds"].items()}
+        shares = {way: f"{size / case['bytes']:.2f}" for way, size in case["stored"].items()}
+        rows.append([name, "none", "", f"{times['none']:.3g} s", "", "", ""])
+        for codec in ("blosc-lz4", "blosc-zstd", "zstd"):
+            gpu, host = f"{codec}, gpu", f"{codec}, host"
+            pair, ratio = [f"{times[way]:.3g} s" for way in (gpu, host)], times[host] / times[gpu]
+            rows.append(["", codec, *pair, f"{ratio:.1f}", shares[gpu], shares[host]])
+    shapes = "; ".join(
+        f"{name}: {' x '.join(f'{n:,}' for n in case['shape'])}" for name, case in found["products"].items()
+    )
+    runs = min(len(seconds) for case in found["products"].values() for seconds in case["seconds"].values())
+    return [
+        f"Products m x k x n on an {found['device']} and {found['machine']['cores']} cores, from memory into "
+        f"a new zarr array in memory (tmpfs): {shapes}. Runs of each way that count: {runs}.",
+        "Stored: bytes of the chunk files per byte of C.",
+        "",
+        *table(
+            [*("product", "compressor", "GPU", "host", "ratio"), *("stored by the GPU", "by the host")], rows
+        ),
+    ]

@@ -244,8 +244,15 @@ def queued() -> list[str]:
 
 
 def libraries() -> list[str]:
-    """Return the table of `bench_peers.py`: other libraries' correlations and neighbours beside ours."""
-    what = {"corr": "all correlations of rows", "topk": "50 nearest rows", "grm": "genetic relationship"}
+    """Return the table of `bench_peers.py`: other libraries' products beside ours."""
+    what = {
+        "corr": "all correlations of rows",
+        "topk": "50 nearest rows",
+        "grm": "genetic relationship",
+        "pairwise": "genetic relationship, pairwise counts",
+        "pca": "20 principal components",
+        "kernel": "Gaussian kernel matrix times 10 columns",
+    }
     rows = []
     for key, found in load("bench_peers.json").items():
         kind, _, extents = key.removeprefix("cpu ").partition(" of ")
@@ -274,8 +281,7 @@ def on_devices() -> list[str]:
         "pinned": "pinned arrays in memory",
         "zarr": "zarr to zarr in memory",
     }
-    lists = {"0": "one GPU", "0,0": "one GPU twice (`0,0`)", "dask": "workers of dask, one per GPU"}
-    rows = []
+    rows, first_runs = [], list[str]()
     for host in ("bench_two_gpus.json", "bench_devices.json"):
         for name, samples in load(host)["cases"].items():
             source, size, dtype = name.partition(":")[0].split()
@@ -285,19 +291,30 @@ def on_devices() -> list[str]:
                 times.setdefault(one["devices"], []).append(one["seconds"])
                 read[one["devices"]] = one["read_bytes"]
             first = next(iter(times))
-            every = f"{max(len(one['names']) for one in measured)} GPUs"
+            first_runs += [
+                f"Before the measured rounds, a product took {one['seconds']:.2f} s on the workers of "
+                f"{one['workers']}: they started Python and CUDA."
+                for one in samples
+                if "workers" in one and one["round"] == 0
+            ]
+            names = max((one["names"] for one in measured), key=len)
+            gpu = names[0].partition(": ")[2].removeprefix("NVIDIA ").partition(" ")[0]
+            kind = next((one["workers"] for one in measured if "workers" in one), "")
+            lists = {"0": f"one {gpu}", "0,0": f"one {gpu} twice (`0,0`)"}
+            lists |= {"all": f"{len(names)} {gpu}s", "dask": f"{len(names)} {gpu}s, workers of {kind}"}
             for given, seconds_each in times.items():
                 rows.append(
                     [
                         f"{size}^3 {dtype}, {sources[source]}",
-                        lists.get(given, every),
+                        lists[given],
                         str(len(seconds_each)),
                         seconds(seconds_each),
                         f"{median(times[first]) / median(seconds_each):.2f}",
                         f"{read[given] / read[first]:.2f}",
                     ]
                 )
-    return table(["product", "on", "rounds", "T", "speed, relative", "bytes read, relative"], rows)
+    heads = ["product", "on", "rounds", "T", "speed, relative", "bytes read, relative"]
+    return [*table(heads, rows), "", *first_runs]
 
 
 def diagnosed() -> list[str]:

@@ -23,7 +23,8 @@ SECONDS_TO_END = 3.0
 
 
 def environment(mark: Path) -> dict[str, str]:
-    return os.environ | THREADS | {"PYTHONPATH": str(TOP), MARK: str(mark)}
+    path = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))
+    return os.environ | THREADS | {"PYTHONPATH": path, MARK: str(mark)}
 
 
 def processes(mark: Path, *words: str) -> list[psutil.Process]:
@@ -87,7 +88,7 @@ def cluster(folder: Path, workers: int, *options: str, **settings: str) -> Itera
                 process.terminate()
             for process in started:
                 try:
-                    process.wait(10)
+                    process.wait(3)  # some workers of dask do not end by themselves
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()

@@ -11,6 +11,7 @@
 #include <functional>
 #include <vector>
 
+using std::max;
 using std::min;
 #define __global__
 #define __device__
@@ -79,6 +80,12 @@ T atomicAdd(T* to, U value) {
     *to += (T)value;
     return before;
 }
+template <typename T>
+T atomicMax(T* to, T value) {
+    const T before = *to;
+    *to = max(before, value);
+    return before;
+}
 inline void atomicXor(unsigned* to, unsigned value) { *to ^= value; }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
@@ -101,11 +108,11 @@ static void resume(fiber_t& fiber) {
 
 // Run a kernel with one warp per block. Abort if some threads end while others meet.
 template <typename F>
-void launch(unsigned blocks, F kernel) {
-    gridDim = {blocks, 1, 1};
+void launch(unsigned blocks, F kernel, unsigned rows = 1) {
+    gridDim = {blocks, rows, 1};
     body = kernel;
-    for (unsigned b = 0; b < blocks; ++b) {
-        blockIdx = {b, 0, 0};
+    for (unsigned b = 0; b < blocks * rows; ++b) {
+        blockIdx = {b % blocks, b / blocks, 0};
         for (int i = 0; i < 32; ++i) {
             fiber_t& fiber = fibers[i];
             if (!fiber.context.uc_stack.ss_sp) getcontext(&fiber.context);  // a system call

@@ -276,3 +276,11 @@ def test_default_budgets_ignore_small_changes_of_free_memory(monkeypatch: pytest
     assert budgets.budgets_of("cuda", lambda: (78 << 30) - (20 << 20)) == before
     assert 0.96 * 0.9 * (78 << 30) <= before.device <= 0.9 * (78 << 30)
     assert 0.96 * (60.5 * 2**30) <= before.host <= 60.5 * 2**30
+
+
+def test_default_budgets_do_not_alternate_between_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
+    frees = [(64 << 30) * 10 // 9 + change for change in (1 << 20, -(1 << 20)) * 4]
+    found = [budgets.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
+    assert len(set(found[1:])) == 1
+    assert all(size <= free * 9 // 10 for size, free in zip(found, frees, strict=True))

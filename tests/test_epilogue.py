@@ -20,13 +20,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.errors import InputError
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.epilogue import (
-    ChainNumbers,
-    chain_grid,
-    chain_options,
-    reduce_grid,
-    reduce_options,
-)
+from oocgemm.kernels.epilogue import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import REDUCTIONS, STEPS, Step
 from tests.backends_here import ENGINES, Engine, running_on
@@ -264,7 +258,12 @@ def test_bad_input_is_refused() -> None:
         ("with beta = 0", [Add(D)], {"c": D.copy(), "beta": 1}),
         (r"D has shape \(47, 61\)", [Divide(D.T)], {}),
         ("D has shape .* and dtype float32", [Divide(D.astype(np.float32))], {}),
-        ("drop verify", [Scale(U)], {"verify": True}),
+        ("drop verify, or drop the epilogue", [Scale(U)], {"verify": True}),
+        ("Gaussian is not the first step", [Scale(value=2), Gaussian(0.1)], {}),
+        ("Correlation is not the first step", [RankOne(U), Correlation(), Scale(U)], {}),
+        ("make it the first step, and the only", [Correlation(), Gaussian(0.1)], {}),
+        ("alpha = 2.0 and beta = 0.0, but Gaussian", [Gaussian(0.1)], {"alpha": 2.0}),
+        ("alpha = 1.0 and beta = 1.0, but Correlation", [Correlation()], {"c": D.copy(), "beta": 1}),
         ("workers run no epilogue", [Scale(U)], {"workers": 1}),
         (
             "row 2 of A is zero.* drop Correlation",

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
+from oocgemm.backends.host import blas as host_blas
 from oocgemm.errors import InputError
+from oocgemm.planning import Op
 from oocgemm.stores import open_matrix
 from oocgemm.stores.mirrored import MirroredMatrix
 from tests.command import command
@@ -189,6 +191,26 @@ def test_a_resident_triangle_reads_each_panel_once_where_a_square_would_not_fit(
     )
     assert plan.footprint.device["C"] < 0.6 * 4 * 1024 * 1024
     assert plan.traffic["read"] == plan.required["read"]
+
+
+@pytest.mark.parametrize("blas", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_triangle_of_a_square_is_computed_by_the_blas(
+    blas: bool, beta: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not blas:
+        monkeypatch.setattr(host_blas, "_cblas_syrk", lambda: None)
+    for trans, upper in ((Op.N, False), (Op.N, True), (Op.T, False), (Op.T, True)):
+        x, wide = operand((9, 20), dtype), np.full((9, 12), np.nan, dtype)
+        c = wide[:, :9]  # rows that are not contiguous
+        kept = np.triu if upper else np.tril
+        if beta:
+            c[...] = operand((9, 9), dtype, 1)
+        wanted = 3 * product(x) + (beta * c if beta else 0)
+        host_blas.syrk(trans, 3.0, np.ascontiguousarray(x.T) if trans.swaps else x, beta, c, upper=upper)
+        np.testing.assert_array_equal(kept(c), kept(wanted))
+        assert np.isnan(wide[:, 9:]).all()
 
 
 @pytest.mark.parametrize("compute", ["native", "emulated"])

@@ -34,6 +34,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "MIN_WALL_NS", 0)
     monkeypatch.setattr(module, "MAX_OTHERS", inf)
+    monkeypatch.setattr(module, "TEACHES_AGAIN", 0)
     monkeypatch.setattr(observed, "MIN_BUSY", 0)
     monkeypatch.setattr(observed, "MIN_EFFICIENCY", 0)
     monkeypatch.setattr("oocgemm.planning.cost.learned.MIN_KERNEL_RATIO", 0)
@@ -110,6 +111,20 @@ def test_learning_can_be_switched_off_and_undone(store: Path, monkeypatch: pytes
     assert list(store.iterdir()) == []
     assert models("host").learned is None
     assert command("calibrate", "--forget").code == 0
+
+
+def test_runs_of_one_plan_teach_once_in_a_while(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates that the plan is made with do not change here: no learned rate differs enough."""
+    monkeypatch.setattr("oocgemm.planning.cost.learned.MIN_CHANGE", inf)
+    monkeypatch.setattr(module, "TEACHES_AGAIN", 60)
+    product()
+    (kept,) = store.iterdir()
+    first = kept.read_bytes()
+    product()
+    assert kept.read_bytes() == first
+    monkeypatch.setattr(module, "TEACHES_AGAIN", 0)
+    product()
+    assert kept.read_bytes() != first
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,28 @@
 
 from dataclasses import replace
 from statistics import geometric_mean
+from typing import Any
 
 import pytest
 from grid_cases import CUDA, HOST  # type: ignore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.planning import Budgets, MachineModel, Setting, TileShape, default_model, guarded_plan, make_plan
+from oocgemm.planning import (
+    Budgets,
+    Layout,
+    Layouts,
+    MachineModel,
+    Plan,
+    Setting,
+    TileShape,
+    default_model,
+    guarded_plan,
+    make_plan,
+)
 from oocgemm.planning.cost.learned import SAMPLES, Learned, LearnedRate, bounds
 from oocgemm.planning.cost.rates import scaled, value_of
+from oocgemm.planning.search import guarded
 from oocgemm.system import cache
 from oocgemm.timeline import Span
 from oocgemm.timeline.observed import observed_rates
@@ -234,8 +247,9 @@ def test_rates_apply_to_their_file_system_and_codec() -> None:
     assert learned.known({"read": ["8:1", "8:3"]}) == set()
 
 
-def test_a_plan_does_not_rely_on_rates_that_nobody_measured() -> None:
+def test_a_plan_does_not_rely_on_rates_that_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rates are known but that of host memory, which is slower than assumed."""
+    monkeypatch.setattr(guarded, "MIN_SAVED", 0.0)
     case = next(c for c in CUDA if c.name == "65536x16384x512 float32 pageable")
     setting = setting_of(case, GPU)
     true = true_machine(GPU, 28)
@@ -257,6 +271,28 @@ def test_a_plan_that_is_kept_has_the_measured_rates(setting: Setting, seed: int)
     assert plan.setting == replace(setting, machine=true)
     chosen = next(s for s in plan.considered if s.candidate == plan.candidate)
     assert chosen.prediction.total == pytest.approx(plan.prediction.total, rel=0.05)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("size", "h2d", "planned"), [(32768, 0.9, 1), (32768, 0.3, 2), (65536, 0.9, 2)])
+def test_a_short_product_is_planned_again_only_if_that_may_save_time(
+    size: int, h2d: float, planned: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines: list[MachineModel] = []
+
+    def counted(*given: Any) -> Plan:
+        machines.append(given[2])
+        return make_plan(*given)
+
+    monkeypatch.setattr(guarded, "make_plan", counted)
+    gram = replace(problem(size, size, size, "float64"), gram="lower")
+    measured = scaled(GPU, {"h2d": h2d, "float64": 1.01})
+    x = Layout(in_memory=True, itemsize=8, zero_copy_width=4096, pinned=pinned)
+    given = Budgets(60 << 30, 60 << 30), (GPU, measured), frozenset[str](), Layouts(x, x, x)
+    plan = guarded.guarded_plan(gram, *given)
+    assert machines == [GPU, measured][:planned]
+    assert plan.machine == make_plan(gram, given[0], measured, given[-1]).machine
+    assert pinned or plan.machine == measured
 
 
 @given(st.integers(0, 5 * MAX_SPANS), st.integers(0, 5))

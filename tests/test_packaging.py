@@ -18,7 +18,7 @@ TOP = Path(__file__).resolve().parent.parent
 
 def test_the_source_tree_has_its_kernels() -> None:
     assert "extern" in kernel_path("tiled").read_text()
-    with pytest.raises(BackendError, match=r"there are chain, check_sums, .*finish, .*rank_one, .*tiled"):
+    with pytest.raises(BackendError, match=r"there are assemble, chain, .*finish, .*rank_one, .*tiled"):
         kernel_path("nonsense")
 
 

@@ -12,7 +12,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, Layout, MachineModel, Plan, TileShape, default_model, make_plan
 from oocgemm.planning.parts.grids import divisions, grids
 from oocgemm.planning.parts.part import Part, divide, k_range
-from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, Partition, partition, scaling
+from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, UNSURE, Partition, partition, scaling
 from oocgemm.planning.parts.storage import Storage
 from tests.part_runs import simulated_seconds
 from tests.plan_cases import GIB, STORED, problem
@@ -216,3 +216,17 @@ def test_arguments_out_of_range() -> None:
         partition(plan, 1025)
     with pytest.raises(InputError, match="must be positive, not -1"):
         partition(plan, 2, -1.0)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_writes_that_nobody_has_measured_do_not_keep_workers_idle(workers: int) -> None:
+    """C has as many bytes as A and B, and is predicted to be written for longer than it is computed."""
+    default = default_model("cuda", 16)
+    measured = replace(default, write=0.9 * default.write)
+    size = 65536, 65536, 32768
+    assumed, known = (partition(plan_for(size, machine=x, device=60), workers) for x in (default, measured))
+    assert (assumed.workers, known.workers) == (workers, 1)
+    assert assumed.seconds <= UNSURE * assumed.one_worker
+    # A rate that the user gives is that of all workers.
+    given = partition(plan_for(size, machine=default, device=60), workers, default.read)
+    assert given.workers == 1

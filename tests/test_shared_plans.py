@@ -55,7 +55,7 @@ def planned(n: int, dtype: str, gpus: int, sessions: int = 1) -> Plan:
 def forget_plans() -> None:
     """Make the planner search again."""
     for cached in (
-        *(shared.shared_plan, guarded.guarded_plan),
+        *(shared.shared_plan, shared._by_default, guarded.guarded_plan),
         *(planner._plan_with_advice, planner._planned, planner._enumerated),
     ):
         cached.cache_clear()

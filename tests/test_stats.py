@@ -17,6 +17,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs import moments, streaming
 from oocgemm.jobs import stats as module
 from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.transform import Transform
 from tests.suite import examples
 
 
@@ -105,9 +106,9 @@ def test_files_are_read_again_only_if_they_have_changed(
     passes: list[object] = []
     right = module._computed
 
-    def counted(*given: Any) -> oocgemm.Stats:
+    def counted(*given: Any, extremes: bool) -> oocgemm.Stats:
         passes.append(given)
-        return right(*given)
+        return right(*given, extremes=extremes)
 
     monkeypatch.setattr(module, "_computed", counted)
     write(x)
@@ -124,6 +125,26 @@ def test_files_are_read_again_only_if_they_have_changed(
         damaged.write_bytes(b"no zip file")
     assert_array_equal(oocgemm.stats(path, log1p=True).mean, np.log1p(x + 1).mean(0))
     assert len(passes) == 6
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_without_extremes_variances_are_0_where_all_elements_are_equal(axis: int, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    x: Any = rng.integers(1, 1000, (40, 1)) / np.float64(1 if dtype == "int64" else 7) + np.zeros((40, 300))
+    x = x.astype(dtype)
+    other = x[:20].copy()
+    other[:, 123] = np.nextafter(other[:, 123], 2000) if dtype != "int64" else other[:, 123] + 1
+    x[:20] = other
+    x[:2] = rng.standard_normal((2, 300)) * 100
+    matrix = ArrayMatrix("X", np.ascontiguousarray(x if axis == 1 else x.T))
+    with patch.multiple(streaming, BATCH_BYTES=1000), patch.multiple(moments, SLAB=96, ROWS_SLAB=700):
+        found = module.stats_of(matrix, axis, Transform(), 1 << 20, extremes=False)
+        whole = module.stats_of(matrix, axis, Transform(), 1 << 20)
+    assert_array_equal(found.variance == 0, np.arange(40) >= 20)
+    assert_array_equal(whole.variance == 0, np.arange(40) >= 20)
+    assert_allclose(found.mean, whole.mean, rtol=1e-15)
+    assert_allclose(found.variance[:2], whole.variance[:2], rtol=1e-13)
 
 
 def test_arrays_in_memory_are_not_cached() -> None:
@@ -167,4 +188,4 @@ def test_a_failed_read_names_the_block_and_ends_the_threads() -> None:
         patch.object(streaming, "BATCH_BYTES", 64),
         pytest.raises(ExecutionError, match=message),
     ):
-        oocgemm.stats(np.ones((50, 8)))
+        oocgemm.stats(np.ones((50, 16))[:, ::2])  # rows that are not contiguous are copied by `read`

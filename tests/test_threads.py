@@ -14,7 +14,7 @@ import pytest
 
 import oocgemm
 from oocgemm.system import threads
-from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
+from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, shielded_here, short_switch_interval
 from tests.command import own_threads
 from tests.suite import examples
 
@@ -31,6 +31,13 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the handler of SIGALRM that pytest-timeout has set."""
+    right = threads._handler
+    monkeypatch.setattr(threads, "_handler", lambda x: None if x == signal.SIGALRM else right(x))
 
 
 def interrupted_at(number: int, act: Callable[[], object]) -> bool:
@@ -132,6 +139,78 @@ def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt) as raised:
         shielded(work)
     assert str(raised.value.__cause__) == "disk full"
+
+
+@pytest.mark.usefixtures("no_timer")
+def test_an_interrupt_of_brief_work_is_raised_at_its_end() -> None:
+    ended: list[bool] = []
+
+    def work(cancel: Cancel) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append(stopped_within(cancel, BRIEFLY))
+        raise OSError("disk full")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        shielded_here(work)
+    assert ended == [False]
+    assert str(raised.value.__context__) == "disk full"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("no_timer")
+def test_brief_work_runs_in_this_thread_and_returns_or_raises() -> None:
+    def fail(cancel: Cancel) -> None:
+        raise LookupError("nothing there")
+
+    assert shielded_here(lambda cancel: threading.current_thread()) is threading.current_thread()
+    with pytest.raises(LookupError, match="nothing there"):
+        shielded_here(fail)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("no_timer")
+def test_a_handler_that_brief_work_sets_is_kept() -> None:
+    try:
+        shielded_here(lambda cancel: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert shielded_here(lambda cancel: threading.current_thread()) is threading.current_thread()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("no_timer")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_work_leaves_a_thread_that_other_handlers_may_interrupt(number: signal.Signals) -> None:
+    """A handler might wait for a lock that the work holds. What `siginterrupt` has set stays."""
+    lock, called = threading.Lock(), list[int]()
+
+    def handler(number: int, frame: object) -> None:
+        with lock:
+            called.append(number)
+
+    def work(cancel: Cancel) -> threading.Thread:
+        with lock:
+            os.kill(os.getpid(), number)
+            stopped_within(cancel, BRIEFLY)
+        return threading.current_thread()
+
+    before = signal.signal(number, handler)
+    try:
+        assert shielded_here(work) is not threading.current_thread()
+        assert called == [number]
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_outside_of_the_main_thread_handlers_stay() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(shielded_here(lambda cancel: signal.getsignal(signal.SIGINT)))
+    )
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
 
 
 def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:

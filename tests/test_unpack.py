@@ -1,7 +1,7 @@
 """The kernels that decode chunks, run on the processor, decode all valid ones, and accept no other bytes."""
 
-import shutil
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,11 +12,10 @@ from numcodecs import Blosc, Zstd
 
 from oocgemm.stores.compressors import decompress_into
 from oocgemm.stores.frames import Codec
+from tests.backends_here import CUDA
 from tests.decoding import Array, Batch, batch, blosc, samples, zstd
 from tests.suite import examples, slow
-from tests.unpacking import unpacked
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+from tests.unpacking import unpacked, unpacked_on_gpu
 
 rng = np.random.default_rng(1)
 # Elements of a chunk. With the odd ones, the last block is shorter, and is not bitshuffled.
@@ -156,8 +155,23 @@ def damaged(whole: bytes) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_frames_are_refused_or_decode_to_what_the_host_decodes(kind: str) -> None:
     """10,000 of each codec in the slow suite."""
+    rounds = examples(1000, 50) if kind == "zstd-blocks" else examples(10_000, 300)
+    compare_damaged(kind, rounds, 50, unpacked)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device answers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_refuses_10_000_damaged_frames_or_decodes_them_as_the_host_does(kind: str) -> None:
+    compare_damaged(kind, *((1000, 100) if kind == "zstd-blocks" else (10_000, 1000)), unpacked_on_gpu)
+
+
+def compare_damaged(
+    kind: str, rounds: int, together: int, unpack: Callable[[Batch], list[Array | None]]
+) -> None:
+    """Decode damaged frames, some `together`, with `unpack` and on the host, and compare the results."""
     compressor, codec = KINDS[kind]
-    count, rounds = (1000, examples(10_000, 300)) if kind != "zstd-blocks" else (20_000, examples(1000, 50))
+    count = 20_000 if kind == "zstd-blocks" else 1000
     whole = [
         (x, compressor.encode(x))
         for x in (
@@ -166,13 +180,13 @@ def test_damaged_frames_are_refused_or_decode_to_what_the_host_decodes(kind: str
             np.frombuffer(contents(8 * count)["text"].tobytes(), np.float64),
         )
     ]
-    found_by, together = Counter[tuple[bool, bool]](), 50
+    found_by = Counter[tuple[bool, bool]]()
     for _ in range(rounds // together):
         chosen = [whole[i] for i in rng.integers(len(whole), size=together)]
         frames = [np.frombuffer(damaged(frame), np.uint8) for _, frame in chosen]
         size = np.array([frame.size for frame in frames], np.int64)
         given = Batch(np.concatenate(frames), np.cumsum(size) - size, size, [x for x, _ in chosen], codec)
-        for frame, found in zip(frames, unpacked(given), strict=True):
+        for frame, found in zip(frames, unpack(given), strict=True):
             expected = np.empty(given.chunk, np.uint8)
             try:
                 decompress_into(compressor, frame, expected)

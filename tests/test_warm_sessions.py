@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,11 +57,53 @@ def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
 
 def test_a_large_arena_is_freed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     product()
-    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.warm"], "MAX_KEPT_SHARE", 0)
+    monkeypatch.setattr(warm(), "MAX_BRIEF_SHARE", 0)
     product()
     before = calls_of(device, "malloc")
     product()
     assert calls_of(device, "malloc") == [*before, "malloc"]
+
+
+def warm() -> Any:
+    return sys.modules["oocgemm.backends.cuda.warm"]
+
+
+def test_an_arena_that_is_large_for_the_device_is_kept_for_a_while(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product()
+    monkeypatch.setattr(warm(), "MAX_KEPT_SHARE", 0)
+    product()
+    before = calls_of(device, "malloc")
+    product()
+    assert calls_of(device, "malloc") == before
+    assert device.memory.allocated
+    backends.shrink()
+    assert not device.memory.allocated
+    monkeypatch.setattr(warm(), "BRIEF_SECONDS", 0.01)
+    product()
+    freed = time.monotonic() + 10
+    while device.memory.allocated and time.monotonic() < freed:
+        time.sleep(0.01)
+    assert not device.memory.allocated
+    device.check()
+
+
+def test_a_run_that_takes_a_large_arena_stops_its_timer(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product()
+    monkeypatch.setattr(warm(), "MAX_KEPT_SHARE", 0)
+    product()
+    (timer,) = warm()._timers
+    session = opened(a_plan())
+    assert timer.finished.is_set()
+    backends.shrink()
+    assert device.memory.allocated
+    session.close()
+    oocgemm.release()
+    assert not device.memory.allocated
+    device.check()
 
 
 def test_free_memory_contains_what_the_next_run_can_take(device: Device) -> None:

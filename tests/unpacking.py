@@ -1,14 +1,17 @@
-"""Run the kernels that decode chunks on the processor, compiled by g++."""
+"""Run the kernels that decode a batch of chunks: on the processor, compiled by g++, or on a GPU."""
 
 import ctypes
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 
 from oocgemm.kernels.sources import kernel_folder
+from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.stores.frames import BYTES, NUMBERS, PLAIN
 from tests.decoding import Array, Batch, ordered
 
@@ -35,6 +38,8 @@ class _Given(ctypes.Structure):
 @cache
 def _built() -> ctypes.CDLL:
     flags = "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", f"-I{kernel_folder()}"
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
     with TemporaryDirectory() as folder:
         library = f"{folder}/unpack.so"
         subprocess.run(["g++", *flags, HERE / "unpack.cpp", "-o", library], check=True)
@@ -87,3 +92,36 @@ def _composed(row: list[int], pointers: Array, itemsize: int) -> Array:
         assert order in (PLAIN, BYTES) or split in (1, itemsize)
         found.append(ordered(np.concatenate(streams), order, itemsize))
     return np.concatenate(found)
+
+
+def unpacked_on_gpu(given: Batch) -> list[Array | None]:
+    """Do what `unpacked` does by the kernels of a GPU, with the memory that a product has for a batch."""
+    import cupy
+
+    from oocgemm.backends.cuda.launch import Kernels
+    from oocgemm.backends.cuda.unpacker import Unpacker
+
+    count, chunk, item = len(given.start), given.chunk, given.codec.itemsize
+    shape = DecodingShape(1, count * chunk, given.buffer.size)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        kernels = Kernels(0)
+        frames = cupy.asarray(np.concatenate([given.buffer, np.zeros(8, np.uint8)]))
+        table = np.zeros((count, FIELDS), np.int64)
+        table[:, 4], table[:, 5], table[:, 8], table[:, 9] = chunk, chunk // item, 1, chunk // item
+        table[:, 10] = np.arange(count) * (chunk // item)
+        table[:, 11], table[:, 12] = frames.data.ptr + given.start, given.size
+        chunks, found = cupy.asarray(table), cupy.full(count * chunk + GUARD, 0xA5, cupy.uint8)
+        memory = [cupy.empty(size, cupy.uint8) for size in (shape.batch, shape.temporary, shape.tables)]
+        lane = memory[0].data.ptr, memory[1].data.ptr, memory[2].data.ptr
+        of = chunks.data.ptr, count, False
+        streams, statuses = Unpacker(kernels, shape).decode(given.codec, of, chunk, lane, stream)
+        place = kernels.plain("place", "place", (f"-DOOC_ITEM={item}",))
+        pointers = ctypes.c_void_p(streams), ctypes.c_void_p(chunks.data.ptr)
+        place((4, count, 1), *pointers, ctypes.c_longlong(0), ctypes.c_void_p(found.data.ptr))
+        at = statuses - lane[2]
+        failed = cupy.asnumpy(memory[2][at : at + 4 * count]).view(np.uint32)
+        elements = cupy.asnumpy(found)
+    assert (elements[-GUARD:] == 0xA5).all()
+    whole = elements[:-GUARD].reshape(count, chunk)
+    return [None if status else each for each, status in zip(whole, failed, strict=True)]

@@ -93,7 +93,7 @@ class VirtualMachine:
 
     def _truly(self, setting: Setting) -> Setting:
         """Return a setting with the true rates, as the planner has it with the assumed ones."""
-        return replace(setting, machine=self.true.enqueued() if setting.enqueues else self.true)
+        return replace(setting, machine=self.true).enqueued
 
     def learn(self, plan: Plan) -> None:
         spans = list(virtual_spans(plan.candidate, self._truly(plan.setting)))

@@ -15,6 +15,7 @@ from oocgemm.backends.registry import (
     open_backend,
     release,
     resolve,
+    shrink,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "open_devices",
     "release",
     "resolve",
+    "shrink",
 ]

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from oocgemm.planning import GemmProblem, Plan, Slot, Tier, TileShape
+from oocgemm.planning.cost.encoding import slot_frames
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import round_up
 
 # Parts of the device's footprint that lie behind the slots, in this order.
-AREAS = ("transform", "turned", "work", "decode")
+AREAS = ("transform", "turned", "work", "decode", "encode")
 
 
 def device_offsets(plan: Plan, device: int = 0) -> tuple[Mapping[Slot, int], int]:
@@ -30,7 +31,8 @@ def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tupl
     Returns:
         The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
     """
-    given = plan.problem, plan.tile, plan.slots, frozenset(plan.in_place), plan.devices
+    frames = slot_frames(plan.setting, plan.tile, plan.slots.strip)
+    given = plan.problem, plan.tile, plan.slots, frames, frozenset(plan.in_place), plan.devices
     return _slot_offsets(*given, tier, alignment, device)
 
 
@@ -39,13 +41,14 @@ def _slot_offsets(
     problem: GemmProblem,
     tile: TileShape,
     slots: Slots,
+    frames: int,
     in_place: frozenset[str],
     devices: int,
     tier: str,
     alignment: int,
     device: int,
 ) -> tuple[Mapping[Slot, int], int]:
-    sizes = slot_bytes(problem, tile, slots.strip)
+    sizes = slot_bytes(problem, tile, slots.strip, frames)
     # Slots of operands that are multiplied in place have no memory.
     sizes |= {("device", operand): 0 for operand in in_place}
     offsets: dict[Slot, int] = {}

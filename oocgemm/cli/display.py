@@ -109,6 +109,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(traffic)
     if plan.decoded:
         out.print(f"decoded by the GPU: {plan.decoded}")
+    if encoded := plan.layouts.c.encoded:
+        out.print(f"compressed by the GPU: C ({encoded})")
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
             out.print(

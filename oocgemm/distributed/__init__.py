@@ -17,7 +17,8 @@ the tile to where a run in one process would have written them, and commits the 
   result of the worker's task only says that the attempt has ended, and why.
 
 A child process ends if its coordinator has ended, or says so, or cannot be seen for `fence.TTL` seconds
-(`fence`). It also ends with its worker (`watchdog`).
+(`fence`). It also ends with its worker (`watchdog`). One that has opened a GPU stays for the next tasks
+(`child`).
 
 Modules: `part` is the entry point of the child process. `worker` has the function that runs in a worker.
 `crew` has the workers in threads of this process and in executors, `cluster` those of a dask cluster.

@@ -4,6 +4,8 @@ It reads one task, a line of JSON, from stdin, and prints its result, a line of 
 to compute a part (`spec.PartSpec`), or to describe the machine (`probe`). Stdin stays open as long as the
 worker wants the process to go on.
 
+A process that has opened a GPU then waits for another task, at most `IDLE` seconds.
+
 The process plans nothing. It resumes the run of the coordinator: tiles outside the part count as done. So it
 checks what a resumed run checks: the product, the operands, the arithmetic and the plan must be those in the
 header of the journal.
@@ -12,6 +14,7 @@ header of the journal.
 import errno
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,9 +24,9 @@ from pathlib import Path
 from time import perf_counter_ns, time
 from typing import Any
 
+from oocgemm.distributed import watchdog
 from oocgemm.distributed.fence import Guard
 from oocgemm.distributed.spec import PartSpec, request_of
-from oocgemm.distributed.watchdog import die_with_parent, watch
 from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.system.threads import Cancel
 
@@ -47,7 +50,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     cancel = Cancel()
     guard = Guard(Path(spec.fence), spec.epoch, spec.attempt)
     folder = Path(spec.folder)
-    watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
+    watch = watchdog.Watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
     request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
     sliced: dict[str, Any] = {}
     if request.slicing is not None:
@@ -76,6 +79,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
         "held": log.header["held"],
         "retried": log.header["retried"][:MAX_MESSAGES],
         "checks": log.header["checks"],
+        "stays": watch.end() and engine.name in watchdog.STAYING,
     }
 
 
@@ -109,25 +113,37 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def main() -> None:
-    """Do the task on stdin, and end the process."""
-    die_with_parent()
+    """Do the tasks on stdin, and end the process."""
+    watchdog.die_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the coordinator, which then ends this process
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
-    task = json.loads(_line(sys.stdin.fileno()))
-    try:
-        if task["task"] == "probe":
-            from oocgemm.distributed.probe import probe
+    stays, code = True, 0
+    while stays:
+        if not select.select([sys.stdin.fileno()], [], [], watchdog.IDLE)[0]:
+            code = watchdog.EXIT_IDLE
+            break
+        if not (text := _line(sys.stdin.fileno())):
+            break  # the worker needs no more tasks, or has ended
+        result = _do(json.loads(text))
+        stays = result.get("stays", False)
+        os.write(answer, json.dumps(result).encode() + b"\n")
+    os._exit(code)  # destroying all objects, and a CUDA context, would take time
 
-            result = probe(task)
-        else:
-            result = compute(PartSpec.of(task))
+
+def _do(task: dict[str, Any]) -> dict[str, Any]:
+    """Do a task. Return its result as plain data."""
+    try:
+        if task["task"] == "part":
+            return compute(PartSpec.of(task))
+        from oocgemm.distributed.probe import probe
+
+        result = probe(task)
+        return result | {"stays": result.get("backend") in watchdog.STAYING}
     except (OocGemmError, MemoryError, OSError) as error:
-        result = _failure(error)
-    os.write(answer, json.dumps(result).encode() + b"\n")
-    os._exit(0)  # destroying all objects, and a CUDA context, would take time
+        return _failure(error)
 
 
 def _line(descriptor: int) -> bytes:

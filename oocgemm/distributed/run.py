@@ -15,14 +15,22 @@ from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.backends import Backend
-from oocgemm.backends.host.blas import CHOICE
 from oocgemm.distributed.coordinator import Coordinator
 from oocgemm.distributed.crew import Crew, OnExecutor, Task, Threads
 from oocgemm.distributed.engine import planning_engine
 from oocgemm.distributed.partial_sums import add_slices
 from oocgemm.distributed.slices import partial_products, parts_again
 from oocgemm.distributed.spec import shared_request
-from oocgemm.distributed.survey import Found, Survey, check_alike, check_memory, sharers, with_shares
+from oocgemm.distributed.survey import (
+    THREADS,
+    Found,
+    Survey,
+    check_alike,
+    check_memory,
+    environment_of,
+    sharers,
+    with_shares,
+)
 from oocgemm.distributed.timelines import tile_span
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
@@ -43,9 +51,6 @@ from oocgemm.planning.units import format_time
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline.merge import merge
 from oocgemm.timeline.worker_log import WorkerLog
-
-# Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
-THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 logger = logging.getLogger("oocgemm")
 
@@ -306,12 +311,12 @@ def _check_cores(found: Collection[Found], threads: int) -> None:
 def _specify(job: Job, found: dict[str, Found], header: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what a worker needs for any part: see `Coordinator`."""
     plan, one = job.plan, found[name]
-    environment: dict[str, str | None] = {CHOICE: os.environ.get(CHOICE)}
-    environment |= dict.fromkeys(THREADS, str(job.output.noted["threads"]))
+    # On a GPU, the process that has answered the survey computes the part.
+    threads = job.output.noted["threads"] if one.backend == "host" else None
     budgets = plan.budgets.device, plan.budgets.host
     return {
         "request": shared_request(job.request, plan.problem.c_dtype, *budgets),
         "header": header,
         "library": one.library,
-        "environment": environment,
+        "environment": environment_of(threads),
     }

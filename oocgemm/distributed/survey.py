@@ -26,6 +26,8 @@ from oocgemm.planning import Budgets, Plan
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.system.version import __version__
 
+# Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Seconds in which a worker must answer. Starting Python and CUDA from a network file system can take many.
 MAX_ANSWER = 60.0
 PINGS = 8
@@ -110,7 +112,7 @@ class Survey:
             "request": self._request,
             "nonce": str(nonce),
             "content": self._content,
-            "environment": {CHOICE: os.environ.get(CHOICE)},
+            "environment": environment_of(None),
         }
         return self._crew.submit(name, in_worker.run, json.dumps(task))
 
@@ -183,6 +185,15 @@ class Survey:
                 best, (there - (before + after) // 2, (after - before + 1) // 2), key=lambda pair: pair[1]
             )
         return replace(found, offset_ns=best[0], error_ns=best[1])
+
+
+def environment_of(threads: int | None) -> dict[str, str | None]:
+    """Return what a child process changes in the environment of its worker; None unsets a variable.
+
+    `threads` is how many threads its BLAS uses; None stands for all cores.
+    """
+    number = None if threads is None else str(threads)
+    return {CHOICE: os.environ.get(CHOICE)} | dict.fromkeys(THREADS, number)
 
 
 def check_alike(found: Collection[Found]) -> None:

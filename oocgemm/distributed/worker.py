@@ -1,27 +1,18 @@
-"""What runs in a worker: start a child process for a task, and return its result."""
+"""What runs in a worker: give a task to a child process, and return its result."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryFile
 from threading import Event
-from typing import IO, Any
+from typing import Any
 
-from oocgemm.distributed.watchdog import INTERVAL, PATIENCE
+from oocgemm.distributed.child import Child, keep, take
+from oocgemm.distributed.watchdog import EXIT_IDLE
 
-# Seconds between two looks whether the coordinator, in the same process, wants the task to stop.
-POLL = 0.05
-# Seconds after which a child process that was told to stop is killed.
-MAX_STOP = INTERVAL + PATIENCE + 0.5
 # The "error" of a task whose child process has died without a result.
 DIED = "Died"
-# Longest part of what a failed child process printed that is returned, in bytes.
-MAX_PRINTED = 2000
 
 
 def run(text: str, stop: Event | None = None) -> dict[str, Any]:
@@ -31,35 +22,26 @@ def run(text: str, stop: Event | None = None) -> dict[str, Any]:
         text: the task, as JSON. Its "environment" has variables for the child process; null unsets one.
         stop: makes the child process stop soon after it is set.
     """
-    environment = dict(os.environ)
-    for name, value in json.loads(text).get("environment", {}).items():
-        environment.pop(name, None)
-        if value is not None:
-            environment[name] = value
-    # The child process must import the package that this process has imported.
-    top = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (top, environment.get("PYTHONPATH"))))
-    # -P: the current folder may contain files with the names of modules.
-    command = [sys.executable, "-P", "-m", "oocgemm.distributed.part"]
-    with TemporaryFile() as answer, TemporaryFile() as printed:
+    changes = json.loads(text).get("environment", {})
+    key = os.getpid(), json.dumps(changes, sort_keys=True)  # a fork must not use the pipes of its parent
+    while True:
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=answer, stderr=printed, env=environment
-            )
+            child = take(key) or Child(changes)
         except OSError as error:
             return {"error": "BackendError", "message": f"no process can be started: {error}", "fatal": False}
-        assert process.stdin is not None
+        stays = False
         try:
-            with suppress(BrokenPipeError):  # the process has died already
-                process.stdin.write(text.encode() + b"\n")
-                process.stdin.flush()
-            _wait(process, stop)
+            answer = child.ask(text, stop)
+            if not answer and child.wait() == EXIT_IDLE:
+                continue  # it has ended without a look at the task
+            result = _result(child, answer)
+            stays = result.pop("stays", False) and not (stop is not None and stop.is_set())
         finally:
-            process.kill()
-            process.wait()
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        return _result(process.returncode, answer, printed)
+            if stays:
+                keep(key, child)
+            else:
+                child.end()
+        return result
 
 
 def ping(text: str) -> int:
@@ -67,28 +49,14 @@ def ping(text: str) -> int:
     return time.time_ns()
 
 
-def _wait(process: "subprocess.Popen[bytes]", stop: Event | None) -> None:
-    """Wait until a process has ended. If `stop` is set, tell it to stop, and return after `MAX_STOP` s."""
-    if stop is None:
-        process.wait()
-        return
-    while process.poll() is None and not stop.wait(POLL):
-        pass
-    if process.poll() is None:
-        assert process.stdin is not None
-        process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(MAX_STOP)
-
-
-def _result(code: int, answer: IO[bytes], printed: IO[bytes]) -> dict[str, Any]:
-    """Return the result that a process has printed, or how it died."""
-    answer.seek(0)
+def _result(child: Child, answer: bytes) -> dict[str, Any]:
+    """Return the result that a process has answered, or how it died."""
     try:
-        result: dict[str, Any] = json.loads(answer.read())
+        result: dict[str, Any] = json.loads(answer)
         return result
     except ValueError:
         pass
+    code = child.wait()
     how = f"exit code {code}"
     if code < 0:
         with suppress(ValueError):
@@ -97,7 +65,6 @@ def _result(code: int, answer: IO[bytes], printed: IO[bytes]) -> dict[str, Any]:
             how += ", perhaps for lack of memory"
         if -code == signal.SIGILL:
             how += ": the processor lacks an instruction that the coordinator's kernels use"
-    printed.seek(0)
-    lines = printed.read()[-MAX_PRINTED:].decode(errors="replace").strip().splitlines()
+    lines = child.printed().splitlines()
     last = f"; it printed: {lines[-1]}" if lines else ""
     return {"error": DIED, "message": f"its process ended ({how}){last}", "fatal": False}

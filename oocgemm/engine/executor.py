@@ -29,6 +29,7 @@ from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Operation, Plan, Tier
+from oocgemm.planning.cost.decoding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import Tile
@@ -221,7 +222,8 @@ class Run:
         store_workers = CODEC_WORKERS if operation.coded else store_workers
         store_workers = REMOTE_WORKERS if self._remote else store_workers
         workers = store_workers if on_store and (self._remote or self._plan.candidate.io_threads > 1) else 1
-        workers = PAGEABLE_WORKERS if self._staging.is_pageable(operation) else workers
+        if self._staging.is_pageable(operation):
+            workers = PANELS if self._plan.decoded else PAGEABLE_WORKERS
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 
     def _queue(

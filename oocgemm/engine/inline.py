@@ -4,13 +4,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from oocgemm.backends.base import Pageable, Stream, Token
+from oocgemm.backends.base import Array, Pageable, Stream, Token
 from oocgemm.engine.completion import Cancelled
 from oocgemm.engine.executor import STORE_KINDS, Run, located_error
 from oocgemm.planning import Kind, Operation
 
 # Their launches name their streams, so that the thread need not be prepared for each of them (`worker`).
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
+
+
+# The method of some sessions that starts all operations of the last run again. It takes A, B and C, and the
+# number of operations, and returns their tokens; None if they must be submitted one by one.
+Repeat = Callable[[list[Array], int], list[Token] | None]
 
 
 class InlineRun(Run):
@@ -23,6 +28,11 @@ class InlineRun(Run):
 
     def _run(self) -> None:
         self._program = self._plan.program
+        repeat = getattr(self._session, "repeat", None)
+        if repeat is not None and (tokens := self._repeated(repeat)):
+            for i, started in enumerate(tokens):
+                self._record_span(i, started)
+            return
         self._tokens: list[Token | None] = [None] * len(self._program)
         self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
         self._started: list[int] = []
@@ -53,8 +63,24 @@ class InlineRun(Run):
                 self._finish(next(iter(self._copying)))
         for i in self._started:
             if (token := self._tokens[i]) is not None:
-                operation, waits = self._program[i]
-                self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
+                self._record_span(i, token)
+
+    def _repeated(self, repeat: Repeat) -> list[Token] | None:
+        """Start all operations as the last run did, if it can be repeated, and return their tokens."""
+        if self._error is not None:
+            return None
+        try:
+            tokens = repeat(self._staging.arrays, len(self._program))
+        except BaseException as error:
+            self._fail(located_error(error, "the operations of the run"))
+            return None
+        self.wrote = self.wrote or tokens is not None
+        return tokens
+
+    def _record_span(self, i: int, token: Token) -> None:
+        """Wait for an operation, and pass on its span."""
+        operation, waits = self._program[i]
+        self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
 
     def _start(self, i: int) -> None:
         """Run, submit or begin an operation. Raises `Cancelled` if it fails, or if the run has failed."""

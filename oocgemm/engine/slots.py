@@ -10,6 +10,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.engine.blocks import slot_views
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Operation, Plan, Slot
+from oocgemm.planning.cost.encoding import slot_frames
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
 from oocgemm.stores import Array
 from oocgemm.system.memory import allocate
@@ -46,8 +47,14 @@ class HostSlots:
     @cached_property
     def _c_sizes(self) -> tuple[int, int]:
         """Bytes of a slot for C: those of a strip, and those of the strip and its checksums."""
-        given = self._plan.problem, self._plan.tile, self._plan.slots.strip
-        return payload_bytes(*given)["host", "C"], slot_bytes(*given)["host", "C"]
+        plan = self._plan
+        given, frames = (plan.problem, plan.tile, plan.slots.strip), self._frames
+        return frames or payload_bytes(*given)["host", "C"], slot_bytes(*given, frames)["host", "C"]
+
+    @cached_property
+    def _frames(self) -> int:
+        """Bytes of a slot for a strip of C that the GPU encodes; 0 if it does not."""
+        return slot_frames(self._plan.setting, self._plan.tile, self._plan.slots.strip)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -56,8 +63,11 @@ class HostSlots:
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
         """Return the memory for an operation's block in a slot, as arrays of the stored operand.
 
-        Each array is a range of the block's columns, contiguous in memory.
+        Each array is a range of the block's columns, contiguous in memory. If the GPU encodes C, the result
+        for a strip is one array: the bytes of the slot.
         """
+        if slot.operand == "C" and self._frames:
+            return [self.arena[self._offsets[slot] :][: self._frames]]
         name = self._plan.problem.dtypes[slot.operand]
         return slot_views(self._plan, operation, self.arena[self._offsets[slot] :], numpy_dtype(name))
 

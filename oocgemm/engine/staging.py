@@ -12,7 +12,7 @@ from oocgemm.engine.slots import HostSlots
 from oocgemm.engine.transfers import OnPart, Transfers, source_of
 from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array, Matrix
+from oocgemm.stores import Array, Matrix, memory
 
 
 class Staging:
@@ -47,6 +47,11 @@ class Staging:
     def arena(self) -> Array:
         """The memory of all host slots, as bytes."""
         return self._slots.arena
+
+    @property
+    def arrays(self) -> list[Array]:
+        """A, B and C, which must be in memory."""
+        return [memory(self._operands[operand]) for operand in "ABC"]
 
     @property
     def retried(self) -> list[str]:

@@ -4,14 +4,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from itertools import product
 from threading import Event
 
 from oocgemm.engine.blocks import located, parts
 from oocgemm.engine.mirror import adjoint, complete, mirrored, trimmed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan
-from oocgemm.planning.tiling import Range
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.stores import FULL, Array, Matrix, no_room, transient
+from oocgemm.stores.frames import index_of
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 
 # Seconds to wait before each retry of a read that failed with a transient error. If the last retry fails,
 # after 12 s in all, the run fails.
@@ -70,13 +73,31 @@ class Transfers:
         Raises:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
+        pool = self._remote.get((operation.operand, False)) or self._pools[False]
+        if self._plan.layouts.c.encoded:
+            self._each(operation, self._frames(operation, columns[0]), pool)
+            return
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
         if self._plan.problem.gram and not self._plan.problem.kept:
             complete(self._plan, operation, columns)
             work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
             blocks = list(trimmed(self._plan, operation, blocks))
-        pool = self._remote.get((operation.operand, False)) or self._pools[False]
         self._each(operation, self._parts(operation, blocks, self.write_part) + work, pool)
+
+    def _frames(self, operation: Operation, slot: Array) -> list[Work]:
+        """Return a call for each chunk of a strip of C that the GPU has compressed, which writes it."""
+        matrix, (rows, cols) = self._operands["C"], operation.block
+        assert isinstance(matrix, ZarrMatrix)
+        down, across = (
+            range(start // chunk, ceil_div(stop, chunk))
+            for (start, stop), chunk in zip((rows, cols), self._plan.chunks, strict=True)
+        )
+        frames = zip(product(down, across), index_of(slot, len(down) * len(across)), strict=True)
+        block = matrix, rows, cols
+        return [
+            partial(self._write, *block, size, partial(matrix.write_frame, chunk, slot[at:], size))
+            for chunk, (at, size) in frames
+        ]
 
     def _write_adjoint(self, matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
         """Write a part of a matrix, given its transpose."""
@@ -161,11 +182,15 @@ class Transfers:
         Raises:
             ExecutionError: the part cannot be written; the message names the store and the range.
         """
+        self._write(matrix, rows, cols, data.nbytes, partial(matrix.write, rows, cols, data))
+
+    def _write(self, matrix: Matrix, rows: Range, cols: Range, size: int, write: Work) -> None:
+        """Call `write`, which writes `size` bytes of a block. Its error names the store and the range."""
         try:
-            matrix.write(rows, cols, data)
+            write()
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:
-                failed = ExecutionError(no_room(matrix, error, data.nbytes))
+                failed = ExecutionError(no_room(matrix, error, size))
                 raise _located_error("writing", matrix, rows, cols, failed) from error
             raise _located_error("writing", matrix, rows, cols, error) from error
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from oocgemm import backends
+from oocgemm.engine.short import is_brief
 from oocgemm.errors import InputError
 from oocgemm.jobs.options import (
     GramOptions,
@@ -32,7 +33,7 @@ from oocgemm.jobs.request import (
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import PreparedJob
 from oocgemm.kernels.registry import check_plan
-from oocgemm.system.threads import Cancel, shielded
+from oocgemm.system.threads import Cancel, shielded, shielded_here
 
 
 def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[Options]) -> Any:
@@ -278,14 +279,16 @@ def run_request(request: Request) -> Result:
         raise InputError(
             "a Gram matrix is computed by one device: drop workers, client, executor and devices"
         )
+    shield = shielded
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed
 
         run: Callable[[Progress | None, Cancel], Result] = partial(run_distributed, request)
     else:
-        run = PreparedJob(request).run
+        job = PreparedJob(request)
+        run, shield = job.run, shielded_here if is_brief(job.plan) else shielded
     with _display(request.progress) as progress:
-        return shielded(partial(run, progress))
+        return shield(partial(run, progress))
 
 
 def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:

@@ -31,21 +31,28 @@ def budgets_of(
     if device_memory is not None:
         device = parse_size(device_memory)
     else:
-        device = _rounded(free() * 3 // 8 if on_host else free() * 9 // 10)
+        device = _steady("device", free() * 3 // 8 if on_host else free() * 9 // 10)
     if host_memory is not None:
         return Budgets(device, parse_size(host_memory))
     available = available_memory(RECENT) if available is None else available
-    return Budgets(device, _rounded(available // (8 if on_host else 2)))
+    return Budgets(device, _steady("host", available // (8 if on_host else 2)))
 
 
-def _rounded(size: int) -> int:
-    """Round a size down to 6 significant bits, by 3% at most.
+# The latest default budgets in bytes, by tier.
+_latest: dict[str, int] = {}
 
-    Free memory differs a little from call to call. Rounding makes the default budgets of two calls equal, so
-    that the second call finds its plan in the cache.
+
+def _steady(tier: str, size: int) -> int:
+    """Return the latest default budget of a tier if it is at most 4% smaller than `size`, and not larger.
+
+    Otherwise round `size` down to 6 significant bits, by 3% at most. Free memory differs a little from call
+    to call. If the budgets do not, the later calls find their plans in the cache.
     """
-    excess = max(0, size.bit_length() - 6)
-    return size >> excess << excess
+    latest = _latest.get(tier, 0)
+    if not 0.96 * size <= latest <= size:
+        excess = max(0, size.bit_length() - 6)
+        latest = _latest[tier] = size >> excess << excess
+    return latest
 
 
 def within_budgets(

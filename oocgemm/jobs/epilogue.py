@@ -73,8 +73,7 @@ class Correlation:
     """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
 
     This gives cosines, or the correlations of rows whose mean is 0. The result is clipped to [-1, 1], because
-    rounding could make it larger. NaN stays NaN. It must be the first step, with alpha = 1 and
-    beta = 0. Otherwise C is not the product of op(A) and op(B), and the result is no cosine.
+    rounding could make it larger. NaN stays NaN. It must be the first step, with alpha = 1 and beta = 0.
     """
 
 
@@ -83,7 +82,7 @@ class Gaussian:
     """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B).
 
     The squared distance is computed as ``|x|^2 + |y|^2 - 2 c``. So `Gaussian` must be the first step, with
-    alpha = 1 and beta = 0. Otherwise c is not the product of x and y.
+    alpha = 1 and beta = 0.
     """
 
     gamma: float
@@ -161,17 +160,36 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
         )
     if problem.checked:
         raise InputError(
-            "checksums cover products, and no epilogue: drop verify, or change C after a verified run"
+            "verify compares C with checksums of the product, and an epilogue changes C: drop verify, or "
+            "drop the epilogue and change C after the run"
         )
     if any(isinstance(step, Cast) for step in given[:-1]):
         raise InputError("a Cast is followed by other steps: make it the last one")
     steps = [step for step in given if not isinstance(step, Cast)]
     if len(steps) > MAX_STEPS:
         raise InputError(f"the epilogue has {len(steps)} steps, and {MAX_STEPS} are allowed: join some")
+    _check_derived(problem, steps)
     read = [step for step in steps if isinstance(step, Add | Divide)]
     if len(read) > 1 or (read and problem.updates_c):
         raise InputError(
             "one further matrix can be read for each element of C: pass one Add or Divide, with beta = 0"
+        )
+
+
+def _check_derived(problem: GemmProblem, steps: Sequence[EpilogueStep]) -> None:
+    """Raise `InputError` if a step that uses norms of the operands would not get their product."""
+    name = next((type(x).__name__ for x in steps if isinstance(x, Correlation | Gaussian)), None)
+    if name is None:
+        return
+    why = f"{name} combines the product of a row and a column with their norms"
+    if (problem.alpha, problem.beta) != (1, 0):
+        raise InputError(
+            f"alpha = {problem.alpha} and beta = {problem.beta}, but {why}: pass alpha = 1 and beta = 0, and "
+            "a Scale or an Add as a later step"
+        )
+    if any(isinstance(x, Correlation | Gaussian) for x in steps[1:]):
+        raise InputError(
+            f"{name} is not the first step, but {why}: make it the first step, and the only such step"
         )
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from oocgemm import backends, stores
@@ -12,7 +12,7 @@ from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
-from oocgemm.jobs.decoding import codings
+from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
@@ -38,6 +38,7 @@ from oocgemm.planning import (
     resumed_plan,
     shared_plan,
     with_decoding,
+    with_encoding,
 )
 from oocgemm.stores import Array, Matrix
 
@@ -293,26 +294,32 @@ def _plan(
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
+    codec = codec_of_c(c, existing, problem.c_dtype, output.compressor) if backend == "cuda" else ""
 
-    def tuned(budgets: Budgets) -> Layouts:
+    def tuned(budgets: Budgets, codec: str) -> Layouts:
         wanted = request.requests_by_operand
         asked = layouts.with_requests(wanted, budgets.host, reads_c=problem.reads_c)
-        return with_decoding(Setting(problem, machine, asked, budgets), found)
+        coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
+        return with_decoding(Setting(problem, machine, coded, budgets), found)
+
+    def planned(budgets: Budgets, codec: str) -> Plan:
+        to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
+        if output.resumed is not None:
+            return _continued(output.resumed, problem, budgets, machine, to, devices)
+        if devices == 1:
+            return guarded_plan(*given, to, tile)
+        return shared_plan(*given, to, tile, devices)
 
     def plan(budgets: Budgets) -> Plan:
-        if output.resumed is not None:
-            return _continued(output.resumed, problem, budgets, machine, tuned(budgets), devices)
-        given = problem, budgets, machines, rates.assumed
-        if devices == 1:
-            return guarded_plan(*given, tuned(budgets), tile)
-        return shared_plan(*given, tuned(budgets), tile, devices)
+        return encoding_if_possible(partial(planned, budgets), codec)
 
     if request.planned is None:
         free = _unknown if engine is None else engine.free_memory
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    return as_planned(request.planned, problem, machine, tuned(request.planned.budgets))
+    to = tuned(request.planned.budgets, codec if request.planned.layouts.c.encoded else "")
+    return as_planned(request.planned, problem, machine, to)
 
 
 def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -78,8 +79,8 @@ class PreparedJob:
     def run(self, progress: Progress | None, cancel: Cancel) -> Result:
         """Run the job until C is durable.
 
-        Call it in a thread other than the main one. Signal handlers run in the main thread, and their
-        exceptions could interrupt the release of memory and threads.
+        Call it by `threads.shielded` or `threads.shielded_here`: the exception of a signal handler could
+        interrupt the release of memory and threads.
 
         Args:
             progress: called with the plan; returns a function that is called with every finished operation.
@@ -89,6 +90,7 @@ class PreparedJob:
             OutOfMemoryError: the memory of the plan cannot be allocated. Nothing was written.
             ExecutionError: the run failed.
         """
+        handled = sys.exception()
         try:
             job, session = self._take_memory()
             _log_plan(job.plan)
@@ -96,7 +98,7 @@ class PreparedJob:
             operands = job.read | {"C": matrix}
             learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
-            _clear_frames(error)
+            _clear_frames(error, handled)
             raise
         if log.failure is not None:
             raise ExecutionError(
@@ -325,12 +327,13 @@ def _reading_cpu(cpu: list[CpuTimes | None], observe: Observer) -> Observer:
     return read_first
 
 
-def _clear_frames(failure: BaseException) -> None:
+def _clear_frames(failure: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables in the stack frames of an exception, its causes and its contexts.
 
-    They refer to the buffers of the run, which would stay allocated as long as the exception exists.
+    They refer to the buffers of the run, which would stay allocated as long as the exception exists. The
+    exception that the caller was handling when the run began is left as it is.
     """
-    left, seen = [failure], set[int]()
+    left, seen = [failure], {id(handled)}
     while left:
         one = left.pop()
         if id(one) not in seen:

@@ -39,7 +39,7 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
         ExecutionError: the operand cannot be read.
     """
     axis = matrix.line_axis
-    found = stats_of(matrix.stored, 1 - axis, Transform(), memory)
+    found = stats_of(matrix.stored, 1 - axis, Transform(), memory, extremes=False)
     wrong = [
         (~np.isfinite(found.variance), "has elements that are Inf or NaN: replace them, or leave it out")
     ]

@@ -19,6 +19,7 @@ from oocgemm.jobs.moments import SCRATCH, Moments, moments
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import Op
+from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.genetics.bed import MISSING, BedMatrix
@@ -100,28 +101,35 @@ def stats(
     return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
-def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int) -> Stats:
+def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int, *, extremes: bool = True) -> Stats:
     """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
 
-    Of `transform`, only the code of missing elements and `log1p` matter.
+    Of `transform`, only the code of missing elements and `log1p` matter. Without `extremes`, the caller does
+    not use `min` and `max`, which are then not found unless the statistics are cached.
     """
     code = transform.code(matrix.name, matrix.dtype)
     place = _place(matrix, axis, code, transform.log1p)
     found = None if place is None else _load(place, matrix.shape[1 - axis])
     if found is None:
         logger.info("reading %s for statistics of its %s", matrix.name, ("columns", "rows")[axis])
-        found = _computed(matrix, axis, code, transform.log1p, memory)
+        wanted = extremes or place is not None
+        found = _computed(matrix, axis, code, transform.log1p, memory, extremes=wanted)
         if place is not None:
             _save(place, found)
     return found
 
 
-def _computed(matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int) -> Stats:
+def _computed(
+    matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int, *, extremes: bool
+) -> Stats:
     if isinstance(matrix, BedMatrix) and matrix.variant_axis != axis and code == MISSING and not log1p:
         return _of_genotypes(genotype_counts(matrix, memory))
     found = Moments(matrix.shape[1 - axis])
-    blocks = reduced(matrix, axis, memory, SCRATCH, lambda rows, cols, raw: moments(raw, axis, code, log1p))
-    for rows, cols, part in blocks:
+
+    def act(rows: Range, cols: Range, raw: Array) -> Moments:
+        return moments(raw, axis, code, log1p, extremes=extremes)
+
+    for rows, cols, part in reduced(matrix, axis, memory, SCRATCH, act):
         found.add(slice(*(cols if axis == 0 else rows)), part)
     return Stats(found.count, found.missing, *found.finished())
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
+from oocgemm.stores.arrays import viewed
 from oocgemm.stores.scratch import scratch_array
 
 T = TypeVar("T")
@@ -18,6 +19,8 @@ T = TypeVar("T")
 MAX_THREADS, THREADS_PER_CORE = 16, 2
 # Minimum bytes of a block. With smaller ones, threads mostly wait for the GIL.
 BATCH_BYTES = 4 << 20
+# Blocks of a plain array in memory are that many times as large: they are not copied.
+VIEWED = 4
 # Columns of the blocks in which an array without chunks is read along its columns.
 COLUMNS = 1 << 12
 
@@ -37,23 +40,27 @@ def reduced(
         scratch: bytes that `act` needs besides the block and its result. The result has at most 96 bytes per
             row or column.
         act: called by several threads with the rows, the columns and the elements of a block, which it must
-            not keep.
+            not keep or change.
 
     Raises:
         ExecutionError: a block cannot be read.
     """
-    batch = max(1, BATCH_BYTES // matrix.dtype.itemsize)
+    views = viewed(matrix, (0, 0), (0, 0)) is not None
+    batch = max(1, BATCH_BYTES * (VIEWED if views else 1) // matrix.dtype.itemsize)
     unit = _unit(matrix, axis, batch)
-    piece = max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
+    piece = 0 if views else max(unit[0] * unit[1], 2 * batch) * matrix.dtype.itemsize
     # Two blocks per thread are queued or in work, so that no thread waits while a result is used.
-    each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * max(unit[1 - axis], batch)
+    lines = max(unit[1 - axis], min(batch, matrix.shape[1 - axis]))
+    each = matrix.layout.decode_bytes + 2 * piece + scratch + 96 * lines
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * cores, memory // each))
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
 
     def work(rows: Range, cols: Range) -> T:
-        raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
-        _read(matrix, rows, cols, raw)
+        raw = viewed(matrix, rows, cols)
+        if raw is None:
+            raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+            _read(matrix, rows, cols, raw)
         return act(rows, cols, raw)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:

@@ -69,7 +69,7 @@ def readable(matrix: Matrix, memory: int) -> Matrix:
     transform = matrix.transform
     found = None
     if transform.needs_stats:
-        found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory)
+        found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory, extremes=False)
     center, scale, fill = _numbers(matrix, found)
     if transform.corrects:
         none = np.broadcast_to(0.0, center.shape)

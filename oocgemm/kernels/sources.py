@@ -6,7 +6,7 @@ The sources are sorted into folders; each source has a unique name. Includes are
     fast/       kernels for speed                          integers/   exact products of int8
     checks/     checksums for the verification             transforms/ transforms of panels on load
     common/     shared headers, and the kernels finish and turn
-    decoding/   panels composed of decoded chunks
+    decoding/   panels composed of decoded chunks      encoding/   chunks of C compressed
 """
 
 from functools import cache

@@ -5,6 +5,8 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
+from time import monotonic
 
 from oocgemm import backends
 from oocgemm.backends import Backend
@@ -23,6 +25,9 @@ LINKS = ("h2d", "d2h", "read", "remote", "decode", "memory", "write", "prepare")
 # Shorter runs teach nothing: they are dominated by the start-up, and storing rates would take a visible part
 # of their time.
 MIN_WALL_NS = 100_000_000
+# Runs of one plan teach the same. So one of them in this many seconds is learned from, which takes 3 ms.
+# Up to MAX_TEACHERS plans are remembered.
+TEACHES_AGAIN, MAX_TEACHERS = 10.0, 16
 # If other programs used more than this share of the CPU cores, nothing is learned of what the cores do.
 MAX_OTHERS = 0.1
 
@@ -116,7 +121,7 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
         engine: the backend of the run.
     """
     # With several devices, spans of one lane overlap, which would falsify the rates.
-    if log.wall < MIN_WALL_NS or plan.devices > 1 or not learning.enabled():
+    if log.wall < MIN_WALL_NS or plan.devices > 1 or not learning.enabled() or _has_taught(plan):
         log.sample.clear()
         return
     try:
@@ -132,6 +137,22 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
         logger.debug("the rates of this run were not learned", exc_info=True)
     finally:
         log.sample.clear()  # the log lives as long as the result of the run
+
+
+# By the id of its plan, the plan of a run that was learned from, and the time of `monotonic` then.
+_teachers: dict[int, tuple[Plan, float]] = {}
+
+
+def _has_taught(plan: Plan) -> bool:
+    """Return whether a run of the same plan was learned from just now. Otherwise the present one counts."""
+    now = monotonic()
+    _, at = _teachers.get(id(plan), (None, -inf))
+    if now - at < TEACHES_AGAIN:
+        return True
+    if len(_teachers) >= MAX_TEACHERS:
+        _teachers.clear()
+    _teachers[id(plan)] = plan, now
+    return False
 
 
 def _observed(

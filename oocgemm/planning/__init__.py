@@ -3,6 +3,7 @@
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.decoding import Coding, with_decoding
+from oocgemm.planning.cost.encoding import Division, division_of, index_bytes, with_encoding
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
@@ -36,6 +37,7 @@ __all__ = [
     "Candidate",
     "Coding",
     "DType",
+    "Division",
     "GemmProblem",
     "KernelRate",
     "Kind",
@@ -62,12 +64,15 @@ __all__ = [
     "check_link",
     "default_model",
     "divided",
+    "division_of",
     "fit_line",
     "fit_link",
     "guarded_plan",
+    "index_bytes",
     "make_plan",
     "recorded_plan",
     "resumed_plan",
     "shared_plan",
     "with_decoding",
+    "with_encoding",
 ]

@@ -248,6 +248,15 @@ class GemmProblem:
         return self.acc_dtype != self.c_dtype or changes or self.kept > 0
 
     @property
+    def halves_diagonal(self) -> bool:
+        """Whether the host's BLAS computes one triangle of the squares on the diagonal of a Gram matrix.
+
+        The other one is mirrored before the strip is written. Nothing else may use the strip before.
+        """
+        real = self.acc_dtype in ("float32", "float64")
+        return bool(self.gram) and real and not (self.finishes or self.planes or self.checked)
+
+    @property
     def finish_slots(self) -> int:
         """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
         return (1 if self.kept else 2) if self.finishes else 0

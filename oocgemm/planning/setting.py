@@ -17,6 +17,11 @@ CHUNK_BYTES = NEW_CHUNK_BYTES
 GRAM_STRIPS, MIN_GRAM_CHUNK = 16, 256
 
 
+# Seconds to enqueue an operation, if one thread only enqueues them, and if A, B and C have at most
+# ENQUEUED_BYTES bytes. Larger products were slower with the smaller tiles that so short a time suggests.
+ENQUEUE, ENQUEUED_BYTES = 60e-6, 512 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """Hard upper bounds, in bytes, on the memory that a run occupies on the device and on the host."""
@@ -140,6 +145,17 @@ class Setting:
         """
         layouts = self.layouts.a, self.layouts.b, self.layouts.c
         return all(x.pinned for x in layouts) and not (self.problem.checked or self.problem.planes)
+
+    @property
+    def enqueued(self) -> "Setting":
+        """The setting with the times of operations that one thread only enqueues, if it does (`enqueues`)."""
+        if not self.enqueues:
+            return self
+        problem, sizes, machine = self.problem, self.problem.itemsizes, self.machine.enqueued()
+        operands = problem.depth * (problem.m * sizes["A"] + problem.n * sizes["B"])
+        if operands + problem.m * problem.n * sizes["C"] <= ENQUEUED_BYTES:
+            machine = replace(machine, issue=min(machine.issue, ENQUEUE))
+        return replace(self, machine=machine)
 
     @cached_property
     def host_caches_panels(self) -> bool:

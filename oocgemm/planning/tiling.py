@@ -218,6 +218,7 @@ class Layout:
       `page_cached` is too.
     - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
     - `stored_share`: bytes in storage per decoded byte.
+    - `encoded`: for C, how a GPU compresses its chunks, such as "blosc-zstd"; "" if the host does.
 
     Arrays in host memory:
 
@@ -251,6 +252,7 @@ class Layout:
     decoded: str = ""
     stream_bytes: int = 0
     stored_share: float = 1.0
+    encoded: str = ""
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

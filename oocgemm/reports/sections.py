@@ -354,6 +354,8 @@ def _setup(run: Run) -> str:
         shown.append(operand.get("transform"))
         if plan.get("layouts", {}).get(name.lower(), {}).get("decoded"):
             shown.append("decoded by the GPU")
+        if plan.get("layouts", {}).get(name.lower(), {}).get("encoded"):
+            shown.append("compressed by the GPU")
         row(name, ", ".join(str(part) for part in shown if part))
     backend = dict(header.get("backend", {}))
     kernels = ", ".join(backend.pop("multiplied by", ()))

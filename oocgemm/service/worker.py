@@ -66,11 +66,19 @@ def main(folder: Path) -> int:
             status, keep = job.run(folder, order, begin)
             if not keep:
                 return status
+            _shrink()
             signal.signal(signal.SIGTERM, _stop)
             _tell(server, IDLE)
     except KeyboardInterrupt:
         return job.STOPPED
     return 0
+
+
+def _shrink() -> None:
+    """Free memory that the server does not count as that of an idle worker."""
+    from oocgemm.backends import shrink
+
+    shrink()
 
 
 def _stop(signum: int, frame: object) -> None:

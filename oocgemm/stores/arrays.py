@@ -199,6 +199,13 @@ def memory(matrix: Matrix) -> Array:
     return matrix.array
 
 
+def viewed(matrix: Matrix, rows: Range, cols: Range) -> Array | None:
+    """Return a block of a plain array in memory as a view, which is only read; None for other matrices."""
+    if isinstance(matrix, ArrayMatrix) and matrix.layout.in_place:
+        return matrix.array[slice(*rows), slice(*cols)]
+    return None
+
+
 def is_mapped(matrix: Matrix) -> bool:
     """Return whether a matrix in memory is a memory map of a file, whose pages may have to be read first."""
     assert isinstance(matrix, ArrayMatrix)

@@ -13,7 +13,10 @@ Sources: the format of c-blosc 1.21 (README_CHUNK_FORMAT.rst, blosc.c) and RFC 8
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array
 from oocgemm.stores.compressors import zstd_header
 
 # How the elements of a block are stored: as they are, byte by byte, or bit by bit.
@@ -89,6 +92,14 @@ class Frame(NamedTuple):
     split: int
     block: int
     order: int
+
+
+def index_of(slot: Array, chunks: int) -> list[tuple[int, int]]:
+    """Return where the frame of each chunk of a strip begins in a host slot, and its bytes.
+
+    A GPU that compresses C writes these numbers to the start of the slot.
+    """
+    return [(start, size) for start, size in slot[: 16 * chunks].view(np.uint64).reshape(chunks, 2).tolist()]
 
 
 def frame_of(stored: bytes, chunk: int, codec: Codec) -> Frame | None:

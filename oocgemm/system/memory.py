@@ -45,8 +45,10 @@ def allocate(size: int) -> npt.NDArray[Any]:
     With huge pages, the page faults of the first writes take a fraction of the time. The memory is freed
     when the array and all views of it are deleted. Raises `OutOfMemoryError`.
     """
+    if not size:
+        return np.empty(0, np.uint8)
     try:
-        block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemoryError(
             f"the system refuses {format_size(size)} of host memory ({error}), "

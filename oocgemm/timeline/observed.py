@@ -161,12 +161,13 @@ def _rate_of(plan: Plan, kind: Kind, operand: str, places: Mapping[str, str]) ->
         # The rates of copies back to pageable memory and of decoding on the GPU are not in the model.
         return ("memory", "") if kind is Kind.UPLOAD and not layout.decoded else ("", "")
     # The rate of writes that encode is not in the model.
-    if kind is Kind.WRITE and not layout.in_memory and not layout.encodes:
+    if kind is Kind.WRITE and not (layout.in_memory or layout.encodes or layout.encoded):
         return "write", places.get(operand, "")
     simple = {
         Kind.READ: "memory",
         Kind.UPLOAD: "h2d",
-        Kind.DOWNLOAD: "d2h",
+        # How many bytes of a C that the GPU compresses are copied is not known.
+        Kind.DOWNLOAD: "" if layout.encoded else "d2h",
         Kind.PREPARE: "prepare" if plan.problem.planes else "",  # transforms have another rate
         Kind.MULTIPLY: plan.problem.rate,
     }

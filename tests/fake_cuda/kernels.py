@@ -16,7 +16,7 @@ from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.kernels.epilogue import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.epilogue import REDUCTIONS, Step
-from tests.fake_cuda import measuring, selecting, unpacker
+from tests.fake_cuda import measuring, packer, selecting, unpacker
 from tests.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.fake_cuda.memory import Array, Block, Memory, block_of
 from tests.fake_cuda.placing import place
@@ -315,6 +315,8 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "place": (4, place),
     "frames": (1, unpacker.frames),
     **dict.fromkeys(("crc32c", "zstd_walk", "zstd_entropy", "lz4_parse", "execute"), (1, unpacker.nothing)),
+    "assemble": (1, packer.assemble),
+    **dict.fromkeys(("shuffle", "lz4_compress", "zstd_compress", "locate"), (1, packer.nothing)),
     "check_panel": (1, check_panel),
     "check_strip": (1, check_strip),
     "check_product": (1, check_product),

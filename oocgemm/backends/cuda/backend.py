@@ -13,6 +13,7 @@ from oocgemm.backends.cuda.applied import AppliedSession
 from oocgemm.backends.cuda.chained import ChainedSession
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
+from oocgemm.backends.cuda.repeated import RepeatedSession, is_repeatable, reopened
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import idle_bytes
 from oocgemm.errors import BackendError, OutOfMemoryError
@@ -98,6 +99,10 @@ class CudaBackend:
         return known.describe(kernel, problem.a_dtype, problem.compute)
 
     def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> CudaSession:
+        if not beside and (repeated := reopened(self._device, plan, kernel)) is not None:
+            return repeated
+        if not beside and is_repeatable(plan):
+            return RepeatedSession(self._device, plan, kernel)
         problem = plan.problem
         session = ChainedSession if problem.chained else AppliedSession if problem.applied else CudaSession
         return session(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])

@@ -84,11 +84,6 @@ def record(event: Any, stream: Any) -> None:
     driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
 
 
-def recording(event: Any, stream: Any) -> Callable[[], int]:
-    """Return a function that records an event on a stream, and returns the status."""
-    return partial(_cuda("cuEventRecord", _AT, _AT), event.ptr, stream.ptr)
-
-
 def query(event: Any) -> Callable[[], int]:
     """Return a function that returns 0 when an event has completed."""
     return partial(_cuda("cuEventQuery", _AT), event.ptr)

@@ -10,7 +10,7 @@ import cupy
 from oocgemm.backends.base import Token
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Slot
+from oocgemm.planning import Plan, Slot
 
 # Maximum age, in nanoseconds, of a `Clock`'s reference event. CUDA returns the time between two events as
 # float32, so its rounding error grows with that time. Up to 2 s, the error is below 0.1 microseconds.
@@ -22,6 +22,16 @@ STREAMS = {"h2d": 0, "h2d-c": 0, "peer": -1, "prepare": -1, "compute": 0, "d2h":
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
+# In runs of at most MAX_SPIN_STEPS steps that take less than MAX_SPIN seconds, a thread that waits for the
+# device keeps its core busy. An idle core takes 0.05 ms to wake, and then runs slowly for a while: the Python
+# code before and after the waits took twice as long.
+MAX_SPIN, MAX_SPIN_STEPS = 0.2, 64
+
+
+def spins(plan: Plan) -> bool:
+    """Return whether the thread that waits for the device spins: no other thread needs the cores."""
+    short = plan.steps <= MAX_SPIN_STEPS and plan.prediction.total < MAX_SPIN
+    return short and plan.setting.enqueues
 
 
 class Clock:
@@ -88,9 +98,12 @@ class Work:
     finish: Callable[[], None] | None = None
 
     @classmethod
-    def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch]) -> Self:
-        """Record an event on a stream, make the launches, and record a second event."""
-        start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+    def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch], *, spins: bool = False) -> Self:
+        """Record an event on a stream, make the launches, and record a second event.
+
+        If `spins`, a thread that waits for the second event keeps its core busy, and continues sooner.
+        """
+        start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=not spins)
         return cls(start, cuda_calls.record_around(launches, start, end, stream), end)
 
     def interval(self, clock: Clock) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from oocgemm.backends.arena import slot_offsets
 from oocgemm.backends.base import Array
 from oocgemm.backends.cuda.decoder import Decoder
 from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.packer import Packer
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError
@@ -79,6 +80,7 @@ class HostMemory:
         self._driver = threading.Lock()
         self._own = Kept()
         self.decoder: Decoder | None = None  # for a plan with compressed operands that the device decodes
+        self.packer: Packer | None = None  # for a plan with a C that the device compresses
 
     @property
     def ring(self) -> Ring:
@@ -89,8 +91,8 @@ class HostMemory:
     def take(self, plan: Plan, kernels: Kernels, address: int) -> Array | None:
         """Take what an earlier run has left, if it fits the plan. What does not fit is freed.
 
-        Memory that this run does not use would come on top of its budget. Open the decoder, if the plan has
-        one, which launches `kernels`. Its memory on the device begins at `address`.
+        Memory that this run does not use would come on top of its budget. Open the decoder and the packer,
+        if the plan has them, which launch `kernels`. Their memory on the device begins at `address`.
 
         Returns:
             Pinned, resident memory for all host slots of the plan; None if it exceeds `MAX_KEPT`, or if
@@ -113,6 +115,9 @@ class HostMemory:
             kept.ring = Ring(self._device, shape)
         if (decoding := decoding_shape(plan.setting)) is not None:
             self.decoder = Decoder(self._device, decoding, address, kernels)
+        used = plan.footprint.device
+        if used["encode"]:
+            self.packer = Packer(plan, kernels, (address + used["decode"], used["encode"]))
         if not 0 < size <= MAX_KEPT:
             return None
         if kept.arena is None:
@@ -181,6 +186,12 @@ class HostMemory:
                 with suppress(Exception):
                     runtime.hostUnregister(begin)
         self._slots = {}
+
+
+def keeps(device: int) -> bool:
+    """Return whether memory or a ring is kept for the next run on a device."""
+    kept = _kept.get(device)
+    return kept is not None and (kept.arena is not None or kept.ring is not None)
 
 
 def release() -> None:

@@ -46,6 +46,11 @@ class Multiplier:
             self._idle.append(self._blas)
         self._blas = 0
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the measured rates of kernels are the same as when this object was created."""
+        return self._tuning == tuning.load(self._tuning.device)
+
     def emulated(self, dtype: str) -> Emulated:
         """Return an object that computes products of the dtype `dtype` from int8 products.
 

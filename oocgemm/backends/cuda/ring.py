@@ -1,9 +1,12 @@
 """Copies blocks between pageable host memory and the device, piece by piece through a ring of pinned buffers.
 
 Several threads work on one block. To upload, a thread copies a piece of the block into one of its pinned
-buffers, and issues the copy to the device on its own stream. While the device copies, the thread fills its
+buffers, and issues the copy to the device. While the device copies, the thread fills its
 next buffer. A download goes the other way. So the memory of a run does not depend on the size of its blocks,
 and copies on the host and over the link overlap within a block.
+
+The copies of a block are on one stream, and blocks that are copied at the same time have different streams.
+With more streams, copies would wait for each other: a GPU has 8 queues, by default, and streams share them.
 
 Threads take pieces from one queue per direction. To hand over a piece and to take the GIL again after a copy
 costs tens of microseconds. So pieces are large, and no other call of a piece releases the GIL.
@@ -12,10 +15,9 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from itertools import count, cycle
 from queue import Empty, SimpleQueue
-from time import perf_counter_ns
 from typing import Any
 
 import cupy
@@ -25,6 +27,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.lanes import Copying, Lane, Move
 from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.turner import Turn
@@ -36,178 +39,9 @@ from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
 
 PAGE = 4096
-# Blocks that are copied at the same time in one direction have different streams for their ends, unless there
-# are more blocks than this.
-JOINS = 4
-
-
-class Buffer:
-    """A pinned buffer of a lane, and the event after the latest copy from or to it.
-
-    `offset` is its distance in bytes from the first buffer of its direction.
-    """
-
-    def __init__(self, memory: Array, offset: int, stream: Any) -> None:
-        self.address: int = memory.ctypes.data
-        self.offset = offset
-        self._memory = memory
-        self._event = cupy.cuda.Event(block=True, disable_timing=True)
-        self._query = cuda_calls.query(self._event)
-        self._record = cuda_calls.recording(self._event, stream)
-        self._array, self._form = memory, (memory.dtype, 0, 0)
-
-    def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
-        """Return the first bytes of the buffer as an array."""
-        form = dtype, height, width
-        if form != self._form:  # most pieces of a block have the same shape
-            self._array = self._memory[: height * width * dtype.itemsize].view(dtype).reshape(height, width)
-            self._form = form
-        return self._array
-
-    def record(self) -> Any:
-        """Record the event on the lane's stream, and return it."""
-        cuda_calls.check(self._record())
-        return self._event
-
-    def wait(self) -> None:
-        """Wait for the event. The thread keeps the GIL if the event has completed."""
-        if self._query():
-            self._event.synchronize()
-
-
-class Lane:
-    """The stream and the pinned buffers of one thread."""
-
-    def __init__(self, memory: Array, start: int, end: int) -> None:
-        """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
-        # A kernel that transposes a piece starts before the thread blocks of products that are queued.
-        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
-        self.block = -1  # number of the block that the stream has waited for
-        size = (end - start) // BUFFERS
-        parts = range(start, end, size)
-        self._buffers = cycle([Buffer(memory[at : at + size], at, self.stream) for at in parts])
-        self.pending: Callable[[], None] | None = None  # finishes the latest piece
-
-    def finish(self) -> None:
-        """Finish the latest piece, if that is left to do."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending()
-
-    def next_buffer(self) -> Buffer:
-        """Return a buffer, when the latest copy from or to the buffer has ended."""
-        buffer = next(self._buffers)
-        buffer.wait()
-        return buffer
-
-
-# Issues the copy of one piece by the means of a lane. Returns the event after the copy, and what is left to
-# do when the thread has issued its next copy; None if nothing is.
-_Move = Callable[[Lane, Piece], tuple[Any, Callable[[], None] | None]]
-
-
-class Copying:
-    """A block that is being copied.
-
-    Attributes:
-        number: of the block, unique in the process.
-        move: issues the copy of one piece.
-        waits: events that the copies wait for.
-        join: the stream that waits for the copies of all pieces.
-        error: the first error of a piece. No further piece is copied then.
-    """
-
-    _numbers = count()
-
-    def __init__(
-        self, move: _Move, waits: Sequence[Any], join: Any, pieces: int, ended: Callable[[], object]
-    ) -> None:
-        """Prepare to copy a number of pieces. `ended` is called when all of them have been copied."""
-        self.number = next(self._numbers)
-        self.move, self.waits, self.join = move, waits, join
-        self.error: BaseException | None = None
-        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        self._unstarted, self._issued = iter([self._start]), 0
-        self._counting, self._when_ended = threading.Lock(), ended
-        self._unissued = self._unfinished = pieces
-        # They are held until all copies have been issued, and until all pieces are finished.
-        self._issuing, self._finishing = threading.Lock(), threading.Lock()
-        self._issuing.acquire()
-        self._finishing.acquire()
-
-    def copy(self, lane: Lane, piece: Piece) -> None:
-        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
-        late = None
-        try:
-            if self.error is None:
-                if lane.block != self.number:
-                    self._begin(lane)
-                event, late = self.move(lane, piece)
-                cuda_calls.wait(self.join, event)
-        except BaseException as error:
-            self.error = self.error or error
-        self._count_issued()
-        if lane.pending is not None:
-            lane.finish()  # of the piece before this one
-        if late is None:
-            self._count_finished()
-        else:
-            lane.pending = partial(self._finish, late)
-
-    def _begin(self, lane: Lane) -> None:
-        """Let a lane's stream wait for what the block waits for. The first lane records the start."""
-        for event in self.waits:
-            cuda_calls.wait(lane.stream, event)
-        lane.block = self.number
-        for start_event in self._unstarted:  # in the first thread only
-            self._issued = perf_counter_ns()
-            cuda_calls.record(start_event, lane.stream)
-
-    def _finish(self, late: Callable[[], None]) -> None:
-        """Do what is left to do for a piece."""
-        try:
-            if self.error is None:
-                late()
-        except BaseException as error:
-            self.error = self.error or error
-        self._count_finished()
-
-    def _count_issued(self) -> None:
-        """Count a piece as issued. After the last one, record the end of the copies."""
-        with self._counting:
-            self._unissued -= 1
-            if self._unissued:
-                return
-        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
-        try:
-            cuda_calls.record(self._end, self.join)
-        except BaseException as error:
-            self.error = self.error or error
-        self._issuing.release()
-
-    def _count_finished(self) -> None:
-        with self._counting:
-            self._unfinished -= 1
-            if self._unfinished:
-                return
-        self._when_ended()
-        self._finishing.release()
-
-    def work(self) -> Work:
-        """Wait until the last piece has been handed to the device; raise the first error.
-
-        The host may still have to write pieces: the returned `Work.finish` waits for that.
-        """
-        with self._issuing:
-            if self.error is not None:
-                self._wait()
-            return Work(self._start, self._issued, self._end, self._wait)
-
-    def _wait(self) -> None:
-        """Wait until all pieces are finished; raise the first error."""
-        with self._finishing:
-            if self.error is not None:
-                raise self.error
+# Maximum number of blocks per direction that have streams of their own while they are copied. The pieces of
+# other blocks are on the streams of the lanes.
+MAX_STREAMS = 4
 
 
 class Direction:
@@ -226,7 +60,8 @@ class Direction:
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
                 "pass a smaller --host-memory, or raise ulimit -l"
             ) from error
-        self._turns = count()
+        self._streams: list[Any] = []  # those that no block uses
+        self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -239,8 +74,8 @@ class Direction:
         """Create the lanes, and start a thread for each but the last one."""
         size = BUFFERS * shape.piece
         with self._device:
+            self._join = cupy.cuda.Stream(non_blocking=True)
             lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
-            self._joins = [cupy.cuda.Stream(non_blocking=True) for _ in range(JOINS)]
         self._piece = shape.piece
         self._blocks: list[Pageable] = []  # as many as are being copied, in any order
         self._single, self._using_single = lanes.pop(), threading.Lock()
@@ -250,17 +85,22 @@ class Direction:
             start(thread)
             self._threads.append(thread)
 
-    def begin(self, block: Pageable, move: _Move, waits: Sequence[Any]) -> Callable[[], Work]:
+    def begin(
+        self, block: Pageable, move: Move, waits: Sequence[Any], *, apart: bool = False
+    ) -> Callable[[], Work]:
         """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
-        `waits` are events that the copies wait for. The device must be the current one of this thread.
+        `waits` are events that the copies wait for. If `apart`, each lane uses its own stream. The device
+        must be the current one of this thread.
         """
         self._blocks.append(block)
         try:
+            stream = self._free_stream()
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
             parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
-            join = self._joins[next(self._turns) % JOINS]
-            copying = Copying(move, waits, join, len(parts), self._blocks.pop)
+            join = self._join if stream is None else stream
+            ended, apart = partial(self._ended, stream), apart or stream is None
+            copying = Copying(move, waits, join, len(parts), ended, apart=apart)
         except BaseException:
             self._blocks.pop()
             raise
@@ -274,6 +114,23 @@ class Direction:
             for piece in parts:
                 self._queue.put((copying, piece))
         return copying.work
+
+    def _ended(self, stream: Any) -> None:
+        """Note that a block has been copied, whose copies were on a stream; None if on those of the lanes."""
+        self._blocks.pop()
+        if stream is not None:
+            self._streams.append(stream)
+
+    def _free_stream(self) -> Any:
+        """Return a stream that no block uses; None if there are too many blocks.
+
+        On a stream that another block uses, its copies would wait for the events of both blocks.
+        """
+        with suppress(IndexError):
+            return self._streams.pop()
+        for _ in self._more:
+            return cupy.cuda.Stream(non_blocking=True, priority=-1)
+        return None
 
     def _serve(self, lane: Lane) -> None:
         with self._device:
@@ -315,13 +172,13 @@ class Ring:
         """
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: Piece) -> tuple[Any, None]:
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             block.move(rows, cols, buffer.array(dtype, height, width))
             size = width * dtype.itemsize
-            _copy((address + at, row), (buffer.address, size), height, size, lane.stream)
-            return buffer.record(), None
+            _copy((address + at, row), (buffer.address, size), height, size, stream)
+            return buffer.record(stream), None
 
         return self._direction("upload").begin(block, move, waits)
 
@@ -337,16 +194,16 @@ class Ring:
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
-        def move(lane: Lane, piece: Piece) -> tuple[Any, Callable[[], None]]:
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
             buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
             size = width * dtype.itemsize
             if turn is None:
                 source = address + at, row
             else:  # the last copy from the same place has ended, since it was one to this buffer
-                source = turn(address, rows, cols, buffer.offset, lane.stream), size
-            _copy((buffer.address, size), source, height, size, lane.stream)
-            event = buffer.record()
+                source = turn(address, rows, cols, buffer.offset, stream), size
+            _copy((buffer.address, size), source, height, size, stream)
+            event = buffer.record(stream)
 
             def write() -> None:
                 buffer.wait()
@@ -354,7 +211,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").begin(block, move, waits)
+        return self._direction("download").begin(block, move, waits, apart=turn is not None)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:

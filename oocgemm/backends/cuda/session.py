@@ -33,7 +33,7 @@ from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
-from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens
+from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.launch import SumsDevice
@@ -64,7 +64,7 @@ class CudaSession:
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
         self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
-        self._arena = 0
+        self._arena, self._spins = 0, spins(plan)
         known = [(session._device.id, session._places) for session in beside]
         self._places: Places = connected(device, known)
         self._warm, self._closed, self._loading = take(device), False, Loading()
@@ -85,7 +85,7 @@ class CudaSession:
                     self._expander = Expander(plan, self._multiplier.kernels, self._address)
                     self.asynchronous = (*self.asynchronous, Kind.PREPARE)
                 offsets, self._vectors = device_offsets(plan, self._number)
-                turned, self._work, decode, size = areas(plan, self._vectors)
+                turned, self._work, decode, _, size = areas(plan, self._vectors)
                 self._free_before: int | None = None  # None: the session allocates nothing
                 if not self._warm.holds(size, plan.budgets.device):
                     self._free_before = runtime.memGetInfo()[0] + self._warm.size
@@ -190,7 +190,7 @@ class CudaSession:
         if checksums is not None:
             return self._submit_with_sums(operation, launches, checksums)
         check = self._finisher.check_of(operation) if self._finisher else None
-        own = Work.on(stream, launches)
+        own = Work.on(stream, launches, spins=self._spins)
         return CudaToken(operation.stream, own, own.end, self._clock, check)
 
     def _submit_with_sums(
@@ -314,7 +314,10 @@ class CudaSession:
             copy = array_copy(device, host.array, stream, uploading=uploading)
             return [*self._turner.launches(op, device), copy]
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        copies = slot_copies(device, host, self._host.pin_slot(start, size), stream, uploading=uploading)
+        pinned = self._host.pin_slot(start, size)
+        if (packer := self._host.packer) is not None and not uploading:
+            return [cuda_calls.in_python(partial(packer.launch, op, device, start, stream))]
+        copies = slot_copies(device, host, pinned, stream, uploading=uploading)
         return copies if uploading else copies + self._checksums(op, host, stream)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:

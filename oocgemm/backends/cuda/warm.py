@@ -2,11 +2,15 @@
 
 Creating and destroying these takes longer than a small product. A `Warm` belongs to one session at a time.
 Idle ones are kept per device, at most `MAX_IDLE`, of which at most one has an arena.
+
+A large arena is kept too, but only for `BRIEF_SECONDS`. If it were freed and allocated again, the driver
+would clear its memory while the first blocks are uploaded. For an arena of 8 GiB, that took 20 ms on an H100,
+and freeing it took 3 to 9 ms.
 """
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import cupy
 from cupy.cuda import runtime
@@ -14,11 +18,25 @@ from cupy.cuda import runtime
 from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock
 from oocgemm.backends.cuda.launch import Kernels, properties
+from oocgemm.planning import Plan
 
 # Maximum number of idle `Warm` objects per device.
 MAX_IDLE = 2
-# An arena that takes more than this share of the device's memory is freed when its session closes.
-MAX_KEPT_SHARE = 1 / 16
+# An arena that takes more than the first share of the device's memory is freed after a while, one that takes
+# more than the second share when its session closes.
+MAX_KEPT_SHARE, MAX_BRIEF_SHARE = 1 / 16, 1 / 4
+# For how many seconds a large arena is kept.
+BRIEF_SECONDS = 1.0
+
+
+class Reusable(Protocol):
+    """A closed session that can be opened again, as long as its `Warm` and the arena are kept."""
+
+    def runs(self, plan: Plan, kernel: str) -> bool:
+        """Return whether the session can run a plan with a kernel once more."""
+
+    def drop(self) -> None:
+        """Give up what the session keeps besides its arena. It cannot be opened again."""
 
 
 class Warm:
@@ -34,6 +52,7 @@ class Warm:
         self._kernels: Kernels | None = None
         self.arena = 0  # its address
         self.size = 0  # bytes of the arena
+        self.session: Reusable | None = None  # the last session, if it can be opened again
 
     @property
     def kernels(self) -> Kernels:
@@ -48,6 +67,11 @@ class Warm:
         if self._clock is None:
             self._clock = Clock(cupy.cuda.Device(self._device))
         return self._clock
+
+    @property
+    def share(self) -> float:
+        """The share of the device's memory that the arena takes."""
+        return float(self.size / properties(self._device)["totalGlobalMem"])
 
     def stream(self, name: str, priority: int) -> Any:
         """Return the stream of a name and priority."""
@@ -71,20 +95,32 @@ class Warm:
             self.size = max(size, 1)
         return self.arena
 
-    def keep(self) -> None:
-        """Keep this for the next session. No work that uses it may be in flight."""
+    def keep(self, session: Reusable | None = None) -> None:
+        """Keep this for the next session, which may be `session` again. No work may be in flight."""
         with _lock:
+            self.session = session
             idle = _idle.setdefault(self._device, [])
             kept = len(idle) < MAX_IDLE
-            small = self.size <= MAX_KEPT_SHARE * properties(self._device)["totalGlobalMem"]
+            small = self.share <= MAX_BRIEF_SHARE
             has_arena = kept and small and not any(other.size for other in idle)
             if not has_arena:
                 self.free()
             if kept:
                 idle.append(self)
+            else:
+                self.drop()
+            if self.share > MAX_KEPT_SHARE:
+                _shrink_later()
+
+    def drop(self) -> None:
+        """Give up the session that could be opened again."""
+        if self.session is not None:
+            self.session.drop()
+            self.session = None
 
     def free(self) -> None:
         """Free the arena. After a failed launch, every CUDA call raises: errors are ignored."""
+        self.drop()
         address, self.arena, self.size = self.arena, 0, 0
         if address:
             with suppress(Exception):
@@ -93,6 +129,7 @@ class Warm:
 
 _idle: dict[int, list[Warm]] = {}
 _lock = threading.Lock()
+_timers: list[threading.Timer] = []  # the latest one that frees large arenas
 
 
 def take(device: int) -> Warm:
@@ -105,7 +142,52 @@ def take(device: int) -> Warm:
         if not idle:
             return Warm(device)
         idle.sort(key=lambda warm: warm.size)
-        return idle.pop()
+        found = _taken(idle, idle[-1])
+        found.drop()
+        return found
+
+
+def reuse(device: int, plan: Plan, kernel: str) -> Reusable | None:
+    """Return the session that the last run of a plan has left; None if there is none. The caller owns it."""
+    with _lock:
+        idle = _idle.get(device, [])
+        for warm in idle:
+            if warm.session is not None and warm.session.runs(plan, kernel):
+                return _taken(idle, warm).session
+    return None
+
+
+def _taken(idle: list[Warm], warm: Warm) -> Warm:
+    """Remove a `Warm` from the idle ones. Hold the lock."""
+    if warm.share > MAX_KEPT_SHARE:
+        _cancel()
+    idle.remove(warm)
+    return warm
+
+
+def _shrink_later() -> None:
+    """Free large arenas that are idle in `BRIEF_SECONDS`. Hold the lock."""
+    _cancel()
+    timer = threading.Timer(BRIEF_SECONDS, shrink)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread can be started: the next session frees the arena, or takes it
+        timer.start()
+        _timers.append(timer)
+
+
+def _cancel() -> None:
+    while _timers:
+        _timers.pop().cancel()
+
+
+def shrink() -> None:
+    """Free the large arenas of all idle ones."""
+    with _lock:
+        for device, idle in _idle.items():
+            for warm in idle:
+                if warm.share > MAX_KEPT_SHARE:
+                    with cupy.cuda.Device(device):
+                        warm.free()
 
 
 def idle_bytes(device: int) -> int:

@@ -30,7 +30,7 @@ from oocgemm.backends.base import (
     numpy_dtype,
     step_scalars,
 )
-from oocgemm.backends.host.blas import blas_name, gemm
+from oocgemm.backends.host.blas import blas_name, gemm, syrk
 from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
@@ -188,6 +188,12 @@ class HostSession:
             # Op.C is not needed: chained products are real.
             adjoint = Op.N if problem.trans_a.swaps else Op.T
             gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
+        if problem.halves_diagonal and op.tile[0] == op.tile[1]:
+            upper = problem.gram == "upper"
+            square = slice(0, m) if upper else slice(c.shape[1] - m, None)
+            rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
+            syrk(problem.trans_a, alpha.real, a, beta.real, c[:, square], upper=upper)
+            b, c = b[rest] if problem.trans_b.swaps else b[:, rest], c[:, rest]
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:

@@ -22,9 +22,10 @@ from oocgemm.planning import Op
 
 # The letter of each dtype in the names of BLAS functions, such as dgemm.
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
-# Values of the enumerations CBLAS_TRANSPOSE and CBLAS_LAYOUT in cblas.h.
+# Values of the enumerations CBLAS_TRANSPOSE, CBLAS_LAYOUT and CBLAS_UPLO in cblas.h.
 _TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
 _ROW_MAJOR = 101
+_UPPER, _LOWER = 121, 122
 # OpenBLAS reads this environment variable when it is loaded. Its value (SkylakeX, say) selects the kernels.
 CHOICE = "OPENBLAS_CORETYPE"
 AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
@@ -55,6 +56,21 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
         _scale(beta, c)
         return
     (_cblas_gemm() or numpy_gemm)(trans_a, trans_b, alpha, a, b, beta, c)
+
+
+def syrk(trans: Op, alpha: float, a: Array, beta: float, c: Array, *, upper: bool) -> None:
+    """Compute one triangle of ``c = alpha op(a) @ op(a)^T + beta c`` in place, of real numbers.
+
+    The other triangle is undefined afterwards. The arguments are as for `gemm`.
+    """
+    function = _cblas_syrk()
+    if function is None or not a.size or not c.size:
+        gemm(trans, Op.N if trans.swaps else Op.T, alpha, a, a, beta, c)
+        return
+    if beta == 0:
+        # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.
+        c[...], beta = 0, 1
+    function(trans, alpha, a, beta, c, upper)
 
 
 def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
@@ -173,36 +189,65 @@ def _leading(x: Array) -> int:
     return max(1, int(x.shape[1]), apart)
 
 
+def _bound(name: str, dtype: str) -> Any:
+    """Return a function of the library that was found, such as dgemm, with the types of its arguments."""
+    found = _library()
+    assert found is not None
+    library, _, prefix, suffix = found
+    integer = _integer()
+    pointer, enum = ctypes.c_void_p, ctypes.c_int
+    scalar: Any = {"float32": ctypes.c_float, "float64": ctypes.c_double}.get(dtype, pointer)
+    function = getattr(library, f"{prefix}{_LETTERS[dtype]}{name}{suffix}")
+    function.restype = None
+    # An array and its leading dimension; for a vector, the distance between its elements.
+    array = pointer, integer
+    enums, sizes, operands = {"gemm": (3, 3, 2), "gemv": (2, 2, 2), "syrk": (3, 2, 1)}[name]
+    function.argtypes = [*[enum] * enums, *[integer] * sizes, scalar, *array * operands, scalar, *array]
+    return function
+
+
+def _integer() -> Any:
+    """Return the type of extents in the library that was found."""
+    found = _library()
+    return ctypes.c_int64 if found is not None and found[-1] == "64_" else ctypes.c_int32
+
+
+def _check_extents(m: int, n: int, k: int, *arrays: Array) -> None:
+    if _integer() is ctypes.c_int32 and max(m, n, k, *map(_leading, arrays)) >= 2**31:
+        raise BackendError(
+            f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: "
+            "pass a smaller --tile"
+        )
+
+
+@cache
+def _cblas_syrk() -> Callable[[Op, float, Array, float, Array, bool], None] | None:
+    if _library() is None:
+        return None
+    functions = {dtype: _bound("syrk", dtype) for dtype in ("float32", "float64")}
+
+    def call(trans: Op, alpha: float, a: Array, beta: float, c: Array, upper: bool) -> None:
+        n, k = len(c), a.shape[0] if trans.swaps else a.shape[1]
+        _check_extents(n, n, k, a, c)
+        functions[c.dtype.name](
+            *(_ROW_MAJOR, _UPPER if upper else _LOWER, _TRANS[trans], n, k, alpha),
+            *(a.ctypes.data, _leading(a), beta, c.ctypes.data, _leading(c)),
+        )
+
+    return call
+
+
 @cache
 def _cblas_gemm() -> Gemm | None:
-    found = _library()
-    if found is None:
+    if _library() is None:
         return None
-    library, _, prefix, suffix = found
-    integer: Any = ctypes.c_int64 if suffix == "64_" else ctypes.c_int32
-    pointer, enum = ctypes.c_void_p, ctypes.c_int
-
-    def bind(name: str, dtype: str) -> Any:
-        scalar: Any = {"float32": ctypes.c_float, "float64": ctypes.c_double}.get(dtype, pointer)
-        function = getattr(library, f"{prefix}{_LETTERS[dtype]}{name}{suffix}")
-        function.restype = None
-        # An array and its leading dimension; for a vector, the distance between its elements.
-        array = pointer, integer
-        sizes = [enum] * 3 + [integer] * 3 if name == "gemm" else [enum] * 2 + [integer] * 2
-        function.argtypes = [*sizes, scalar, *array, *array, scalar, *array]
-        return function
-
-    gemms = {dtype: bind("gemm", dtype) for dtype in _LETTERS}
-    gemvs = {dtype: bind("gemv", dtype) for dtype in _LETTERS}
+    gemms = {dtype: _bound("gemm", dtype) for dtype in _LETTERS}
+    gemvs = {dtype: _bound("gemv", dtype) for dtype in _LETTERS}
 
     def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
         m, n = c.shape
         k = a.shape[0] if trans_a.swaps else a.shape[1]
-        if integer is ctypes.c_int32 and max(m, n, k, *map(_leading, (a, b, c))) >= 2**31:
-            raise BackendError(
-                f"{m} x {n} x {k} is too large for NumPy's BLAS, whose extents must be below 2^31: "
-                "pass a smaller --tile"
-            )
+        _check_extents(m, n, k, a, b, c)
         vector = _as_gemv(trans_a, trans_b, a, b, c)
         if vector is not None and beta == 0:
             # Some versions of OpenBLAS multiply the old elements by 0, which keeps NaN.

@@ -6,6 +6,7 @@ from math import prod, sqrt
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.decoding import decoding_shape
+from oocgemm.planning.cost.encoding import encoding_bytes, slot_frames
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
@@ -77,9 +78,15 @@ def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
     return min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
 
 
-def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of one buffer by (tier, operand): the data and the checksums behind them, aligned."""
+def slot_bytes(
+    problem: GemmProblem, tile: TileShape, strip: int, frames: int = 0
+) -> dict[tuple[str, str], int]:
+    """Return the bytes of one buffer by (tier, operand): the data and the checksums behind them, aligned.
+
+    `frames` are those of a host slot for a strip of C that the GPU encodes (`slot_frames`), or 0.
+    """
     sizes = payload_bytes(problem, tile, strip)
+    sizes["host", "C"] = frames or sizes["host", "C"]
     for slot, more in checksum_bytes(problem, tile, strip).items():
         sizes[slot] += round_up(more, DEVICE_ALIGNMENT if slot[0] == "device" else HOST_ALIGNMENT)
     return sizes
@@ -154,7 +161,8 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
     """Return the bytes that a candidate occupies on each device and on the host."""
     problem, machine, devices = setting.problem, setting.machine, setting.devices
     tile, slots = candidate.tile, candidate.slots
-    size, ring = slot_bytes(problem, tile, slots.strip), ring_shape(setting)
+    size = slot_bytes(problem, tile, slots.strip, slot_frames(setting, tile, slots.strip))
+    ring = ring_shape(setting)
     decoding = decoding_shape(setting)
     # Slots of operands that are multiplied in place have no memory.
     size |= {("device", operand): 0 for operand in setting.layouts.in_place}
@@ -174,6 +182,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         # Each pinned buffer for Downloads has a buffer on the device, where a piece of a strip is transposed.
         "turned": ring.bytes // 2 if ring is not None and setting.turns_on_device else 0,
         "decode": decoding.device_bytes if decoding is not None else 0,
+        "encode": encoding_bytes(setting),
         "reserve": machine.device_reserve,
     }
     # The slots on all devices, whose checksums the host stores if it computes them.

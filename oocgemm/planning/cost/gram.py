@@ -17,7 +17,7 @@ from oocgemm.planning.schedule.slots import Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.schedule.triangle import LinePlacing, triangle
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import TileGrid, length
+from oocgemm.planning.tiling import TileGrid, ceil_div, length
 
 # Seconds that a strip of an array in memory adds to a run, besides the time to copy its bytes: the host has
 # copied it later than the device. With this number, lower triangles of 32768 rows in float64, float32 and
@@ -189,9 +189,12 @@ class _Formulas:
     def _staircase(self, rows: int, depth: int) -> float:
         """Return the seconds of one step of a tile of `rows` rows on the diagonal."""
         strip, prices = min(self._slots.strip, rows), self._prices
-        whole, rest = divmod(rows, strip)
-        seconds = sum(prices.multiply(strip, strip, (i + 1) * strip, depth) for i in range(whole))
-        return seconds + (prices.multiply(rest, rest, rows, depth) if rest else 0.0)
+        halves = self._setting.machine.shares_cores and self._setting.problem.halves_diagonal
+        return sum(
+            prices.multiply(height, height, top + (ceil_div(height, 2) if halves else height), depth)
+            for top in range(0, rows, strip)
+            if (height := min(strip, rows - top))
+        )
 
     def _first_waits(self, loading: float, depth: int) -> float:
         """Return the seconds for which the first tile waits for panels, which take `loading` seconds each.

@@ -7,6 +7,7 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 from math import inf, prod
 
 from oocgemm.planning.cost.decoding import decoding_rate
+from oocgemm.planning.cost.encoding import RATE
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRIP_OVERHEAD
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
@@ -176,7 +177,7 @@ class Prices:
         machine, (layout, whole) = self.setting.machine, self._whole[operand]
         rate = machine.h2d if link == "h2d" else machine.d2h
         if not self.streams[operand]:
-            return rate
+            return min(rate, RATE) if layout.encoded else rate
         if layout.decoded:
             rate = min(rate / layout.stored_share, decoding_rate(self.setting, layout, prod(whole)))
             return rate / layout.read_amplification(whole, block)

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from oocgemm.errors import InputError
+from oocgemm.planning.cost.machine import MachineModel, default_model
 from oocgemm.planning.parts.grids import Division, Grid, divisions, grids, least_seconds
 from oocgemm.planning.parts.part import Part, divide, step_ranges
 from oocgemm.planning.parts.price import PartPrices
@@ -18,6 +19,9 @@ from oocgemm.planning.units import format_time
 
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
+# If writes take longest at a rate that nobody has measured, all workers are used, unless that is predicted to
+# take longer by this factor. Beside two GPUs, writes to a tmpfs were nearly four times as fast as assumed.
+UNSURE = 1.1
 # Seconds that a k-split must save: it begins a second phase when all parts are done.
 MIN_GAIN = 1.0
 # A worker gets several parts if each of them takes at least this many seconds, since to start one takes 1 to
@@ -94,6 +98,8 @@ def partition(
 ) -> Partition:
     """Divide a plan among at most `workers` equal workers. Use fewer if that is predicted to be no slower.
 
+    All are used if writes are predicted to take longest, and nobody has measured them: they may be faster.
+
     Args:
         plan: the plan for one worker. Its machine model and its budgets are those of each worker.
         workers: number of workers, from 1 to `MAX_WORKERS`.
@@ -117,8 +123,14 @@ def scaling(
             raise InputError(f"the number of workers must be from 1 to {MAX_WORKERS}, not {count}")
     if storage_read is not None and not 0 < storage_read < inf:
         raise InputError(f"the rate of the storage must be positive, not {storage_read:g} bytes per second")
-    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile)
+    known = storage_read is not None or plan.machine.write != _default_write(plan.machine)
+    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile, known)
     return tuple(choice.partition(count) for count in counts)
+
+
+def _default_write(machine: MachineModel) -> float:
+    """Return the rate of writes that a machine is assumed to have."""
+    return default_model("host" if machine.shares_cores else "cuda", machine.cores).write
 
 
 @dataclass(frozen=True)
@@ -133,15 +145,21 @@ class _Priced:
 
 
 class _Choice:
-    """The divisions of one plan that have been priced, by number of workers."""
+    """The divisions of one plan that have been priced, by number of workers.
 
-    def __init__(self, plan: Plan, storage: Storage, keep_tile: bool) -> None:
-        self._plan, self._storage, self._keep_tile = plan, storage, keep_tile
+    `known` tells that somebody has measured or given the rate of writes.
+    """
+
+    def __init__(self, plan: Plan, storage: Storage, keep_tile: bool, known: bool) -> None:
+        self._plan, self._storage, self._keep_tile, self._known = plan, storage, keep_tile, known
         self._bounded: dict[int, list[tuple[float, Division]]] = {}
         self._best: dict[int, _Priced | None] = {}
 
     def partition(self, available: int) -> Partition:
-        """Choose the smallest number of workers that is as fast as any, within `CLOSE`."""
+        """Choose the smallest number of workers that is as fast as any, within `CLOSE`.
+
+        Choose all that are available if only the assumed rate of writes is against it.
+        """
         used, chosen = 1, self._one
         bounds = {workers: self._bound(workers) for workers in range(1, available + 1)}
         least = chosen.seconds
@@ -153,6 +171,9 @@ class _Choice:
             if bounds[workers] <= (1 + CLOSE) * least and self._seconds(workers) <= (1 + CLOSE) * least:
                 used, chosen = workers, self._best[workers] or chosen
                 break
+        unsure = not self._known and self._lane(chosen, used) in ("write", "encode")
+        if unsure and used < available and self._seconds(available) <= UNSURE * least:
+            used, chosen = available, self._best[available] or chosen
         return Partition(
             chosen.division.plan,
             chosen.division.grid,
@@ -251,8 +272,14 @@ class _Choice:
             return "sum"
         if not priced.parts:
             return "none"
-        lane = priced.prices.time(priced.prices.size(priced.parts[0]), workers).lane
+        lane = self._lane(priced, workers)
         return "storage" if self._storage.limits(self._plan.machine, workers, lane) else lane
+
+    def _lane(self, priced: _Priced, workers: int) -> str:
+        """Return the lane that is busy longest while the longest part is computed; "" if there is none."""
+        if not priced.parts:
+            return ""
+        return priced.prices.time(priced.prices.size(priced.parts[0]), workers).lane
 
     def _why(self, used: int, available: int, seconds: float) -> str:
         """Say what it would cost to use all available workers, per worker that is not used."""

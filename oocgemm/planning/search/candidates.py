@@ -1,13 +1,14 @@
 """Enumerate the candidates for a product: tile shapes with numbers of slots (buffers)."""
 
 from collections.abc import Iterator
+from itertools import chain
 from math import inf, prod
 
 from oocgemm.planning.cost.bound import shape_bound
 from oocgemm.planning.cost.footprint import Candidate, extents, scratch_bytes, workspace_per_element
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.chained import chained_shapes, smallest_shape
-from oocgemm.planning.search.shapes import shapes
+from oocgemm.planning.search.shapes import shapes, strip_shapes
 from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
@@ -46,7 +47,8 @@ def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Itera
     # tile.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
-        tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
+        enumerated = chain(strip_shapes(setting), shapes(setting, every_depth=every_depth))
+        tried = [(tile, 2)] if tile else list(enumerated)
         tried = [found for found in tried if is_enqueued(setting, found[0])] or tried
         bounds = {shape: shape_bound(prices, shape) for shape, _ in tried}
         tried.sort(key=lambda found: bounds[found[0]])

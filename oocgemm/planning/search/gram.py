@@ -31,9 +31,10 @@ REFINED = 4
 MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
-# Numbers of strips into which C is divided, as multiples of `GRAM_STRIPS`. Those in SCARCE_FACTORS are tried
-# only if memory for larger strips is missing.
-STRIP_FACTORS, SCARCE_FACTORS = (1, 2), (4, 8, 16, 32)
+# Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
+# is missing. Thicker strips pay if only a triangle of their squares on the diagonal is computed.
+STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
+HALVED_STRIPS = (GRAM_STRIPS // 2, *STRIPS)
 # With less device memory than this, in bytes, all depths (tile.k) are tried.
 SCARCE_MEMORY = 1 << 20
 # Maximum number of steps of a tile that run strip by strip at its end.
@@ -57,11 +58,12 @@ def gram_candidates(
     memory = setting.budgets.device - setting.machine.device_reserve
     depths = best_depths(setting, memory, every_depth=memory < SCARCE_MEMORY)
     found: dict[Candidate, float] = {}
+    numbers = HALVED_STRIPS if setting.machine.unified and setting.problem.halves_diagonal else STRIPS
 
-    def try_shape(shape: TileShape, factors: Sequence[int]) -> float:
+    def try_shape(shape: TileShape, strips: Sequence[int]) -> float:
         """Predict the candidates with a tile shape. Return the seconds of the best one; inf if none fits."""
         fastest = inf
-        for candidate in _filled(prices, shape, io_threads, factors):
+        for candidate in _filled(prices, shape, io_threads, strips):
             found[candidate] = predict(setting, candidate, prices, rough=True).total
             fastest = min(fastest, found[candidate])
         return fastest
@@ -74,7 +76,7 @@ def gram_candidates(
         for side in _sides(setting, count):
             # Of the depths, the middle one is tried, or the largest one that fits.
             for k in (depths[len(depths) // 2], *reversed(depths)):
-                seconds = try_shape(TileShape(side, side, k), STRIP_FACTORS[:1])
+                seconds = try_shape(TileShape(side, side, k), numbers[:1])
                 if seconds < inf:
                     fastest = min(fastest, seconds)
                     break
@@ -82,7 +84,7 @@ def gram_candidates(
     sides = dict.fromkeys(candidate.tile.m for candidate in sorted(found, key=found.__getitem__))
     refined = [TileShape(side, side, k) for side in list(sides)[:REFINED] for k in depths]
     for shape in [tile] if tile else refined:
-        try_shape(shape, STRIP_FACTORS)
+        try_shape(shape, numbers)
     for candidate in sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]:
         yield predict(setting, candidate, prices).total, candidate
 
@@ -122,16 +124,16 @@ def _sides(setting: Setting, count: int) -> list[int]:
     return sorted({min(n, round_up(even, unit if unit <= even else must)) for unit in (whole_chunks, fine)})
 
 
-def _filled(prices: Prices, tile: TileShape, io_threads: int, factors: Sequence[int]) -> Iterator[Candidate]:
+def _filled(prices: Prices, tile: TileShape, io_threads: int, strips: Sequence[int]) -> Iterator[Candidate]:
     """Yield candidates with a tile shape. The memory that is left over caches panels.
 
-    `factors` are multiples of `GRAM_STRIPS`: into how many strips C is divided. If none of these candidates
-    fits, thinner strips are tried.
+    C is divided into each of these numbers of `strips`. If none of these candidates fits, thinner strips are
+    tried.
     """
     setting, found = prices.setting, False
-    heights = dict.fromkeys(_strip(setting, tile, factor) for factor in (*factors, *SCARCE_FACTORS))
+    heights = dict.fromkeys(_strip(setting, tile, count) for count in (*strips, *SCARCE_STRIPS))
     for number, strip in enumerate(heights):
-        if found and number >= len(factors):
+        if found and number >= len(strips):
             return
         for c in (1, 2) if tile.m < setting.problem.m else (1,):
             base = _base(prices, tile, c, strip, io_threads)
@@ -140,11 +142,11 @@ def _filled(prices: Prices, tile: TileShape, io_threads: int, factors: Sequence[
                 yield from _cached(setting, Candidate(tile, base, Traversal(), io_threads))
 
 
-def _strip(setting: Setting, tile: TileShape, factor: int) -> int:
-    """Return the height of strips if C is divided into `factor` * `GRAM_STRIPS` of them."""
+def _strip(setting: Setting, tile: TileShape, count: int) -> int:
+    """Return the height of strips if C is divided into `count` of them."""
     n, unit = setting.problem.m, _step_unit(setting, tile)
     side = min(tile.m, n)
-    height = max(min(side, MIN_STRIP), ceil_div(side, ceil_div(factor * GRAM_STRIPS * side, n)))
+    height = max(min(side, MIN_STRIP), ceil_div(side, ceil_div(count * side, n)))
     if unit == 1:
         unit = LARGE_UNIT if height >= LARGE_UNIT else 16 if height >= 64 else 1
     return min(side, round_up(height, unit))

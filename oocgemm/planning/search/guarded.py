@@ -8,21 +8,28 @@ in two predictions:
 - If, besides, all rates that nobody has measured were a third of what is assumed, or three times as high, it
   is not slower. So a challenger relies on no rate that the incumbent does not need. It also avoids none that
   may be high.
+
+No challenger is planned for a short product if the incumbent is nearly as fast as the multiplications alone,
+or as one copy of each element: planning then takes as long as it could save.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
+from oocgemm.planning.cost.footprint import required_bytes
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.rates import scaled
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.plan import Plan, Scored, schedule_of
+from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.search.planner import make_plan
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import TileShape, ceil_div
 
+# A challenger is planned if the incumbent takes at least PLANNED_SECONDS, or if at least the part MIN_SAVED
+# of its time could be saved.
+PLANNED_SECONDS, MIN_SAVED = 2.0, 0.15
 # A challenger must be faster by this fraction if both schedules are simulated, and if they are not.
 SIMULATED_MARGIN, PREDICTED_MARGIN = 0.05, 0.2
 # Rates that nobody has measured may be lower or higher than assumed by this factor.
@@ -51,15 +58,34 @@ def guarded_plan(
 
     Raises what `make_plan` raises.
     """
-    best, *others = (make_plan(problem, budgets, machine, layouts, tile, effort) for machine in machines)
-    if not others:
+    best = make_plan(problem, budgets, machines[0], layouts, tile, effort)
+    if len(machines) == 1:
         return best
+    if (kept := _kept(best, machines[-1])) is not None:
+        return kept
+    others = [make_plan(problem, budgets, machine, layouts, tile, effort) for machine in machines[1:]]
     latest = others[-1]
     for challenger in others:
         differs = challenger.candidate != best.candidate
         if differs and _is_better(latest.setting, best, challenger, assumed, effort):
             best = challenger
-    return best if best is latest else _with_rates(best, latest)
+    return best if best is latest else _with_rates(best, latest.machine, latest.faster)
+
+
+def _kept(incumbent: Plan, machine: MachineModel) -> Plan | None:
+    """Return the incumbent with other rates if no plan can save much of its time; None if one might."""
+    if incumbent.setting.enqueues:
+        # No measured rate changes the times of operations that one thread only enqueues.
+        known = incumbent.machine
+        machine = replace(machine, step_latency=known.step_latency, issue=known.issue)
+    plan, problem = _with_rates(incumbent, machine, None), incumbent.problem
+    seconds = plan.considered[0].prediction.total
+    least = required_bytes(problem)
+    fastest = max(
+        machine.multiply_seconds(problem.rate, problem.flops, problem.m, problem.n, max(1, problem.depth)),
+        0.0 if machine.unified else max(least["h2d"] / machine.h2d, least["d2h"] / machine.d2h),
+    )
+    return plan if seconds < PLANNED_SECONDS and fastest > (1 - MIN_SAVED) * seconds else None
 
 
 def _is_better(
@@ -88,10 +114,11 @@ def _is_better(
     return True
 
 
-def _with_rates(plan: Plan, latest: Plan) -> Plan:
-    """Return a plan with the machine model of another one, and the predictions that follow from it."""
-    considered = tuple(Scored(s.candidate, predict(latest.setting, s.candidate)) for s in plan.considered)
-    return replace(plan, machine=latest.machine, considered=considered, faster=latest.faster)
+def _with_rates(plan: Plan, machine: MachineModel, faster: Faster | None) -> Plan:
+    """Return a plan with another machine model, and the predictions that follow from it."""
+    setting = replace(plan.setting, machine=machine)
+    considered = tuple(Scored(s.candidate, predict(setting, s.candidate)) for s in plan.considered)
+    return replace(plan, machine=machine, considered=considered, faster=faster)
 
 
 def _operations(plan: Plan) -> int:

@@ -3,6 +3,7 @@
 from math import ceil
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
+from oocgemm.planning.cost.encoding import slot_frames
 from oocgemm.planning.cost.footprint import Candidate, footprint, slot_bytes
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
@@ -20,7 +21,8 @@ class Memory:
     def sizes(self, strip: int) -> dict[tuple[str, str], int]:
         """Return the bytes of one buffer by (tier, operand), as `slot_bytes` does."""
         if strip not in self._sizes:
-            self._sizes[strip] = slot_bytes(self.setting.problem, self.tile, strip)
+            frames = slot_frames(self.setting, self.tile, strip)
+            self._sizes[strip] = slot_bytes(self.setting.problem, self.tile, strip, frames)
         return self._sizes[strip]
 
     def free(self, slots: Slots) -> tuple[int, int]:

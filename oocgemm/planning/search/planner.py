@@ -73,9 +73,7 @@ def make_plan(
 
     Plans are cached, because planning may take as long as a small product: milliseconds.
     """
-    setting = Setting(problem, machine, layouts or Layouts(), budgets)
-    if setting.enqueues:
-        setting = replace(setting, machine=machine.enqueued())
+    setting = Setting(problem, machine, layouts or Layouts(), budgets).enqueued
     return _plan_with_advice(setting, tile, effort)
 
 

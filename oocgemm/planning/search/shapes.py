@@ -11,6 +11,7 @@ with all panels of a column of tiles.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import inf, lcm
 
@@ -19,7 +20,7 @@ from oocgemm.planning.cost.footprint import casts, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
 from oocgemm.planning.emulation import STRIP_ROWS, work_bytes
 from oocgemm.planning.expansion import epilogue_bytes, factor_bytes, scale_bytes
-from oocgemm.planning.search.depths import best_depths, link_rate
+from oocgemm.planning.search.depths import best_depths, link_rate, max_depth
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
@@ -32,6 +33,8 @@ DENSE_COUNTS = 12
 MAX_READING_COUNT = 48
 # A tile.m and a tile.n of this size are tried too. Such thin tiles leave nearly all memory to cached panels.
 THIN_EXTENT = 16
+# Numbers of strips of C to try if A, B and C are pinned: see `strip_shapes`.
+STRIP_COUNTS = (8, 16)
 
 
 def alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -133,6 +136,20 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                         tile_n * c * acc + tile_k * (2 * a + work)
                     )
                     yield TileShape(max(tile_m, *_long_extents(m, units_m, max_m)), tile_n, tile_k), c
+
+
+def strip_shapes(setting: Setting) -> Iterator[tuple[TileShape, int]]:
+    """Yield tiles that are strips of C, with all of k: one operand stays on the device, the other passes.
+
+    A loop written by hand would do this. Each step multiplies at the full rate of the kernel, and little is
+    left to multiply and to download when the last panel has arrived. Yield none unless all arrays are pinned.
+    """
+    problem = setting.problem
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    if setting.enqueues and k <= max_depth(problem) and 0 not in (m, n):
+        for extent, units, axis in zip((m, n), alignments(setting), ("m", "n"), strict=True):
+            for tile_extent in _extents(extent, units[:1], STRIP_COUNTS):
+                yield replace(TileShape(m, n, k), **{axis: tile_extent}), 2
 
 
 def _best_of(

@@ -85,13 +85,19 @@ def shared_plan(
     first, latest = (Setting(problem, x, layouts, budgets, devices) for x in (machines[0], machines[-1]))
     if tile is not None:
         check_tile(first, tile)
-    plans = [replace(plan, machine=latest.machine) for plan in _ranked(_Search(first, machines[:1]), tile)]
+    plans = [replace(plan, machine=latest.machine) for plan in _by_default(first, tile)]
     best = (1 - PREDICTED_MARGIN) * plans[0].prediction.total
     # Hardly any plan takes less time than the multiplications of the incumbent.
     if latest != first and plans[0].prediction.lanes["compute"] < best:
         others = _ranked(_Search(latest, machines, assumed), tile)
         plans = others if others[0].prediction.total < best else plans
     return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
+
+
+@lru_cache(64)  # measured rates change from run to run, default rates do not
+def _by_default(setting: Setting, tile: TileShape | None) -> list[Plan]:
+    """Return the plans for the default rates, the best one first."""
+    return _ranked(_Search(setting, (setting.machine,)), tile)
 
 
 def _ranked(search: "_Search", tile: TileShape | None) -> list[Plan]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
+from oocgemm.planning.cost.decoding import PANELS
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
@@ -21,6 +22,9 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 STRIP_BYTES = 32 << 20
 # The same for strips that a GPU downloads to a pinned array: one operation each, which is only enqueued.
 DIRECT_STRIP_BYTES = 8 << 20
+# Tensor cores multiply so fast that thinner strips of C pay more: such a strip has this many waves of thread
+# blocks of `TENSOR_BLOCK` elements. With 1.2 waves, 20480^3 in bfloat16 took 50 ms, with 4.8 waves 42 ms.
+STRIP_WAVES, TENSOR_BLOCK, TENSOR_DTYPES = 4, 128 * 256, ("float16", "bfloat16")
 # Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
 # with a GPU. More strips would only take more operations to issue.
 STRIPS = 3
@@ -199,6 +203,9 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     # memory is scarce.
     strip_bytes = DIRECT_STRIP_BYTES if setting.enqueues else STRIP_BYTES
     wanted = max(strip_bytes // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    if setting.enqueues and problem.a_dtype in TENSOR_DTYPES:
+        wave = machine.multiprocessors * TENSOR_BLOCK
+        wanted = max(wanted, STRIP_WAVES * wave // min(tile.n, problem.n))
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
     if setting.layouts.c.in_place or problem.kept or problem.chained:
@@ -214,16 +221,16 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
         strips = [tile.m]
     through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
     grid = TileGrid.of(problem, tile)
-    many = [
-        min(PAGEABLE_SLOTS, max(2, tiles * grid.steps))
-        if setting.streams(layout) and not layout.pinned
-        else 2
+    panels = [
+        max(2, tiles * grid.steps) if setting.streams(layout) and not layout.pinned else 2
         for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
     ]
+    wanted_slots = [PANELS] if layouts.a.decoded or layouts.b.decoded else []
+    counts = [[min(slots, of) for of in panels] for slots in (*wanted_slots, PAGEABLE_SLOTS)]
     for host in (0,) if machine.unified else (3, 2, 1):
         for rows in strips:
             host_a, host_b, host_c = (host * needed for needed in through_slots)
-            for (a, b), least in (((many[0], many[1]), budgets.device // 2), ((2, 2), 0)):
+            for (a, b), least in (*((many, budgets.device // 2) for many in counts), ((2, 2), 0)):
                 slots = Slots(
                     *(a, b, c, host_a, host_b, host_c, problem.finish_slots, rows),
                     planes=2 if problem.prepares else 0,

@@ -23,7 +23,7 @@ from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores,
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.publish import overwrite, publish
-from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
+from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, add_checksum, checked_content
 from oocgemm.stores.zarr.together import (
     MAX_COPIED,
     MAX_DECODED,
@@ -219,6 +219,16 @@ class DirectChunks:
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             if size != stored.nbytes or not self.encoding.raw or not overwrite(path, stored):
                 publish(path, stored, size, self.root)
+
+    def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
+        """Write a chunk that is compressed already: the first `size` bytes of `frame`.
+
+        Behind these, `frame` has room for a checksum, which is added where chunks have one, and for a padding
+        to whole sectors.
+        """
+        if self.encoding.checksum:
+            size = add_checksum(frame, size)
+        publish(self.root / self.key(number), frame[: padded(size)], size, self.root)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""

@@ -150,8 +150,7 @@ class Encoding:
             memory = scratch(padded(size + CHECKSUM_BYTES * self.checksum))
             memory[:size] = encoded
         if self.checksum:
-            memory[size : size + CHECKSUM_BYTES] = np.frombuffer(_checksum(memory[:size]), np.uint8)
-            size += CHECKSUM_BYTES
+            size = add_checksum(memory, size)
         return memory[: padded(size)], size
 
 
@@ -223,6 +222,12 @@ def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
             # The setting "typesize" is not passed on: the codec takes it from the array that it encodes.
             return numcodecs.Blosc(settings["cname"], settings["clevel"], shuffle, settings["blocksize"])
     return None
+
+
+def add_checksum(memory: Array, size: int) -> int:
+    """Write the CRC of the first `size` bytes behind them. Return the bytes of both."""
+    memory[size : size + CHECKSUM_BYTES] = np.frombuffer(_checksum(memory[:size]), np.uint8)
+    return size + CHECKSUM_BYTES
 
 
 def checked_content(stored: Array) -> Array:

@@ -20,6 +20,7 @@ from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES
 ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
+_SHUFFLED = 1  # the number of the byte shuffle in numcodecs
 _Block = tuple[Range, Range]
 
 
@@ -43,6 +44,17 @@ def coding_of(chunks: DirectChunks) -> Coding | None:
     if not worth_caching(int(share * chunks.shape[0] * chunks.shape[1] * itemsize)):
         return None
     return Coding(decoded, max(stream.length for stream in stored.streams), share)
+
+
+def codec_of(chunks: DirectChunks) -> str:
+    """Return how a GPU could compress chunks that are written; "" if it could not.
+
+    Elements of a chunk that are beyond the edge of the matrix are 0 then.
+    """
+    encoding, compressor = chunks.encoding, chunks.encoding.compressor
+    shuffled = getattr(compressor, "shuffle", _SHUFFLED) == _SHUFFLED
+    fast = getattr(compressor, "cname", "") != "lz4hc"  # whose user wants short chunks
+    return _name(compressor) if encoding.in_place and shuffled and fast and chunks.fill == 0 else ""
 
 
 def fetch(chunks: DirectChunks, rows: Range, cols: Range, out: Array) -> list[Fetched]:

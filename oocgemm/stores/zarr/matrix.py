@@ -24,7 +24,7 @@ from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.frames import Fetched
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.zarr.chunks import DirectChunks
-from oocgemm.stores.zarr.compressed import coding_of, fetch
+from oocgemm.stores.zarr.compressed import codec_of, coding_of, fetch
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
 if TYPE_CHECKING:
@@ -184,6 +184,16 @@ class ZarrMatrix:
             self._writer.write(rows, cols, data)
         else:
             self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
+
+    @property
+    def codec(self) -> str:
+        """How a GPU could compress chunks that are written, such as "blosc-zstd"; "" if it could not."""
+        return codec_of(self.direct) if self.direct is not None and self._writes_directly else ""
+
+    def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
+        """Write a chunk that a GPU has compressed: see `DirectChunks.write_frame`."""
+        assert self._writer is not None
+        self._writer.write_frame(number, frame, size)
 
     def sync(self) -> None:
         """Do nothing: `sync_block` flushes each block of a local array after it is written."""

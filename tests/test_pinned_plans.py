@@ -1,0 +1,40 @@
+"""Plans of products whose A, B and C are pinned arrays."""
+
+import pytest
+
+from oocgemm.engine.short import is_brief
+from oocgemm.planning import Budgets, Layout, Layouts, Plan, default_model, make_plan
+from oocgemm.planning.search.slot_counts import STRIP_WAVES, TENSOR_BLOCK
+from tests.plan_cases import GIB, problem
+
+GPU = default_model("cuda", 16)
+
+
+def planned(m: int, n: int, k: int, dtype: str, *, pinned: bool = True) -> Plan:
+    p = problem(m, n, k, dtype)
+    a, b, c = (
+        Layout(in_memory=True, itemsize=p.itemsizes[x], zero_copy_width=1024, pinned=pinned) for x in "ABC"
+    )
+    return make_plan(p, Budgets(8 * GIB, 8 * GIB), GPU, Layouts(a, b, c))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_strips_keep_tensor_cores_busy(dtype: str) -> None:
+    plan = planned(20480, 20480, 20480, dtype)
+    assert (plan.tile.n, plan.tile.k) == (20480, 20480)
+    assert plan.tile.m <= 4096
+    waves = plan.slots.strip * plan.tile.n / (GPU.multiprocessors * TENSOR_BLOCK)
+    assert STRIP_WAVES <= waves < 2 * STRIP_WAVES
+
+
+def test_a_vector_is_multiplied_in_many_steps() -> None:
+    """The last one, which nothing hides, is short then."""
+    plan = planned(65536, 1, 16384, "float32")
+    assert plan.steps >= 8
+    assert plan.tile.k == 16384
+
+
+def test_brief_products_stay_in_the_thread_of_the_caller() -> None:
+    assert is_brief(planned(2048, 2048, 2048, "float64"))
+    assert not is_brief(planned(2048, 2048, 2048, "float64", pinned=False))
+    assert not is_brief(planned(8192, 8192, 8192, "float64"))

@@ -1,0 +1,246 @@
+"""A run from pinned memory that is like the last one makes the same launches again."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oocgemm
+from oocgemm.backends.base import Array
+from oocgemm.engine.inline import InlineRun
+from oocgemm.errors import ExecutionError
+from oocgemm.jobs import repeat
+from oocgemm.planning import Operation
+from oocgemm.system import threads
+from tests.backends_here import CUDA
+from tests.fake_cuda import Device, fake_cuda
+from tests.fake_cuda.device import Fault
+
+OPTIONS: dict[str, Any] = {
+    "backend": "cuda",
+    "kernel": "cublas",
+    "device_memory": "96MiB",
+    "host_memory": "64MiB",
+    "tile": "24x32x20",
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr("oocgemm.stores.arrays.MIN_ROW_BYTES", 8)  # short rows are copied directly, too
+    with fake_cuda() as found:
+        yield found
+        oocgemm.release()
+        assert not found.misuses
+        assert not found.memory.allocated
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
+    """The operations that runs prepare one by one."""
+    found: list[Operation] = []
+    right = InlineRun._start
+
+    def start(self: InlineRun, i: int) -> None:
+        found.append(self._program[i][0])
+        right(self, i)
+
+    monkeypatch.setattr(InlineRun, "_start", start)
+    return found
+
+
+def pinned(*shapes: tuple[int, int]) -> list[Array]:
+    """Return arrays of small integers, whose memory is pinned as a whole."""
+    from cupy.cuda import runtime
+
+    rng = np.random.default_rng(len(shapes))
+    arrays = [rng.integers(-3, 4, shape).astype(float) for shape in shapes]
+    for x in arrays:
+        runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    return arrays
+
+
+def product(a: Array, b: Array, c: Array, **options: Any) -> Any:
+    return oocgemm.gemm(a, b, c, **OPTIONS | options)
+
+
+def check(a: Array, b: Array, c: Array, **options: Any) -> Any:
+    """Multiply, and compare C with NumPy's."""
+    expected = options.get("beta", 0) * c + a @ b
+    c[...] = c if options.get("beta") else np.nan
+    result = product(a, b, c, **options)
+    np.testing.assert_array_equal(c, expected)
+    return result
+
+
+def test_a_run_with_the_same_arrays_prepares_nothing(device: Device, started: list[Operation]) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    first = check(a, b, c)
+    assert len(started) == len(first.timeline.spans) > 20
+    opened = len([name for name, _ in device.calls if name == "cublas.create"])
+    for _ in range(3):
+        a *= 2
+        b[:, 3] -= 1
+        again = check(a, b, c)
+        assert [(x.kind, x.tile, x.step, x.waits) for x in again.timeline.spans] == [
+            (x.kind, x.tile, x.step, x.waits) for x in first.timeline.spans
+        ]
+        assert min(x.start for x in again.timeline.spans) > 0
+        assert all(x.start <= x.end <= again.timeline.wall for x in again.timeline.spans)
+    assert len(started) == len(first.timeline.spans)
+    assert opened == len([name for name, _ in device.calls if name == "cublas.create"])
+
+
+def test_a_run_that_updates_c_is_repeated(device: Device, started: list[Operation]) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c, beta=2)
+    count = len(started)
+    check(a, b, c, beta=2)
+    assert len(started) == count
+
+
+def other_places(a: Array, b: Array, c: Array) -> list[Array]:
+    return pinned(a.shape, b.shape, c.shape)
+
+
+def swapped(a: Array, b: Array, c: Array) -> list[Array]:
+    """A and B of the same shape exchange places."""
+    return [b, a, c]
+
+
+@pytest.mark.parametrize("change", [other_places, swapped])
+def test_other_arrays_are_not_confused_with_the_last_ones(
+    device: Device, started: list[Operation], change: Callable[..., list[Array]]
+) -> None:
+    a, b, c = pinned((50, 50), (50, 50), (50, 50))
+    check(a, b, c)
+    count, others = len(started), change(a, b, c)
+    for _ in range(2):
+        check(*others)
+        assert len(started) == 2 * count
+    check(a, b, c)
+    assert len(started) == 3 * count
+
+
+def test_rows_that_are_farther_apart_are_not_confused(device: Device, started: list[Operation]) -> None:
+    a, b = pinned((40, 40), (40, 40))
+    (memory,) = pinned((80, 80))
+    narrow, wide = memory.reshape(-1)[: 40 * 60].reshape(40, 60)[:, :40], memory[:40, :40]
+    assert narrow.ctypes.data == wide.ctypes.data
+    for c in (narrow, wide, narrow):
+        check(a, b, c)
+
+
+def test_another_product_in_between(device: Device, started: list[Operation]) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    for _ in range(2):
+        check(a, b, c)
+        np.testing.assert_array_equal(oocgemm.matmul(a, b, **OPTIONS | {"tile": "30x30x30"}), a @ b)
+    check(a, b, c)
+    oocgemm.release()
+    assert not device.memory.allocated
+    check(a, b, c)
+    oocgemm.release()
+    assert not device.memory.allocated
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device answers")
+@pytest.mark.parametrize("kernel", ["cublas", "tiled"])
+def test_a_gpu_repeats_the_last_run(
+    kernel: str, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oocgemm.stores.arrays.MIN_ROW_BYTES", 8)
+    from cupy.cuda import runtime
+
+    arrays = pinned((600, 500), (500, 700), (600, 700))
+    a, b, c = arrays
+    options = {"kernel": kernel, "tile": "240x320x200", "device_memory": "512MiB"}
+    try:
+        for beta in (1, 0):
+            count = len(check(a, b, c, beta=beta, **options).timeline.spans)
+            for turn in range(3):
+                a += turn
+                b -= 1
+                result = check(a, b, c, beta=beta, **options)
+            assert len(started) == count
+            started.clear()
+        spans = result.timeline.spans
+        assert all(0 < x.start <= x.end <= result.timeline.wall for x in spans)
+        assert all(spans[w].end <= x.end for x in spans for w in x.waits)
+    finally:
+        for x in arrays:
+            runtime.hostUnregister(x.ctypes.data)
+        oocgemm.release()
+
+
+def test_a_refused_run_changes_nothing(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    before = c.copy()
+
+    def refuse(plan: object) -> Any:
+        raise LookupError("no progress")
+
+    with pytest.raises(LookupError):
+        product(a, b, c, beta=0, progress=refuse)
+    np.testing.assert_array_equal(c, before)
+
+
+def test_a_failed_run_leaves_the_frames_of_the_caller_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception that the caller is handling is not one of the run's, though it is its context."""
+    monkeypatch.setattr(threads, "_handler", lambda number: None)  # so that the run stays in this thread
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+
+    def fail() -> None:
+        secret = "kept"
+        raise LookupError(secret)
+
+    def refuse(plan: object) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        raise OSError("no progress")
+
+    try:
+        fail()
+    except LookupError as error:
+        with pytest.raises(ExecutionError):
+            product(a, b, c, progress=refuse)
+        frame = error.__traceback__.tb_next.tb_frame  # type: ignore[union-attr]
+        assert frame.f_locals == {"secret": "kept"}
+
+
+def test_a_session_that_cannot_be_kept_is_closed(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    device.faults["deviceSynchronize"] = Fault()
+    check(a, b, c)
+    device.faults.clear()
+    assert not device.memory.allocated
+    check(a, b, c)
+
+
+def test_runs_in_threads_repeat_nothing(
+    device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    monkeypatch.setattr("oocgemm.engine.short.MAX_STREAMED_STEPS", -1)
+    for _ in range(3):
+        check(a, b, c)
+
+
+def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Operation]) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    count = len(started)
+    device.faults["cuMemcpy2DAsync_v2"] = Fault(first=3)
+    with pytest.raises(ExecutionError):
+        product(a, b, c)
+    device.faults.clear()
+    repeat.forget()
+    check(a, b, c)
+    assert len(started) >= 2 * count
