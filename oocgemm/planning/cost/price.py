@@ -21,6 +21,9 @@ ROW_RATES = (
     (2 << 10, 0.6),
     (1 << 10, 0.5),
 )
+# Bytes per second at which a GPU copies within its memory: half of the bandwidth of H100s and H200s, which is
+# 3.4 and 4.8 TB/s.
+DEVICE_COPY = 2e12
 # Fraction of the time of a Write to storage during which a CPU core is busy.
 WRITE_CPU_SHARE = 0.25
 
@@ -141,7 +144,7 @@ class Prices:
         if problem.exact and rows < of_rows and not machine.unified and not problem.trans_b.swaps:
             # Each Multiply copies a panel of B that is not contiguous along k (`oocgemm.backends.cuda.int8`).
             # The rate of the kernel includes one copy per step.
-            seconds += (1 - rows / of_rows) * k * n / machine.prepare
+            seconds += (1 - rows / of_rows) * k * n / DEVICE_COPY
         return seconds
 
     def prepare(self, m: int, n: int, k: int) -> float:
