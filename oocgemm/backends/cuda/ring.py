@@ -249,7 +249,6 @@ class Direction:
         must be the current one of this thread.
         """
         self._blocks.append(block)
-        stream = None
         try:
             stream = self._free_stream()
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
@@ -267,7 +266,6 @@ class Direction:
                     self._queue.put((copying, piece))
         except BaseException:
             self._blocks.pop()
-            self._release(stream)
             raise
         return partial(self._end, copying)
 
@@ -276,12 +274,8 @@ class Direction:
             return copying.work()
         finally:
             self._blocks.pop()
-            self._release(copying.stream)
-
-    def _release(self, stream: Any) -> None:
-        """Let other blocks use the stream of a block whose copies have been issued, if it had one."""
-        if stream is not None and stream is not self._join:
-            self._streams.append(stream)
+            if copying.stream is not self._join:
+                self._streams.append(copying.stream)
 
     def _free_stream(self) -> Any:
         """Return a stream that no block uses; None if there are too many blocks.
