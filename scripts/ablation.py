@@ -144,6 +144,7 @@ PARTS: dict[str, list[Patch]] = {
     "panels four times as deep": [(moves, "DEPTH_FACTORS", (2, 0.5))],
     "8 ms of search for short runs": [(planner, "MIN_EFFORT", 0.004)],
     "8 MiB strips of pinned arrays": [(slot_counts, "DIRECT_STRIP_BYTES", slot_counts.STRIP_BYTES)],
+    "strips of C of pinned arrays": [(candidates, "strip_shapes", nothing)],
     "least work of close candidates": [(planner, "CLOSE", 0.0)],
 }
 

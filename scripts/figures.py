@@ -86,6 +86,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "traffic": tables.traffic,
         "recorded": tables.recorded,
         "ablation": tables.ablation,
+        "rates": tables.rates,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
         "calls": grid_tables.calls,

@@ -66,10 +66,11 @@ def decoding() -> list[str]:
         rate = case["bytes"] / min(times.values()) / 1e9
         stored = f"{case['stored'] / case['bytes']:.2f}"
         rows.append([name, f"{case['k']:,}", stored, gpu, f"{times['host']:.3g} s", ratio, f"{rate:.0f}"])
+    runs = max(len(case["seconds"]["host"]) for case in found["products"].values())
     return [
         f"Products on an {found['device']} and {found['machine']['cores']} cores, from the page cache: 4096 "
         "x k x 4096 float64 of six bits each, X X^T of 20480 rows of int8 genotypes, and 32768^3 float32 of "
-        "six bits each. The shortest of a few runs with each decoder.",
+        f"six bits each. The shortest of at most {runs} runs with each decoder.",
         "GB/s: of elements, with the faster decoder.",
         "",
         *table(["product", "k", "stored", "GPU decodes", "host decodes", "ratio", "GB/s"], rows),

@@ -399,3 +399,14 @@ def ablation() -> list[str]:
             rows.append([part, *cells, kept])
     heads = ["part", "time without it, geometric mean", "most", "least", "kept"]
     return table(heads, rows)
+
+
+def rates() -> list[str]:
+    """Return the table of products that were planned with measured and learned rates."""
+    found = load("bench_rates.json")["cuda rates"]
+    rows = [
+        [unbroken(name), *(f"{one['ratios'][kind]:.3f}" for kind in ("measured", "learned", "both"))]
+        for name, one in found["cases"].items()
+    ]
+    means = (f"{found[kind]['geometric_mean']:.3f}" for kind in ("measured", "learned", "both"))
+    return table(["product", "calibrated", "learned", "both"], [*rows, ["geometric mean", *means]])

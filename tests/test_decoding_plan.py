@@ -13,7 +13,9 @@ from oocgemm.planning import (
     Layout,
     Layouts,
     Setting,
+    TileShape,
     default_model,
+    make_plan,
     with_decoding,
 )
 from oocgemm.planning.cost.decoding import DecodingShape, decoding_rate, decoding_shape, describe
@@ -100,3 +102,15 @@ def test_the_parts_of_a_lane_do_not_overlap() -> None:
     shape = DecodingShape(4, 128 * MIB, 32 * MIB)
     assert shape.frames + shape.batch + shape.temporary + shape.tables == shape.lane_bytes
     assert shape.device_bytes == 4 * shape.lane_bytes
+
+
+@pytest.mark.parametrize(("memory", "slots"), [(10, 4), (60, 6)])
+def test_more_panels_are_decoded_at_the_same_time_if_there_is_memory(memory: int, slots: int) -> None:
+    given = setting(1 << 18, memory * GIB, 40 * GIB)
+    problem = replace(given.problem, m=8192, n=8192)
+    found = replace(given, problem=problem)
+    layouts = with_decoding(found, {"A": BLOSC, "B": BLOSC})
+    tile = TileShape(8192, 8192, 4096)
+    plan = make_plan(problem, found.budgets, found.machine, layouts, tile)
+    assert plan.decoded
+    assert min(plan.slots.a, plan.slots.b) == slots

@@ -4,12 +4,14 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Event, Lock
+from threading import Event, RLock
 from time import monotonic
 
 from oocgemm.distributed.watchdog import INTERVAL, PATIENCE
@@ -25,22 +27,23 @@ MAX_PRINTED = 2000
 class Child:
     """A child process, which does one task at a time."""
 
-    def __init__(self, changes: Mapping[str, str | None]) -> None:
-        """Start a process. `changes` are those of the environment. Raises `OSError`."""
-        environment = dict(os.environ)
-        for name, value in changes.items():
-            environment.pop(name, None)
-            if value is not None:
-                environment[name] = value
-        # The child process must import the package that this process has imported.
-        top = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (top, environment.get("PYTHONPATH"))))
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start a process. Raises `OSError`, or `RuntimeError` if the system can start no thread."""
         # -P: the current folder may contain files with the names of modules.
         command = [sys.executable, "-P", "-m", "oocgemm.distributed.part"]
         self._printed = TemporaryFile()  # noqa: SIM115 - `end` closes it
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, env=environment
-        )
+        self._starter = _Starter.of_this_process()
+
+        def popen() -> "subprocess.Popen[bytes]":
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._printed, env=environment)
+
+        try:
+            self._process = self._starter.call(popen)
+        except BaseException:
+            self._printed.close()
+            self._starter.forget_child()
+            raise
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._tasks, self._answers = self._process.stdin, self._process.stdout
@@ -90,26 +93,111 @@ class Child:
         for file in (self._tasks, self._answers, self._printed):
             with suppress(BrokenPipeError):
                 file.close()
+        self._starter.forget_child()
 
 
-# Child processes that wait for another task, by the process that started them and by their environment.
-_idle: dict[tuple[int, str], list[Child]] = {}
-_lock = Lock()
+def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of this process with changes, for a child process. None unsets a variable."""
+    environment = {name: value for name, value in os.environ.items() if name not in changes}
+    environment |= {name: value for name, value in changes.items() if value is not None}
+    # The child process must import the package that this process has imported.
+    top = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (top, environment.get("PYTHONPATH"))))
+    return environment
 
 
-def take(key: tuple[int, str]) -> Child | None:
+@dataclass(frozen=True)
+class Key:
+    """What a process that waits for another task must have in common with one that is started for the task.
+
+    `process` is the one that started it: a fork must not use the pipes of its parent.
+    """
+
+    process: int
+    folder: str
+    environment: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Key":
+        """Return the key of a child process that is started now."""
+        return cls(os.getpid(), os.getcwd(), frozenset(environment.items()))
+
+
+# Child processes that wait for another task.
+_idle: dict[Key, list[Child]] = {}
+_lock = RLock()
+
+
+class _Starter:
+    """The thread that starts the child processes of a process. The system kills them when it ends.
+
+    (`die_with_parent`.) So it must outlive the threads that give tasks to them.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-children")
+        self._children = 0
+
+    @classmethod
+    def of_this_process(cls) -> "_Starter":
+        """Return the thread of this process, which stays until `forget_child` is called for a new child."""
+        with _lock:
+            found = _starters.setdefault(os.getpid(), cls())
+            found._children += 1
+        return found
+
+    def call(self, popen: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
+        """Call a function in the thread, and return its result."""
+        return self._pool.submit(popen).result()
+
+    def forget_child(self) -> None:
+        """Note that a child process has ended, or could not be started."""
+        with _lock:
+            self._children -= 1
+
+    def end(self) -> bool:
+        """End the thread if it has no children. Return whether it has ended."""
+        if not self._children:
+            self._pool.shutdown()
+        return not self._children
+
+
+# By process: after a fork, the child process has none of the threads.
+_starters: dict[int, _Starter] = {}
+
+
+def take(key: Key) -> Child | None:
     """Return a child process that waits for a task, if there is one."""
     with _lock:
-        waiting = _idle.get(key, [])
-        while waiting:
-            child = waiting.pop()
-            if not child.ended:
-                return child
-            child.end()
-    return None
+        _end_dead()
+        waiting = _idle.get(key)
+        return waiting.pop() if waiting else None
 
 
-def keep(key: tuple[int, str], child: Child) -> None:
+def keep(key: Key, child: Child) -> None:
     """Let a child process wait for another task. If none comes, it ends by itself."""
     with _lock:
+        _end_dead()
         _idle.setdefault(key, []).append(child)
+
+
+def release() -> None:
+    """End all child processes that wait for another task, and the thread that started them if it can end."""
+    process = os.getpid()
+    with _lock:
+        for key in [key for key in _idle if key.process == process]:
+            for child in _idle.pop(key):
+                child.end()
+        if process in _starters and _starters[process].end():
+            del _starters[process]
+
+
+def _end_dead() -> None:
+    """Release the files of child processes that have ended while they waited."""
+    for key in [key for key in _idle if key.process == os.getpid()]:
+        waiting = _idle.pop(key)
+        for child in [child for child in waiting if child.ended]:
+            child.end()
+            waiting.remove(child)
+        if waiting:
+            _idle[key] = waiting

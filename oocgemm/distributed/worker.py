@@ -1,14 +1,13 @@
 """What runs in a worker: give a task to a child process, and return its result."""
 
 import json
-import os
 import signal
 import time
 from contextlib import suppress
 from threading import Event
 from typing import Any
 
-from oocgemm.distributed.child import Child, keep, take
+from oocgemm.distributed.child import Child, Key, environment_with, keep, take
 from oocgemm.distributed.watchdog import EXIT_IDLE
 
 # The "error" of a task whose child process has died without a result.
@@ -22,12 +21,12 @@ def run(text: str, stop: Event | None = None) -> dict[str, Any]:
         text: the task, as JSON. Its "environment" has variables for the child process; null unsets one.
         stop: makes the child process stop soon after it is set.
     """
-    changes = json.loads(text).get("environment", {})
-    key = os.getpid(), json.dumps(changes, sort_keys=True)  # a fork must not use the pipes of its parent
+    environment = environment_with(json.loads(text).get("environment", {}))
+    key = Key.of(environment)
     while True:
         try:
-            child = take(key) or Child(changes)
-        except OSError as error:
+            child = take(key) or Child(environment)
+        except (OSError, RuntimeError) as error:
             return {"error": "BackendError", "message": f"no process can be started: {error}", "fatal": False}
         stays = False
         try:

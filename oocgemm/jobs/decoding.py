@@ -35,7 +35,7 @@ def codec_of_c(c: Destination, existing: Matrix | None, dtype: str, compressor: 
 def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
     """Return a plan in which a GPU compresses C, if there is one, or else one in which the host does.
 
-    `planned` makes a plan in which the GPU compresses C in a codec if that pays. With "", the host does.
+    `planned` makes a plan in which the GPU compresses C in a codec if that pays; with "", the host does.
     Raises what `planned` raises.
     """
     if codec:
