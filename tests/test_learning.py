@@ -166,6 +166,16 @@ def test_lanes_that_share_cores_are_observed_one_at_a_time() -> None:
     assert observed_rates(plan, spans_of(*beside), PLACES) == {}
 
 
+def test_copies_in_both_directions_at_once_do_not_count() -> None:
+    plan = make_plan(problem(8192, 8192, 8192), Budgets(GIB, GIB), GPU, STORED, TILE)
+    alone = [("upload", "h2d", 10 * i, 10 * i + 10) for i in range(8)]
+    beside = [("upload", "h2d", 100 + 20 * i, 120 + 20 * i) for i in range(8)]
+    back = [("download", "d2h", 100, 250)]
+    found = observed_rates(plan, spans_of(*alone, *beside, *back), PLACES)
+    assert found["h2d", ""].rate == pytest.approx(PANEL / 0.01, rel=0.01)
+    assert observed_rates(plan, spans_of(*beside, *back), PLACES) == {}
+
+
 def nothing_learned() -> Learned:
     return Learned(cache.machine_key(), "cuda", "NVIDIA H200", {})
 

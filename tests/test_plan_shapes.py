@@ -89,7 +89,8 @@ def test_of_equally_fast_plans_the_one_with_least_work_wins(
     chosen, *others = (s.prediction for s in plan.considered)
     fastest = min(other.total for other in (chosen, *others))
     assert chosen.total <= 1.011 * fastest
-    assert all(other.serial >= chosen.serial for other in others if other.total <= 1.009 * fastest)
+    alike = chosen.serial / (1 + planner.ALIKE)
+    assert all(other.serial >= alike for other in others if other.total <= 1.009 * fastest)
 
 
 def test_a_tile_fills_the_multiprocessors() -> None:
@@ -102,6 +103,13 @@ def test_a_tile_fills_the_multiprocessors() -> None:
     )
     assert plan.machine.wave_quantization("float32", plan.tile.m, plan.tile.n) < 1.005
     assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # so that rows begin at multiples of 128 bytes
+
+
+def test_narrow_tiles_of_pinned_arrays_are_tried_where_strips_do_not_fit() -> None:
+    rows = Layout(in_memory=True, zero_copy_width=16_384, pinned=True)  # tiles of half a row are too narrow
+    budgets, machine = Budgets(GIB, 8 * GIB), default_model("cuda", 16)
+    plan = make_plan(problem(16_384, 16_384, 16_384), budgets, machine, Layouts(rows, rows, rows))
+    assert plan.tile.m * plan.tile.n > 2048 * 2048
 
 
 def test_a_tile_is_not_divided_into_many_strips() -> None:

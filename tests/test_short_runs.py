@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm import backends
+from oocgemm.backends.base import Pageable, Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind
+from oocgemm.planning import Kind, Operation
 from oocgemm.system import memory, threads
 from tests.backends_here import staged
 from tests.command import own_threads
@@ -248,3 +249,32 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     pytest.fail("the child waits for a thread of its parent")
+
+
+def test_panels_are_copied_ahead_while_the_thread_waits(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels that find a free slot are copied, although earlier ones have not been multiplied yet."""
+    from oocgemm.backends.cuda.session import CudaSession
+
+    begin, in_flight, most = CudaSession.begin, set[int](), list[int]()
+
+    def noted(self: CudaSession, op: Operation, block: Pageable, after: Sequence[Token]) -> Any:
+        ended = begin(self, op, block, after)
+        in_flight.add(id(op))
+        most.append(len(in_flight))
+
+        def end() -> Token:
+            in_flight.discard(id(op))
+            return ended()
+
+        return end
+
+    monkeypatch.setattr(CudaSession, "begin", noted)
+    a, b = np.ones((1, 1200)), np.ones((1200, 1))
+    result = oocgemm.gemm(a, b, **CUDA, tile="1x1x100")
+    assert np.asarray(result) == 1200
+    slots = result.plan.slots
+    first = slots.a + slots.b
+    assert max(most[:first]) == first
+    assert max(most[first:]) > 2

@@ -231,9 +231,10 @@ class Session(Protocol):
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: for an Upload or a Download, the block in host memory. If it is `Pageable` or `Found`, the
-                call returns when the block has been read or written, and several threads may make such calls
-                at once.
+            host: for an Upload or a Download, the block in host memory. If it is `Pageable` or `Found`,
+                several threads may make such calls at once. An Upload then returns when the block has been
+                read, a Download when all copies from the device have been issued: only `Token.synchronize`
+                waits until the block has been written.
             after: handles of the operations that this one waits for.
         """
 
@@ -241,8 +242,7 @@ class Session(Protocol):
         """Begin what `submit` does for a `Pageable` block.
 
         Returns:
-            A function that waits until the block has been read or written, and returns what `submit` returns.
-            It must be called, once.
+            A function that waits as `submit` does, and returns what it returns. It must be called, once.
         """
 
     def pin(self, host: Sequence[Array]) -> None:

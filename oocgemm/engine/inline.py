@@ -1,7 +1,8 @@
 """Runs a short schedule in the calling thread, without queues and locks. The waits come with the plan."""
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from oocgemm.backends.base import Array, Pageable, Stream, Token
 from oocgemm.engine.completion import Cancelled
@@ -22,6 +23,7 @@ class InlineRun(Run):
 
     Operations are started in program order, but every one that would wait for the host is put off: a Write,
     and what needs a copy of pageable memory that is in progress. So all copies that can begin do so first.
+    What can begin later does so before the thread waits for a copy.
     """
 
     def _run(self) -> None:
@@ -34,6 +36,7 @@ class InlineRun(Run):
         self._tokens: list[Token | None] = [None] * len(self._program)
         self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
         self._started: list[int] = []
+        self._put_off: dict[Stream, deque[int]] = {}  # all of `late` but Writes
         self._entered: Stream | None = None
         late, blocked = list[int](), set[Stream]()
         with ExitStack() as self._worker:
@@ -45,6 +48,8 @@ class InlineRun(Run):
                     if writes or stream in blocked or any(self._tokens[wait] is None for wait in waits):
                         late.append(i)
                         blocked.add(stream)
+                        if not writes:
+                            self._put_off.setdefault(stream, deque()).append(i)
                     else:
                         self._start(i)
                 for i in sorted(late, key=lambda i: self._program[i][0].kind is Kind.WRITE):
@@ -120,8 +125,22 @@ class InlineRun(Run):
             raise Cancelled
         return token
 
+    def _start_ready(self) -> None:
+        """Start the operations that need not wait for a copy, in program order per stream."""
+        for queue in self._put_off.values():
+            while queue and self._error is None:
+                i = queue[0]
+                started = self._tokens[i] is not None or i in self._copying
+                if not started and any(self._tokens[wait] is None for wait in self._program[i][1]):
+                    break
+                queue.popleft()
+                if not started:
+                    with suppress(Cancelled):
+                        self._start(i)
+
     def _finish(self, i: int) -> None:
         """Wait until a block of pageable memory has been read or written."""
+        self._start_ready()
         try:
             self._tokens[i] = self._copying.pop(i)()
         except BaseException as error:

@@ -61,7 +61,7 @@ class Staging:
     def is_pageable(self, operation: Operation) -> bool:
         """Return whether an Upload or a Download copies from or to pageable memory.
 
-        The thread that submits it is busy until the block has been copied.
+        The thread that submits it is busy until the copies of the block have been issued.
         """
         operand = operation.operand
         copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer

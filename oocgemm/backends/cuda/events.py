@@ -88,12 +88,14 @@ RING = "ring"
 class Work:
     """Some launches on a stream. The event `start` is recorded before them, the event `end` after them.
 
-    `issued` is the host time, in nanoseconds, at which the first launch call returned.
+    `issued` is the host time, in nanoseconds, at which the first launch call returned. `finish` waits for
+    what the host has to do afterwards, and raises if that fails.
     """
 
     start: Any
     issued: int
     end: Any
+    finish: Callable[[], None] | None = None
 
     @classmethod
     def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch], *, spins: bool = False) -> Self:
@@ -149,6 +151,8 @@ class CudaToken:
                 if not self.clock.name:
                     raise
                 raise ExecutionError(f"{self.clock.name}: {error}") from error
+        if self.own.finish is not None:
+            self.own.finish()
         if self.check is not None:
             self.check()
 

@@ -16,10 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import count, cycle
+from functools import partial
 from queue import Empty, SimpleQueue
-from time import perf_counter_ns
 from typing import Any
 
 import cupy
@@ -29,6 +27,7 @@ from cupy.cuda import runtime
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.lanes import Copying, Lane, Move
 from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.turner import Turn
@@ -43,160 +42,6 @@ PAGE = 4096
 # Maximum number of blocks per direction that have streams of their own while they are copied. The pieces of
 # other blocks are on the streams of the lanes.
 MAX_STREAMS = 4
-
-
-class Buffer:
-    """A pinned buffer of a lane, and the event after the latest copy from or to it.
-
-    `offset` is its distance in bytes from the first buffer of its direction.
-    """
-
-    def __init__(self, memory: Array, offset: int) -> None:
-        self.address: int = memory.ctypes.data
-        self.offset = offset
-        self._memory = memory
-        self._event = cupy.cuda.Event(block=True, disable_timing=True)
-        self._query = cuda_calls.query(self._event)
-        self._array, self._form = memory, (memory.dtype, 0, 0)
-
-    def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
-        """Return the first bytes of the buffer as an array."""
-        form = dtype, height, width
-        if form != self._form:  # most pieces of a block have the same shape
-            self._array = self._memory[: height * width * dtype.itemsize].view(dtype).reshape(height, width)
-            self._form = form
-        return self._array
-
-    def record(self, stream: Any) -> Any:
-        """Record the event on a stream, and return it."""
-        cuda_calls.record(self._event, stream)
-        return self._event
-
-    def wait(self) -> None:
-        """Wait for the event. The thread keeps the GIL if the event has completed."""
-        if self._query():
-            self._event.synchronize()
-
-
-class Lane:
-    """The pinned buffers of one thread, and its stream for pieces that the device transposes."""
-
-    def __init__(self, memory: Array, start: int, end: int) -> None:
-        """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
-        self.block = -1  # number of the block that the stream has waited for
-        size = (end - start) // BUFFERS
-        parts = range(start, end, size)
-        self._buffers = cycle([Buffer(memory[at : at + size], at) for at in parts])
-        self.pending: Callable[[], None] | None = None  # finishes the latest piece
-
-    @cached_property
-    def stream(self) -> Any:
-        """The lane's stream. While it copies a piece, those of other lanes transpose theirs.
-
-        A kernel that transposes a piece starts before the thread blocks of products that are queued.
-        """
-        return cupy.cuda.Stream(non_blocking=True, priority=-1)
-
-    def finish(self) -> None:
-        """Finish the latest piece, if that is left to do."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending()
-
-    def next_buffer(self) -> Buffer:
-        """Return a buffer, when the latest copy from or to the buffer has ended."""
-        buffer = next(self._buffers)
-        buffer.wait()
-        return buffer
-
-
-# Issues the copy of one piece on a stream, by the means of a lane. Returns the event after the copy, and what
-# is left to do when the thread has issued its next copy; None if nothing is.
-_Move = Callable[[Lane, Piece, Any], tuple[Any, Callable[[], None] | None]]
-
-
-class Copying:
-    """A block that is being copied.
-
-    Attributes:
-        number: of the block, unique in the process.
-        move: issues the copy of one piece.
-        waits: events that the copies wait for.
-        stream: of the copies. If `apart`, each lane uses its own stream, and this one waits for the copies.
-        error: the first error of a piece. No further piece is copied then.
-    """
-
-    _numbers = count()
-
-    def __init__(self, move: _Move, waits: Sequence[Any], stream: Any, pieces: int, *, apart: bool) -> None:
-        self.number = next(self._numbers)
-        self.move, self.waits, self.stream, self.apart = move, waits, stream, apart
-        for event in () if apart else waits:
-            cuda_calls.wait(stream, event)
-        self.error: BaseException | None = None
-        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        self._unstarted, self._issued = iter([self._start]), 0
-        self._left, self._counting, self._ended = pieces, threading.Lock(), threading.Lock()
-        self._ended.acquire()
-
-    def copy(self, lane: Lane, piece: Piece) -> None:
-        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
-        late = None
-        try:
-            if self.error is None:
-                event, late = self.move(lane, piece, self._stream_of(lane))
-                if self.apart:
-                    cuda_calls.wait(self.stream, event)
-        except BaseException as error:
-            self.error = self.error or error
-        if lane.pending is not None:
-            lane.finish()  # of the piece before this one
-        if late is None:
-            self._count()
-        else:
-            lane.pending = partial(self._finish, late)
-
-    def _stream_of(self, lane: Lane) -> Any:
-        """Return the stream for a piece that a lane copies. The first lane records the start."""
-        stream = self.stream
-        if self.apart:
-            stream = lane.stream
-            for event in self.waits if lane.block != self.number else ():
-                cuda_calls.wait(stream, event)
-            lane.block = self.number
-        for start_event in self._unstarted:  # in the first thread only
-            self._issued = perf_counter_ns()
-            cuda_calls.record(start_event, stream)
-        return stream
-
-    def _finish(self, late: Callable[[], None]) -> None:
-        """Do what is left to do for a piece."""
-        try:
-            if self.error is None:
-                late()
-        except BaseException as error:
-            self.error = self.error or error
-        self._count()
-
-    def _count(self) -> None:
-        """Count a piece as copied. After the last one, record the end."""
-        with self._counting:
-            self._left -= 1
-            if self._left:
-                return
-        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
-        try:
-            cuda_calls.record(self._end, self.stream)
-        except BaseException as error:
-            self.error = self.error or error
-        self._ended.release()
-
-    def work(self) -> Work:
-        """Wait until the last piece has been handed to the device; raise the first error."""
-        self._ended.acquire()
-        if self.error is not None:
-            raise self.error
-        return Work(self._start, self._issued, self._end)
 
 
 class Direction:
@@ -241,7 +86,7 @@ class Direction:
             self._threads.append(thread)
 
     def begin(
-        self, block: Pageable, move: _Move, waits: Sequence[Any], *, apart: bool = False
+        self, block: Pageable, move: Move, waits: Sequence[Any], *, apart: bool = False
     ) -> Callable[[], Work]:
         """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
 
@@ -254,28 +99,27 @@ class Direction:
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
             parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
             join = self._join if stream is None else stream
-            copying = Copying(move, waits, join, len(parts), apart=apart or stream is None)
-            if len(parts) == 1 and self._using_single.acquire(blocking=False):
-                try:
-                    copying.copy(self._single, parts[0])
-                    self._single.finish()
-                finally:
-                    self._using_single.release()
-            else:
-                for piece in parts:
-                    self._queue.put((copying, piece))
+            ended, apart = partial(self._ended, stream), apart or stream is None
+            copying = Copying(move, waits, join, len(parts), ended, apart=apart)
         except BaseException:
             self._blocks.pop()
             raise
-        return partial(self._end, copying)
+        if len(parts) == 1 and self._using_single.acquire(blocking=False):
+            try:
+                copying.copy(self._single, parts[0])
+                self._single.finish()
+            finally:
+                self._using_single.release()
+        else:
+            for piece in parts:
+                self._queue.put((copying, piece))
+        return copying.work
 
-    def _end(self, copying: Copying) -> Work:
-        try:
-            return copying.work()
-        finally:
-            self._blocks.pop()
-            if copying.stream is not self._join:
-                self._streams.append(copying.stream)
+    def _ended(self, stream: Any) -> None:
+        """Note that a block has been copied, whose copies were on a stream; None if on those of the lanes."""
+        self._blocks.pop()
+        if stream is not None:
+            self._streams.append(stream)
 
     def _free_stream(self) -> Any:
         """Return a stream that no block uses; None if there are too many blocks.
@@ -326,7 +170,6 @@ class Ring:
 
         The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
-
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
 
         def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
@@ -344,8 +187,9 @@ class Ring:
     ) -> Callable[[], Work]:
         """Begin to copy a block from a device address, once the events in `waits` have completed.
 
-        With `turn`, the device transposes each piece first. The returned function waits until the block has
-        been written. It raises the errors of `block.move`.
+        With `turn`, the device transposes each piece first. The returned function waits until the last copy
+        to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
+        the errors of `block.move`. So the device may overwrite the block while the host still writes.
         """
 
         dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize

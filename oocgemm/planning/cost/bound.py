@@ -1,5 +1,7 @@
 """Lower bounds on the time of candidates, to skip those that cannot be the fastest."""
 
+from typing import NamedTuple
+
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.price import Prices
@@ -23,12 +25,15 @@ def shape_bound(prices: Prices, tile: TileShape) -> float:
     b = down * depth * problem.n * problem.itemsizes["B"]
     reuses = down * across - 1
     compute = machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
-    compute += down * across * grid.steps * max(machine.step_latency, machine.issue)
+    steps = down * across * grid.steps
+    compute += steps * machine.step_latency
     store = max(prices.rate("read", "A", m, k), prices.rate("read", "B", k, n))
     link = max(prices.rate("h2d", "A", m, k), prices.rate("h2d", "B", k, n))
     up = (a + b - reuses * budgets.device) / link
     read = (a + b - reuses * (budgets.device + budgets.host)) / store
-    return compute + max(0.0, read) if machine.shares_cores else max(compute, up, read)
+    if machine.shares_cores:
+        return max(compute + max(0.0, read), steps * machine.issue)
+    return max(compute, up, read, steps * machine.issue)
 
 
 def bound(prices: Prices, candidate: Candidate) -> float:
@@ -44,54 +49,89 @@ def bound(prices: Prices, candidate: Candidate) -> float:
     tiles, strip, unified = down * across, min(slots.strip, m), slots.unified
     if not tiles:
         return 0.0
+    loading = _loading(prices, candidate, grid)
+    # Tiles and strips of full size that together have as many elements as C.
+    whole = problem.m * problem.n / (m * n)
+    strips = whole * m / strip
+    # Strips are multiplied one after the other at the turn from one tile to the next, and in the last tile.
+    step = min(prices.multiply(m, m, n, k), prices.multiply(strip, m, n, k) * m / strip)
+    step += prices.prepare(m, n, k) if slots.planes else 0.0
+    per_tile = max(1.0, depth / max(1, k)) * step
+    streams_c = not unified and slots.host_c == 0
+    write = 0.0 if streams_c else prices.write(strip, n)
+    download = 0.0 if unified else prices.download(strip, n)
+    turned = per_tile
+    if slots.c == 1 and tiles > 1:
+        # A strip of the next tile cannot start before the same strip of this tile has left the accumulator.
+        turning = min(2 * slots.turn_steps, grid_steps) * step
+        drains = 0.0 if problem.finishes else write if unified else download
+        waiting = per_tile - turning + turning * strip / m + drains
+        turned = max(per_tile, waiting - (waiting - per_tile) / tiles)
+    compute = whole * turned
+    old = prices.read("C", m, n) * whole if problem.reads_c else 0.0
+    if machine.shares_cores:
+        return max(compute, loading.read + whole * per_tile + old + prices.write_cpu_share * strips * write)
+    issue = machine.issue * (
+        tiles * grid_steps + loading.copies + (1 if unified or streams_c else 2) * strips
+    )
+    # The last tile drains while its last steps run, strip by strip.
+    end = last(candidate.traversal, down, across)
+    rows = length(grid.rows(end[0]))
+    part, share = grid.elements(end) / (m * n), min(1.0, strip / rows)
+    last_share = ((rows - 1) % strip + 1) / rows
+    draining = max(download, write) * part * m / strip
+    draining_steps = min(slots.last_steps, grid_steps)
+    tail = max(last_share * draining, draining - draining_steps * step * part * (1 - share))
+    # After the last Upload, at least one step follows.
+    after = max(step * part + last_share * draining, draining + share * step * part)
+    # The first strip leaves when the steps of its tile have run, perhaps strip by strip.
+    leaving = loading.first + max(1.0, depth / max(1, k)) * step * strip / m
+    return max(
+        loading.first + compute + tail,
+        max(loading.up, loading.read, loading.alternating) + after,
+        leaving + strips * download + last_share * part * m / strip * write,
+        leaving + download + strips * write,
+        issue,
+    )
+
+
+class _Loading(NamedTuple):
+    """Lower bounds on the seconds for which panels are loaded.
+
+    `first` is the time until the first panels are on the device, `read` that until the last Read and one
+    Upload have ended, `up` that of all Uploads after the first Read, and `alternating` that of the Reads and
+    Uploads of an operand with one host slot. `copies` is the number of Reads and Uploads.
+    """
+
+    first: float
+    read: float
+    up: float
+    alternating: float
+    copies: float
+
+
+def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
+    problem, slots, ramp = prices.setting.problem, candidate.slots, 1 << candidate.ramp
+    m, n, k = extents(problem, candidate.tile)
     loads = estimate_loads(problem, grid, slots, candidate.traversal)
-    read = up = first = copies = reading = uploading = 0.0
+    read = up = copies = alternating = first_read = first_up = waited = last_up = 0.0
     for operand, rows, cols, loaded, uploaded, count, on_host in (
         ("A", m, k, loads.a_read, loads.a_up, slots.a, slots.host_a),
         ("B", k, n, loads.b_read, loads.b_up, slots.b, slots.host_b),
     ):
         if size := prices.bytes(operand, rows, cols):
-            streams = not unified and on_host == 0
+            streams = not slots.unified and on_host == 0
             reading = 0.0 if streams else prices.read(operand, rows, cols)
-            uploading = 0.0 if unified else prices.upload(operand, rows, cols)
+            last_up = 0.0 if slots.unified else prices.upload(operand, rows, cols)
             read += loaded / size * reading
-            read += min(count if unified else on_host, loaded / size) * prices.faults(operand, rows, cols)
-            up += uploaded / size * uploading
-            copies += 0.0 if streams else loaded / size
-            copies += 0.0 if unified else uploaded / size
-            first += (reading + uploading) / (1 << candidate.ramp)
-    # With a single host slot, Reads and Uploads of an operand alternate.
-    in_turn = not unified and 1 in (slots.host_a, slots.host_b)
-    # Tiles and strips of full size that together have as many elements as C.
-    whole = problem.m * problem.n / (m * n)
-    strips = whole * m / strip
-    step = prices.multiply(m, m, n, k) + (prices.prepare(m, n, k) if slots.planes else 0.0)
-    per_tile = max(1.0, depth / max(1, k)) * step
-    streams_c = not unified and slots.host_c == 0
-    write = 0.0 if streams_c else prices.write(strip, n)
-    download = 0.0 if unified else prices.download(strip, n)
-    if slots.c == 1 and tiles > 1:
-        # A strip of the next tile cannot start before the same strip of this tile has left the accumulator.
-        turning = min(2 * slots.turn_steps, grid_steps) * step
-        waiting = per_tile - turning + turning * strip / m + (write if unified else download)
-        per_tile = max(per_tile, waiting - (waiting - per_tile) / tiles)
-    compute = whole * per_tile
-    old = prices.read("C", m, n) * whole if problem.reads_c else 0.0
-    if machine.shares_cores:
-        return read + compute + old + prices.write_cpu_share * strips * write
-    issue = machine.issue * (tiles * grid_steps + copies + (1 if unified or streams_c else 2) * strips)
-    # The last tile drains while its last steps run, strip by strip.
-    end = last(candidate.traversal, down, across)
-    part, share = grid.elements(end) / (m * n), min(1.0, strip / length(grid.rows(end[0])))
-    draining = max(download, write) * part * m / strip
-    tail = max(share * draining, draining - min(slots.last_steps, grid_steps) * step * part * (1 - share))
-    # After the last Upload, at least one step follows.
-    after = max(step * part + share * draining, draining + share * step * part)
-    return max(
-        first + compute + tail,
-        reading / (1 << candidate.ramp) + up + after,
-        read + (up if in_turn else uploading) + after,
-        first + step / grid_steps + strips * download + share * draining,
-        first + step / grid_steps + strips * (download / grid_steps + write),
-        issue,
-    )
+            faulting = min(count if slots.unified else on_host, loaded / size)
+            read += faulting * prices.faults(operand, rows, cols)
+            up += uploaded / size * last_up
+            if on_host == 1:
+                alternating = max(alternating, loaded / size * (reading + last_up))
+            copies += (0.0 if streams else loaded / size) + (0.0 if slots.unified else uploaded / size)
+            # Panel B is read while panel A is uploaded.
+            waited = waited or reading / ramp
+            first_read += reading / ramp
+            first_up = max(first_read, first_up) + last_up / ramp
+    return _Loading(first_up, read + last_up, waited + up, alternating, copies)

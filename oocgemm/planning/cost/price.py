@@ -13,16 +13,17 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
 
 # Relative rate of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
-# rate). Rows are separate unless a block consists of whole rows of the array.
+# rate), measured on an H100. Rows are separate unless a block consists of whole rows of the array.
 ROW_RATES = (
     (64 << 10, 1.0),
-    (32 << 10, 0.95),
-    (16 << 10, 0.8),
-    (8 << 10, 0.75),
-    (4 << 10, 0.55),
-    (2 << 10, 0.45),
-    (1 << 10, 0.35),
+    (32 << 10, 0.98),
+    (8 << 10, 0.88),
+    (2 << 10, 0.6),
+    (1 << 10, 0.5),
 )
+# Bytes per second at which a GPU copies within its memory: half of the bandwidth of H100s and H200s, which is
+# 3.4 and 4.8 TB/s.
+DEVICE_COPY = 2e12
 # Fraction of the time of a Write to storage during which a CPU core is busy.
 WRITE_CPU_SHARE = 0.25
 
@@ -139,7 +140,12 @@ class Prices:
             strip = rows < of_rows
             factor = STRIP_OVERHEAD if strip else machine.wave_quantization(problem.rate, m, n)
         flops = problem.step_flops(rows, n, k)
-        return factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+        seconds = factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+        if problem.exact and rows < of_rows and not machine.unified and not problem.trans_b.swaps:
+            # Each Multiply copies a panel of B that is not contiguous along k (`oocgemm.backends.cuda.int8`).
+            # The rate of the kernel includes one copy per step.
+            seconds += (1 - rows / of_rows) * k * n / DEVICE_COPY
+        return seconds
 
     def prepare(self, m: int, n: int, k: int) -> float:
         """Return the seconds of a Prepare, which splits or transforms the panels of a step."""

@@ -1,7 +1,6 @@
 """Enumerate the candidates for a product: tile shapes with numbers of slots (buffers)."""
 
 from collections.abc import Iterator
-from itertools import chain
 from math import inf, prod
 
 from oocgemm.planning.cost.bound import shape_bound
@@ -47,9 +46,12 @@ def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Itera
     # tile.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
-        enumerated = chain(strip_shapes(setting), shapes(setting, every_depth=every_depth))
-        tried = [(tile, 2)] if tile else list(enumerated)
-        tried = [found for found in tried if is_enqueued(setting, found[0])] or tried
+        others = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
+        strips = [] if tile else list(strip_shapes(setting))
+        strips, direct = (
+            [found for found in some if is_enqueued(setting, found[0])] for some in (strips, others)
+        )
+        tried = [*strips, *(direct or others)]  # the strips may not fit
         bounds = {shape: shape_bound(prices, shape) for shape, _ in tried}
         tried.sort(key=lambda found: bounds[found[0]])
         # A shape that fits with two accumulators is also tried with one, which leaves more memory for panels.

@@ -54,8 +54,8 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
             yield replace(tile, k=min(k, depth)), c
     (*_, unit_m), (*_, unit_n) = alignments(setting)
     down, across = ceil_div(problem.m, tile.m), ceil_div(problem.n, tile.n)
-    counts = [(down + 1, across), (down, across + 1), (2 * down, across), (down, 2 * across)]
-    counts += [(down - 1, across)] * (down > 1) + [(down, across - 1)] * (across > 1)
+    counts = [(down - 1, across)] * (down > 1) + [(down, across - 1)] * (across > 1)
+    counts += [(down + 1, across), (down, across + 1), (2 * down, across), (down, 2 * across)]
     others: list[tuple[TileShape, int]] = []
     for rows, cols in counts:
         m, n = round_up(ceil_div(problem.m, rows), unit_m), round_up(ceil_div(problem.n, cols), unit_n)

@@ -5,7 +5,7 @@ the planner changes one decision of the best candidate at a time, and keeps each
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
-fewer bytes in fewer operations.
+fewer bytes in fewer operations. Of several such candidates, it chooses the one that begins to multiply first.
 """
 
 from collections import Counter
@@ -48,6 +48,9 @@ MIN_GAIN = 0.002
 MIN_SLOW, MIN_FASTER = 5.0, 10
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
+# Of these, candidates whose times differ by at most this fraction if no operations overlap count as alike:
+# the one that begins to multiply first is chosen.
+ALIKE = 0.003
 # Host slots per tile row (or column) in which several devices work at the same time, in a resumed run.
 PANELS_PER_LINE = 3
 MAX_EXPLAINED = 6  # maximum number of candidates that a plan keeps for `Plan.explain`
@@ -244,7 +247,9 @@ class _Search:
         scored = sorted((Scored(*item) for item in self._found.items()), key=_rank)
         limit = (1 + CLOSE) * scored[0].prediction.total
         close = [s for s in scored if s.prediction.total <= limit]
-        chosen = min(close, key=lambda s: (s.prediction.serial, _rank(s)))
+        serial = (1 + ALIKE) * min(s.prediction.serial for s in close)
+        alike = [s for s in close if s.prediction.serial <= serial]
+        chosen = min(alike, key=lambda s: (s.prediction.start_up, s.prediction.serial, _rank(s)))
         return [chosen, *(s for s in scored if s is not chosen)]
 
     def _run(self, candidate: Candidate) -> Prediction:

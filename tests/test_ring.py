@@ -1,0 +1,85 @@
+"""The ring of pinned buffers copies blocks of pageable memory to and from the device."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oocgemm.backends.base import Array, Pageable
+from oocgemm.planning.cost.ring import RingShape
+from oocgemm.planning.tiling import Range
+from tests.backends_here import needs_gpu
+from tests.fake_cuda import fake_cuda
+
+SHAPE = 4, 512  # in elements of 8 bytes: as many bytes as the buffers of two threads
+DTYPE = np.dtype(np.float64)
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=needs_gpu)])
+def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with fake_cuda() if request.param == "fake" else nullcontext():
+        import cupy
+
+        yield cupy.cuda
+
+
+@pytest.fixture
+def ring(cuda: Any) -> Iterator[Any]:
+    from oocgemm.backends.cuda.ring import Ring
+
+    made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def address(cuda: Any) -> Iterator[int]:
+    """Return the address of device memory for eight blocks."""
+    found = cuda.runtime.malloc(8 * SHAPE[0] * SHAPE[1] * DTYPE.itemsize)
+    yield found
+    cuda.runtime.free(found)
+
+
+def block(x: Array, *, uploads: bool = False, before: Callable[[], object] = lambda: None) -> Pageable:
+    """Return an array as a block. `before` is called before each copy of a piece."""
+
+    def move(rows: Range, cols: Range, part: Array) -> None:
+        before()
+        inside = x[slice(*rows), slice(*cols)]
+        np.copyto(*((part, inside) if uploads else (inside, part)))
+
+    return Pageable(SHAPE, DTYPE, move)
+
+
+def test_the_device_may_overwrite_a_block_that_the_host_still_writes(ring: Any, address: int) -> None:
+    first, second, found, written = np.ones(SHAPE), np.full(SHAPE, 2.0), np.zeros(SHAPE), threading.Event()
+    uploaded = ring.upload(address, block(first, uploads=True), [])()
+    down = ring.download(address, block(found, before=lambda: written.wait(30)), [uploaded.end])()
+    ring.upload(address, block(second, uploads=True), [down.end])().end.synchronize()
+    assert not found.any()
+    written.set()
+    down.finish()
+    np.testing.assert_array_equal(found, first)
+
+
+def test_an_error_of_the_host_is_raised_when_it_is_waited_for(ring: Any, address: int) -> None:
+    def fail() -> None:
+        raise ValueError("no room")
+
+    uploaded = ring.upload(address, block(np.ones(SHAPE), uploads=True), [])()
+    with pytest.raises(ValueError, match="no room"):
+        ring.download(address, block(np.ones(SHAPE), before=fail), [uploaded.end])().finish()
+
+
+def test_many_blocks_are_copied_at_a_time(ring: Any, address: int) -> None:
+    there, back = np.random.default_rng(1).random((8, *SHAPE)), np.zeros((8, *SHAPE))
+    places = [address + i * there[0].nbytes for i in range(8)]
+    uploads = [ring.upload(at, block(x, uploads=True), []) for at, x in zip(places, there, strict=True)]
+    ends = [upload().end for upload in uploads]
+    downloads = [ring.download(at, block(x), ends) for at, x in zip(places, back, strict=True)]
+    for download in downloads:
+        download().finish()
+    np.testing.assert_array_equal(back, there)
