@@ -19,6 +19,7 @@ from pathlib import Path
 import gram_tables
 import grid_tables
 import ladder_tables
+import plan_tables
 import storage_tables
 import tables
 
@@ -85,8 +86,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,
-        "ablation": tables.ablation,
-        "rates": tables.rates,
+        "ablation": plan_tables.ablation,
+        "rates": plan_tables.rates,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
         "calls": grid_tables.calls,

