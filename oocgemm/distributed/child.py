@@ -119,13 +119,18 @@ class Key:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Key":
-        """Return the key of a child process that is started now."""
-        return cls(os.getpid(), os.getcwd(), frozenset(environment.items()))
+        """Return the key of a child process that is started now. Its folder is "" if that was removed."""
+        folder = ""
+        with suppress(OSError):
+            folder = os.getcwd()
+        return cls(os.getpid(), folder, frozenset(environment.items()))
 
 
 # Child processes that wait for another task.
 _idle: dict[Key, list[Child]] = {}
 _lock = RLock()
+# Otherwise a fork could copy the lock while a thread holds it that the new process does not have.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class _Starter:

@@ -25,7 +25,7 @@ def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
     problem, direct = plan.problem, all(map(plan.is_direct, "ABC"))
     changes = problem.finishes or problem.prepares or problem.exact or problem.gram
-    return spins(plan) and direct and not changes
+    return plan.devices == 1 and spins(plan) and direct and not changes
 
 
 class RepeatedSession(CudaSession):
@@ -43,8 +43,8 @@ class RepeatedSession(CudaSession):
         return self._run_by[0] is plan and self._run_by[1] == kernel and self._multiplier.is_current
 
     def reopen(self) -> None:
-        """Begin another run of the plan. The session was closed."""
-        self._closed = False
+        """Begin another run of the plan. The session was closed. This run allocates no device memory."""
+        self._closed, self._free_before = False, None
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
