@@ -1,35 +1,17 @@
 """Run the kernels that encode a batch of chunks on the processor, compiled by g++."""
 
 import ctypes
-import shutil
-import subprocess
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-import pytest
 
 from oocgemm.backends.encoding import Strip, batches
-from oocgemm.kernels.sources import kernel_folder
 from oocgemm.planning.cost.encoding import Division, frames_bytes
 from oocgemm.stores.frames import index_of
 from tests.decoding import Array
+from tests.native import built
 
-HERE = Path(__file__).parent
 GUARD = 4096
 BLOCKS = 3
-
-
-@cache
-def _built() -> ctypes.CDLL:
-    flags = "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", f"-I{kernel_folder()}"
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++")
-    with TemporaryDirectory() as folder:
-        library = f"{folder}/pack.so"
-        subprocess.run(["g++", *flags, HERE / "pack.cpp", "-o", library], check=True)
-        return ctypes.CDLL(library)
 
 
 def packed(x: Array, chunk: tuple[int, int], codec: str) -> dict[tuple[int, int], bytes]:
@@ -44,7 +26,7 @@ def packed(x: Array, chunk: tuple[int, int], codec: str) -> dict[tuple[int, int]
     work = np.full(form.work_bytes(batch) + GUARD, 0xA5, np.uint8)
     for given in batches(form, strip, (work.ctypes.data, work.nbytes - GUARD), host.ctypes.data):
         assert given.count <= batch
-        _built().pack(ctypes.byref(given), BLOCKS)
+        built("pack").pack(ctypes.byref(given), BLOCKS)
     assert (host[-GUARD:] == 0xA5).all()
     assert (work[-GUARD:] == 0xA5).all()
     across = -(-x.shape[1] // chunk[1])

@@ -1,21 +1,14 @@
 """Run the kernels that decode a batch of chunks: on the processor, compiled by g++, or on a GPU."""
 
 import ctypes
-import shutil
-import subprocess
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-import pytest
 
-from oocgemm.kernels.sources import kernel_folder
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.stores.frames import BYTES, NUMBERS, PLAIN
 from tests.decoding import Array, Batch, ordered
+from tests.native import built
 
-HERE = Path(__file__).parent
 # Fields of the table of the chunks, and bytes of the structures, of kernels/decoding/streams.cuh.
 FIELDS, STREAM, BLOCK = 14, 40, 112
 WARPS = 3
@@ -33,17 +26,6 @@ class _Given(ctypes.Structure):
             "count", "max_streams", "max_blocks", "chunk", "itemsize", "compressor",
         )),
     )  # fmt: skip
-
-
-@cache
-def _built() -> ctypes.CDLL:
-    flags = "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", f"-I{kernel_folder()}"
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++")
-    with TemporaryDirectory() as folder:
-        library = f"{folder}/unpack.so"
-        subprocess.run(["g++", *flags, HERE / "unpack.cpp", "-o", library], check=True)
-        return ctypes.CDLL(library)
 
 
 def unpacked(
@@ -69,7 +51,7 @@ def unpacked(
     room = sequences, literals.size - GUARD, count, streams, blocks, chunk
     number = NUMBERS[given.codec.compressor] if given.codec.blosc else 0
     batch = _Given(*(x.ctypes.data for x in arrays), *room, given.codec.itemsize, number)
-    _built().unpack(ctypes.byref(batch), WARPS, given.codec.compressor == "lz4")
+    built("unpack").unpack(ctypes.byref(batch), WARPS, given.codec.compressor == "lz4")
     assert (content[-GUARD:] == 0xA5).all()
     assert (literals[-GUARD:] == 0xA5).all()
     return [

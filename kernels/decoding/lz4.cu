@@ -1,8 +1,9 @@
 // lz4: finds the sequences of many LZ4 streams, for `execute`, which appends their literals and matches.
 //
 // A stream consists of sequences. A sequence has a number of literals, these literals, and the offset and the length of
-// a match. It tells where the next one begins. So one thread of a warp per stream finds them. It first counts them, to
-// reserve memory. `execute` treats the sequences of a stream as one block of zstd, whose literals stay in the stream.
+// a match. Where the next sequence begins follows from these lengths, so one thread per stream finds them in order. It
+// counts them first, to reserve memory. `execute` treats the sequences of a stream as one block of zstd, whose literals
+// stay in the stream.
 // An array in the memory for literals says where the literals of each sequence begin.
 //
 // All is checked as LZ4_decompress_safe of lz4 1.9 does. A stream that is damaged sets the status of its chunk.

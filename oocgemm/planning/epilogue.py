@@ -19,7 +19,7 @@ STEPS = {
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
 }
-# Those that read D, and those whose numbers are computed from the elements of the operands.
+# The steps that read D, and the steps whose vectors u and v are computed from the operands.
 _MERGING, _DERIVED = ("add", "divide"), ("correlation", "gaussian")
 
 # What a reduction makes of the elements of a row of C.

@@ -96,7 +96,7 @@ class RepeatedSession(CudaSession):
 
 
 def reopened(device: int, plan: Plan, kernel: str) -> RepeatedSession | None:
-    """Open the session that the last run of a plan has left. Return None if there is none."""
+    """Open again the idle session of the last run of a plan. Return None if there is none."""
     session = reuse(device, plan, kernel)
     if session is None:
         return None

@@ -36,7 +36,7 @@ class Reusable(Protocol):
         """Return whether the session can run a plan with a kernel once more."""
 
     def drop(self) -> None:
-        """Give up what the session keeps besides its arena. It cannot be opened again."""
+        """Free what the session keeps besides its arena. It cannot be opened again."""
 
 
 class Warm:
@@ -113,7 +113,7 @@ class Warm:
                 _shrink_later()
 
     def drop(self) -> None:
-        """Give up the session that could be opened again."""
+        """Free the session that could be opened again."""
         if self.session is not None:
             self.session.drop()
             self.session = None

@@ -17,12 +17,12 @@ PAGE = 4096
 # Maximum bytes of a stream of zstd, and of one in a frame of blosc, of which a chunk has one per byte of an
 # element. Minimum bytes of the latter.
 ZSTD_STREAM, BLOSC_STREAM, MIN_STREAM = 64 << 10, 32 << 10, 4 << 10
-# Bytes of elements that the kernels shuffle, and bytes of a chunk.
+# Bytes of elements that the kernels shuffle, and bytes of a chunk, which they count in 32 bits.
 ITEM_BYTES, MIN_CHUNK, MAX_CHUNK = (1, 2, 4, 8, 16), 128 << 10, 1 << 30
 # Numbers of compressors: in the header of a blosc frame, or 0.
 COMPRESSORS = {"zstd": 0, "blosc-lz4": 1, "blosc-zstd": 4}
-# Room for a stream beyond its content, since the kernels notice only then that it becomes longer. The memory
-# of a batch is divided into parts at multiples of ALIGNMENT, with FIXED bytes besides.
+# The output of a stream may exceed its input by SLACK bytes before the kernels notice it, and store the input
+# instead. The parts of a batch's memory begin at multiples of ALIGNMENT bytes, with FIXED bytes besides.
 SLACK, ALIGNMENT, FIXED = 512, 16, 256
 # A frame is at most HEADER bytes longer than its elements, and one of zstd by BLOCK_HEADER more per stream. A
 # checksum may follow.

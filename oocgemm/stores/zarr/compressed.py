@@ -7,6 +7,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import OpenFile, worth_caching
@@ -16,8 +17,6 @@ from oocgemm.stores.opener import Opener
 from oocgemm.stores.zarr.chunks import DirectChunks, _cut
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES
 
-# Bytes of elements for which there is a kernel, and maximum bytes of a chunk: the kernel counts in 32 bits.
-ITEM_BYTES, MAX_CHUNK = (1, 2, 4, 8, 16), 1 << 30
 # Files that a thread has open at a time: it reads these together.
 MAX_OPEN = 48
 _SHUFFLED = 1  # the number of the byte shuffle in numcodecs
