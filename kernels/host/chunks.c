@@ -1,0 +1,124 @@
+/* Reads blocks of matrices whose elements are in files, as far as the page cache has them. */
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "host.h"
+
+#ifndef RWF_NOWAIT /* only Linux can say what the page cache has */
+#define RWF_NOWAIT 0
+#define preadv2(file, places, count, offset, flags) preadv(file, places, count, offset)
+#endif
+
+#define PATH_BYTES 4096
+/* Lines of at most this many bytes are copied from a buffer. To read each by a call, or many by one call that has
+ * their places, takes longer. The buffer fits into the cache of a processor. */
+#define MAX_SHORT 8192
+#define BUFFER_BYTES (128 << 10)
+
+/* Lines of a file that are equally far apart there, and equally far apart in memory. */
+struct lines {
+  int file;
+  int64_t offset, stride; /* the first byte of the first line in the file; the distance of lines there */
+  int64_t size, count;    /* the needed bytes of each line; the number of lines */
+  char *to;
+  int64_t pitch; /* the distance of lines in memory */
+};
+
+/* Fills memory with bytes of a file. Fails if the page cache does not have them. Where the system cannot say what
+ * it has, as for tmpfs, the call waits for the disk if `may_wait`, and else fails. */
+static bool read_bytes(int file, char *to, int64_t size, int64_t offset, bool may_wait) {
+  int flags = RWF_NOWAIT;
+  while (size > 0) {
+    struct iovec place = {to, (size_t)size};
+    ssize_t found = preadv2(file, &place, 1, offset, flags);
+    if (found > 0)
+      to += found, offset += found, size -= found;
+    else if (found < 0 && errno == EOPNOTSUPP && flags && may_wait)
+      flags = 0;
+    else if (found == 0 || errno != EINTR)
+      return false;
+  }
+  return true;
+}
+
+/* Reads short lines, or parts of them, with the bytes between them. */
+static bool copy_lines(struct lines x) {
+  char buffer[BUFFER_BYTES];
+  int64_t room = BUFFER_BYTES / x.stride;
+  while (x.count > 0) {
+    int64_t count = x.count < room ? x.count : room;
+    if (!read_bytes(x.file, buffer, (count - 1) * x.stride + x.size, x.offset, true))
+      return false;
+    for (int64_t i = 0; i < count; ++i)
+      memcpy(x.to + i * x.pitch, buffer + i * x.stride, (size_t)x.size);
+    x.count -= count, x.offset += count * x.stride, x.to += count * x.pitch;
+  }
+  return true;
+}
+
+static bool read_lines(struct lines x) {
+  bool whole = x.size == x.stride;
+  if (x.count == 1 || (whole && x.size == x.pitch))
+    return read_bytes(x.file, x.to, x.size * x.count, x.offset, true);
+  if (x.stride <= MAX_SHORT)
+    return copy_lines(x);
+  for (int64_t i = 0; i < x.count; ++i)
+    if (!read_bytes(x.file, x.to + i * x.pitch, x.size, x.offset + i * x.stride, whole))
+      return false;
+  return true;
+}
+
+static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+static int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+
+/* Opens a file. Returns its descriptor, or -1 if that fails or the file has fewer bytes, or not as many as `exact`
+ * demands. */
+static int open_file(const char *path, int64_t bytes, bool exact) {
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0)
+    return -1;
+  int64_t size = lseek(file, 0, SEEK_END);
+  if (size == bytes || (size > bytes && !exact))
+    return file;
+  close(file);
+  return -1;
+}
+
+static int open_chunk(const struct ooc_chunks *x, int64_t i, int64_t j) {
+  char path[PATH_BYTES];
+  int length = snprintf(path, sizeof path, "%s%lld%s%lld", x->path, (long long)i, x->separator, (long long)j);
+  return length < (int)sizeof path ? open_file(path, x->bytes, true) : -1;
+}
+
+/* Reads the part of a block that is in chunk (i, j), which begins at `offset` of a file. */
+static bool read_chunk(const struct ooc_chunks *x, int file, int64_t offset, int64_t i, int64_t j,
+                       const struct ooc_area *area) {
+  int64_t top = most(area->top, i * x->height), bottom = least(area->bottom, (i + 1) * x->height);
+  int64_t left = most(area->left, j * x->width), right = least(area->right, (j + 1) * x->width);
+  char *to = area->to + (top - area->top) * area->pitch + left - area->left;
+  offset += (top - i * x->height) * x->width + left - j * x->width;
+  return read_lines((struct lines){file, offset, x->width, right - left, bottom - top, to, area->pitch});
+}
+
+int64_t ooc_read_chunks(const struct ooc_chunks *x, const struct ooc_area *area, int64_t *failed) {
+  int64_t number = 0, failures = 0;
+  int shared = x->separator ? -1 : open_file(x->path, x->bytes, false);
+  for (int64_t i = area->top / x->height; i * x->height < area->bottom; ++i)
+    for (int64_t j = area->left / x->width; j * x->width < area->right; ++j, ++number) {
+      int file = x->separator ? open_chunk(x, i, j) : shared;
+      int64_t offset = x->offsets ? x->offsets[i * x->across + j] : x->offset;
+      if (file < 0 || offset < 0 || !read_chunk(x, file, offset, i, j, area))
+        failed[failures++] = number;
+      if (x->separator && file >= 0)
+        close(file);
+    }
+  if (shared >= 0)
+    close(shared);
+  return failures;
+}
