@@ -49,7 +49,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 def blocks(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], str]:
     """Return the shapes of a matrix and of its chunks, the rows and columns of a block, and the dtype."""
     dtype = draw(st.sampled_from(["i1", "f4", "c16"]))
-    high, wide = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3, 50, 2000]) | st.integers(1, 700))
+    high, wide = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3, 50, 2000, 9000]) | st.integers(1, 700))
     shape = draw(st.integers(1, 3 * high)), draw(st.integers(1, 3 * wide))
     r0, c0 = (draw(st.integers(0, extent - 1)) for extent in shape)
     r1, c1 = draw(st.integers(r0 + 1, shape[0])), draw(st.integers(c0 + 1, shape[1]))

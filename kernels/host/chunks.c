@@ -16,10 +16,11 @@
 #endif
 
 #define PATH_BYTES 4096
-/* Lines of at most this many bytes are copied from a buffer. To read each by a call, or many by one call that has
- * their places, takes longer. The buffer fits into the cache of a processor. */
-#define MAX_SHORT 8192
+/* Lines that are close in the file are read together into a buffer, which fits into the cache of a processor, and
+ * copied from there. To read each by a call, or many by one call that has their places, takes longer. */
 #define BUFFER_BYTES (128 << 10)
+#define MAX_STRIDE (BUFFER_BYTES / 4)
+#define MAX_GAP 8192
 
 /* Lines of a file that are equally far apart there, and equally far apart in memory. */
 struct lines {
@@ -47,7 +48,7 @@ static bool read_bytes(int file, char *to, int64_t size, int64_t offset, bool ma
   return true;
 }
 
-/* Reads short lines, or parts of them, with the bytes between them. */
+/* Reads lines with the bytes between them. */
 static bool copy_lines(struct lines x) {
   char buffer[BUFFER_BYTES];
   int64_t room = BUFFER_BYTES / x.stride;
@@ -66,7 +67,7 @@ static bool read_lines(struct lines x) {
   bool whole = x.size == x.stride;
   if (x.count == 1 || (whole && x.size == x.pitch))
     return read_bytes(x.file, x.to, x.size * x.count, x.offset, true);
-  if (x.stride <= MAX_SHORT)
+  if (x.stride <= MAX_STRIDE && x.stride - x.size <= MAX_GAP)
     return copy_lines(x);
   for (int64_t i = 0; i < x.count; ++i)
     if (!read_bytes(x.file, x.to + i * x.pitch, x.size, x.offset + i * x.stride, whole))
