@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import zarr
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import Array
+from oocgemm.stores import Array, open_matrix
 from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import open_npy
@@ -282,3 +283,37 @@ def test_a_truncated_npy_file_is_an_error_even_if_the_block_is_there(tmp_path: P
     os.truncate(tmp_path / "A.npy", 20000)
     with pytest.raises(EOFError, match="truncated from 24128 bytes to 20000"):
         matrix.read((0, 2), (0, 60), np.zeros((2, 60)))
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("raw", {}), ("compressed", {"compression": "gzip"}), ("big-endian", {"dtype": ">f8"})],
+)
+def test_any_block_of_an_hdf5_dataset_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unread: list[int | None],
+    kind: str,
+    options: dict[str, Any],
+    library: bool,
+) -> None:
+    if not library:
+        monkeypatch.setattr("oocgemm.stores.cached.compiled", lambda: None)
+    values = integers(rng, (90, 130), "float64")
+    values[20:40, 30:60] = 3
+    with h5py.File(tmp_path / "X.h5", "w") as file:
+        dataset = file.create_dataset(
+            "x", values.shape, chunks=(20, 30), fillvalue=3, **({"dtype": "f8"} | options)
+        )
+        for i, j in rng.permutation(list(np.ndindex(5, 5))).tolist():
+            block = np.s_[20 * i : 20 * i + 20, 30 * j : 30 * j + 30]
+            if (i, j) != (1, 1):  # HDF5 does not store this chunk
+                dataset[block] = values[block]
+    matrix = open_matrix("X", f"{tmp_path}/X.h5::/x")
+    for _ in range(30):
+        (r0, r1), (c0, c1) = (sorted(rng.choice(extent + 1, 2, replace=False)) for extent in values.shape)
+        out, whole = around((r0, r1), (c0, c1), "f8")
+        matrix.read((r0, r1), (c0, c1), out)
+        assert is_right(whole, values[r0:r1, c0:c1])
+    assert set(unread) == ({0, 1} if library and kind == "raw" else {None} if kind == "raw" else set())

@@ -6,15 +6,18 @@ as large as they should be. Everything else is left to the caller.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
+from oocgemm.stores.files import OpenFile
 from oocgemm.system.compiled import compiled
 
+# At most about this many pages of a file are checked to estimate whether the page cache contains the file.
+SAMPLES = 8
 _Int = ctypes.c_int64
 
 
@@ -92,6 +95,19 @@ class CachedChunks:
         failed = (_Int * count)()
         found = library.ooc_read_chunks(ctypes.byref(self._chunks), ctypes.byref(area), failed)
         return failed[:found]
+
+
+def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:
+    """Return whether the page cache seems to contain a file, by the pages at some of these offsets.
+
+    The offsets are in ascending order. A wrong answer costs time, not more.
+    """
+    chosen = offsets[:: max(1, len(offsets) // SAMPLES)]
+    try:
+        with OpenFile(path) as file:
+            return file.cached(list(chosen))
+    except (OSError, EOFError):
+        return False  # a read of the file will say what is wrong
 
 
 def chunk_files(

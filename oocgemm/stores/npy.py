@@ -16,7 +16,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
-from oocgemm.stores.cached import CachedChunks
+from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
@@ -30,7 +30,7 @@ from oocgemm.stores.durable import (
 )
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, worth_caching
 from oocgemm.stores.formats import check_found
-from oocgemm.stores.lines import SAMPLES, copies_bytes, read_block, scratch_bytes, write_block
+from oocgemm.stores.lines import copies_bytes, read_block, scratch_bytes, write_block
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
@@ -137,13 +137,9 @@ class NpyMatrix:
 
     def _cached(self) -> CachedChunks | None:
         """Return the file as one chunk for compiled code, if the page cache seems to contain it."""
-        try:
-            with OpenFile(self._path, self._opener) as file:
-                offsets = range(self._offset, self._size, max(1, self._size // SAMPLES))
-                if not (offsets and file.cached(list(offsets))):
-                    return None
-        except (OSError, EOFError):
-            return None  # a read of the file will say what is wrong
+        offsets = range(self._offset, self._size, max(1, self._size // SAMPLES))
+        if not (offsets and in_page_cache(self._path, offsets)):
+            return None
         chunk = self.shape[1 if self._by_columns else 0], self._line
         return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
 
