@@ -8,7 +8,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "host.h"
+#include "chunks.h"
 
 #ifndef RWF_NOWAIT /* only Linux can say what the page cache has */
 #define RWF_NOWAIT 0

@@ -5,33 +5,9 @@
 #define OOC_HOST_H
 
 #include <stddef.h>
-#include <stdint.h>
 
 /* Copies `rows` rows of `size` bytes. Rows start `to_pitch` and `from_pitch` bytes apart. They do not overlap. */
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows);
-
-/* Where the chunks of a matrix are. Each has `height` rows of `width` bytes, without gaps. */
-struct ooc_chunks {
-  const char *path;       /* of the file with all chunks; or the beginning of the paths of files of one chunk each */
-  const char *separator;  /* ends such a path: the chunk's row in the grid, `separator`, its column; or NULL */
-  int64_t height, width;
-  int64_t bytes;          /* of each chunk's file; or the least bytes of the file with all chunks */
-  int64_t offset;         /* the first byte of a chunk in its file */
-  const int64_t *offsets; /* the first bytes of all chunks, row by row of the grid, -1 for a missing one; or NULL */
-  int64_t across;         /* chunks per row of the grid; 0 without `offsets` */
-};
-
-/* Rows of a matrix, and some bytes of each; and the memory for them, where rows are `pitch` bytes apart. */
-struct ooc_area {
-  int64_t top, bottom, left, right;
-  char *to;
-  int64_t pitch;
-};
-
-/* Reads a block of a matrix from the page cache. Returns how many chunks it could not read, because their bytes are
- * not there, or because a file is missing or has another size, or for another reason. `failed` gets their numbers:
- * the chunks of the block are counted row by row. */
-int64_t ooc_read_chunks(const struct ooc_chunks *chunks, const struct ooc_area *area, int64_t *failed);
 
 /* The version of the sources that the library was compiled from (`scripts/build_host.py`). */
 extern const char ooc_sources[];

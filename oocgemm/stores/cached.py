@@ -22,7 +22,7 @@ _Int = ctypes.c_int64
 
 
 class _Chunks(ctypes.Structure):
-    """`struct ooc_chunks` of `kernels/host/host.h`."""
+    """`struct ooc_chunks` of `kernels/host/chunks.h`."""
 
     _fields_ = (
         *(("path", ctypes.c_char_p), ("separator", ctypes.c_char_p)),
@@ -32,7 +32,7 @@ class _Chunks(ctypes.Structure):
 
 
 class _Area(ctypes.Structure):
-    """`struct ooc_area` of `kernels/host/host.h`."""
+    """`struct ooc_area` of `kernels/host/chunks.h`."""
 
     _fields_ = (
         *((name, _Int) for name in ("top", "bottom", "left", "right")),
