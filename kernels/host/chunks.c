@@ -16,11 +16,13 @@
 #endif
 
 #define PATH_BYTES 4096
-/* Lines that are close in the file are read together into a buffer, which fits into the cache of a processor, and
- * copied from there. To read each by a call, or many by one call that has their places, takes longer. */
+/* Lines with short gaps between them, and short lines, are read together into a buffer, which fits into the cache of
+ * a processor, and copied from there. A call for each takes longer. */
 #define BUFFER_BYTES (128 << 10)
 #define MAX_STRIDE (BUFFER_BYTES / 4)
 #define MAX_GAP 8192
+/* Lines that one call scatters. */
+#define MAX_LINES 256
 
 /* Lines of a file that are equally far apart there, and equally far apart in memory. */
 struct lines {
@@ -48,7 +50,7 @@ static bool read_bytes(int file, char *to, int64_t size, int64_t offset, bool ma
   return true;
 }
 
-/* Reads lines with the bytes between them. */
+/* Reads lines by way of a buffer, with the bytes between them. */
 static bool copy_lines(struct lines x) {
   char buffer[BUFFER_BYTES];
   int64_t room = BUFFER_BYTES / x.stride;
@@ -63,14 +65,36 @@ static bool copy_lines(struct lines x) {
   return true;
 }
 
-static bool read_lines(struct lines x) {
+/* Reads lines that are adjacent in the file, many by each call. */
+static bool scatter_lines(struct lines x) {
+  struct iovec places[MAX_LINES];
+  int flags = RWF_NOWAIT;
+  while (x.count > 0) {
+    int count = x.count < MAX_LINES ? (int)x.count : MAX_LINES;
+    for (int i = 0; i < count; ++i)
+      places[i] = (struct iovec){x.to + i * x.pitch, (size_t)x.size};
+    ssize_t found = preadv2(x.file, places, count, x.offset, flags);
+    if (found < 0 && errno == EOPNOTSUPP && flags)
+      flags = 0;
+    else if (found != count * x.size)
+      return false;
+    else
+      x.count -= count, x.offset += found, x.to += count * x.pitch;
+  }
+  return true;
+}
+
+/* `min_scattered`: the least bytes of adjacent lines that are scattered, not copied from a buffer. */
+static bool read_lines(struct lines x, int64_t min_scattered) {
   bool whole = x.size == x.stride;
   if (x.count == 1 || (whole && x.size == x.pitch))
     return read_bytes(x.file, x.to, x.size * x.count, x.offset, true);
-  if (x.stride <= MAX_STRIDE && x.stride - x.size <= MAX_GAP)
+  if (x.stride <= MAX_STRIDE && (whole ? x.size < min_scattered : x.stride - x.size <= MAX_GAP))
     return copy_lines(x);
+  if (whole)
+    return scatter_lines(x);
   for (int64_t i = 0; i < x.count; ++i)
-    if (!read_bytes(x.file, x.to + i * x.pitch, x.size, x.offset + i * x.stride, whole))
+    if (!read_bytes(x.file, x.to + i * x.pitch, x.size, x.offset + i * x.stride, false))
       return false;
   return true;
 }
@@ -104,7 +128,8 @@ static bool read_chunk(const struct ooc_chunks *x, int file, int64_t offset, int
   int64_t left = most(area->left, j * x->width), right = least(area->right, (j + 1) * x->width);
   char *to = area->to + (top - area->top) * area->pitch + left - area->left;
   offset += (top - i * x->height) * x->width + left - j * x->width;
-  return read_lines((struct lines){file, offset, x->width, right - left, bottom - top, to, area->pitch});
+  struct lines lines = {file, offset, x->width, right - left, bottom - top, to, area->pitch};
+  return read_lines(lines, x->min_scattered);
 }
 
 int64_t ooc_read_chunks(const struct ooc_chunks *x, const struct ooc_area *area, int64_t *failed) {

@@ -14,6 +14,7 @@ struct ooc_chunks {
   int64_t offset;         /* the first byte of a chunk in its file */
   const int64_t *offsets; /* the first bytes of all chunks, row by row of the grid, -1 for a missing one; or NULL */
   int64_t across;         /* chunks per row of the grid; 0 without `offsets` */
+  int64_t min_scattered;  /* Shorter rows are read into a buffer first, if those in memory are apart. */
 };
 
 /* Rows of a matrix, and some bytes of each; and the memory for them, where rows are `pitch` bytes apart. */
