@@ -1,10 +1,11 @@
-/* Reads blocks of matrices whose elements are in files, as far as the page cache has them. */
+/* Reads blocks of matrices whose elements are in files, as far as the page cache has them. Reads their status. */
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -115,10 +116,14 @@ static int open_file(const char *path, int64_t bytes, bool exact) {
   return -1;
 }
 
+/* Returns whether there is room for the path of the file of a chunk. */
+static bool make_path(char to[PATH_BYTES], const char *path, const char *separator, int64_t i, int64_t j) {
+  return snprintf(to, PATH_BYTES, "%s%lld%s%lld", path, (long long)i, separator, (long long)j) < PATH_BYTES;
+}
+
 static int open_chunk(const struct ooc_chunks *x, int64_t i, int64_t j) {
   char path[PATH_BYTES];
-  int length = snprintf(path, sizeof path, "%s%lld%s%lld", x->path, (long long)i, x->separator, (long long)j);
-  return length < (int)sizeof path ? open_file(path, x->bytes, true) : -1;
+  return make_path(path, x->path, x->separator, i, j) ? open_file(path, x->bytes, true) : -1;
 }
 
 /* Reads the part of a block that is in chunk (i, j), which begins at `offset` of a file. */
@@ -147,4 +152,22 @@ int64_t ooc_read_chunks(const struct ooc_chunks *x, const struct ooc_area *area,
   if (shared >= 0)
     close(shared);
   return failures;
+}
+
+static long long nanoseconds(struct timespec at) { return at.tv_sec * 1000000000LL + at.tv_nsec; }
+
+void ooc_stat_chunks(const char *path, const char *separator, int64_t count, int64_t across, int64_t every,
+                     char *content, char *changes) {
+  char file[PATH_BYTES];
+  struct stat status;
+  *content = *changes = 0;
+  for (int64_t number = 0; number < count; number += every) {
+    if (make_path(file, path, separator, number / across, number % across) && stat(file, &status) == 0) {
+      content += sprintf(content, "%lld %lld;", (long long)status.st_size, nanoseconds(status.st_mtim));
+      changes += sprintf(changes, "%lld;", nanoseconds(status.st_ctim));
+    } else {
+      content += sprintf(content, "-");
+      changes += sprintf(changes, "-");
+    }
+  }
 }

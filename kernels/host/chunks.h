@@ -29,4 +29,12 @@ struct ooc_area {
  * the chunks of the block are counted row by row. */
 int64_t ooc_read_chunks(const struct ooc_chunks *chunks, const struct ooc_area *area, int64_t *failed);
 
+/* Writes the sizes and modification times of files of chunks to `content`, as "SIZE TIME;", and the change times of
+ * their inodes to `changes`, as "TIME;", in nanoseconds; for a file whose status is unknown, "-". The files are
+ * those of every `every`-th of `count` chunks, of which a row of the grid has `across`. `path` and `separator` are
+ * as in `struct ooc_chunks`. Both texts have room for OOC_STATUS_BYTES per file, and end with a zero. */
+#define OOC_STATUS_BYTES 48
+void ooc_stat_chunks(const char *path, const char *separator, int64_t count, int64_t across, int64_t every,
+                     char *content, char *changes);
+
 #endif

@@ -120,9 +120,15 @@ def chunk_files(
     root: Path, key: Callable[[tuple[int, int]], str], chunk: tuple[int, int], itemsize: int
 ) -> CachedChunks | None:
     """Return the chunks of a zarr array whose files have the names `key`; None for other kinds of names."""
-    before, _, rest = key((1, 2)).partition("1")
-    separator, _, after = rest.partition("2")
-    if after or key((30, 456)) != f"{before}30{separator}456":
+    if (parts := name_parts(key)) is None:
         return None
     size = chunk[0] * chunk[1] * itemsize
-    return CachedChunks(f"{root}/{before}", separator, chunk, itemsize, size)
+    return CachedChunks(f"{root}/{parts[0]}", parts[1], chunk, itemsize, size)
+
+
+def name_parts(key: Callable[[tuple[int, int]], str]) -> tuple[str, str] | None:
+    """Return what is before and between the numbers of a chunk in the names `key`; None for other names."""
+    before, _, rest = key((1, 2)).partition("1")
+    separator, _, after = rest.partition("2")
+    alike = not after and key((30, 456)) == f"{before}30{separator}456"
+    return (before, separator) if alike else None
