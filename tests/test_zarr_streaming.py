@@ -64,12 +64,11 @@ ARRAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("max_line", [8 << 10, 64], ids=["gaps", "no gaps"])
-@pytest.mark.parametrize("kept_lines", [0, 1000])
-def test_any_block_is_read_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int, kept_lines: int
+@pytest.mark.usefixtures("python_reads")
+def test_any_block_is_read_right_without_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
-    monkeypatch.setattr(together, "MAX_KEPT_LINES", kept_lines)
     monkeypatch.setattr(together, "MAX_OPEN", 3)
     monkeypatch.setattr(together, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
@@ -87,6 +86,7 @@ def test_any_block_is_read_right(
         assert (whole == -1).all()
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_large_chunks_are_read_together_on_many_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,61 +99,8 @@ def test_large_chunks_are_read_together_on_many_cores(
         np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
 
 
-def test_whole_rows_of_a_chunk_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a fraction of the GIL that `read_parts` takes. Other blocks are read together."""
-    values, alike = integers(rng, SHAPE, "float64"), {"chunks": (40, 62)}
-    matrix, right, calls = opened(stored(tmp_path, values, **alike)), os.preadv, list[int]()
-
-    def preadv(descriptor: int, buffers: Any, *rest: int) -> int:
-        calls.append(len(buffers))
-        return right(descriptor, buffers, *rest)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    for rows, cols, whole in (
-        *(((45, 80), (62, 124), True), ((0, 40), (248, 310), True), ((200, 230), (0, 62), True)),
-        *(((45, 81), (62, 124), False), ((45, 80), (61, 124), False), ((45, 80), (62, 123), False)),
-    ):
-        out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
-        calls.clear()
-        matrix.read(rows, cols, out)
-        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
-        assert (calls == [1]) == whole
-
-
-@pytest.mark.parametrize("name", ["rows", "format 2"])
-@pytest.mark.parametrize("max_open", [1000, 5])
-def test_requests_are_kept_for_blocks_of_the_same_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_open: int
-) -> None:
-    prepared, right = list[Any](), together._prepare
-
-    def prepare(*given: Any) -> Any:
-        prepared.append(given)
-        return right(*given)
-
-    monkeypatch.setattr(together, "_prepare", prepare)
-    monkeypatch.setattr(together, "MAX_OPEN", max_open)
-    monkeypatch.setattr("oocgemm.stores.zarr.chunks.gather", None)
-    values = integers(rng, (400, 640), "float64")
-    options = {"chunks": (40, 64)} | ARRAYS[name]
-    matrix, buffers = opened(stored(tmp_path, values, **options)), np.empty((2, 100, 140))
-    down, along = matrix.layout.read_chunk
-    for turn in range(6):
-        for at, out in enumerate(buffers):
-            rows, cols = ((x := turn % 3 * step + at, x + n) for step, n in ((down, 100), (along, 140)))
-            matrix.read(rows, cols, out)
-            np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
-    assert len(prepared) == 2
-    monkeypatch.setattr(together, "MAX_FORMS", 1)
-    for _ in range(2):
-        for at, out in enumerate(buffers):
-            matrix.read((2 + at, 102 + at), (2, 142), out)
-            np.testing.assert_array_equal(out, values[2 + at : 102 + at, 2:142])
-    assert len(prepared) == 6
-    assert len(together._prepared.reads) == 1
-
-
 @pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.usefixtures("python_reads")
 def test_chunks_are_read_together_where_the_system_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:

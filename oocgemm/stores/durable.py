@@ -172,27 +172,33 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
     whether the content is the same.
     """
-    content, changes = hashlib.sha256(), hashlib.sha256()
+    content, changes = list[bytes](), list[bytes]()
     for path in paths:
         try:
             status = os.stat(path)
         except OSError:  # "-" stands for a missing or inaccessible file
-            content.update(b"-")
-            changes.update(b"-")
+            content.append(b"-")
+            changes.append(b"-")
         else:
-            content.update(b"%d %d;" % (status.st_size, status.st_mtime_ns))
-            changes.update(b"%d;" % status.st_ctime_ns)
-    return {"content": content.hexdigest()[:32], "changes": changes.hexdigest()[:32]}
+            content.append(b"%d %d;" % (status.st_size, status.st_mtime_ns))
+            changes.append(b"%d;" % status.st_ctime_ns)
+    return digests(b"".join(content), b"".join(changes))
 
 
-def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
+def digests(content: bytes, changes: bytes) -> dict[str, str]:
+    """Return what `fingerprints` returns, given the status of the files as text."""
+    texts = {"content": content, "changes": changes}
+    return {name: hashlib.sha256(text).hexdigest()[:32] for name, text in texts.items()}
 
-    If the grid has more than `MAX_FINGERPRINTED` chunks, choose at most that many, evenly spread. Otherwise
-    choose all.
+
+def selection(down: int, across: int) -> range:
+    """Return the numbers of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
+
+    Chunks are counted row by row. If the grid has more than `MAX_FINGERPRINTED`, choose at most that many,
+    evenly spread. Otherwise choose all.
     """
-    every = -(-down * across // MAX_FINGERPRINTED)
-    return (divmod(number, across) for number in range(0, down * across, max(1, every)))
+    count = down * across
+    return range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
 
 
 def found_locally(path: str) -> bool:
