@@ -1,7 +1,7 @@
 """Uncompressed zarr arrays in the page cache go to a GPU through the ring. Many chunks are read at a time."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm.backends.base import Pageable
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind
-from oocgemm.stores import aio
+from oocgemm.stores import aio, files
 from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
@@ -209,6 +209,30 @@ def test_the_chunks_of_an_earlier_result_are_overwritten_in_place(tmp_path: Path
         *[True] * 3,
     ]
     assert (tmp_path / "copy").read_bytes() == kept
+
+
+@pytest.mark.parametrize("width", [512, 1024])
+def test_short_rows_of_a_chunk_are_joined_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Direct I/O would take a request per row. Rows of 8 KiB are written from where they are."""
+    written, right = [], os.pwritev
+
+    def pwritev(descriptor: int, rows: Sequence[Any], at: int) -> int:
+        written.append(len(rows))
+        return right(descriptor, rows, at)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    values = files.scratch(8 * 64 * 2048, "values").view("f8").reshape(64, 2048)
+    values[...] = integers(rng, values.shape, "float64")
+    array = zarr.create_array(
+        tmp_path / "C", shape=values.shape, dtype="f8", chunks=(32, width), compressors=None
+    )
+    matrix = ZarrMatrix("C", array)
+    for _ in range(2):  # new files, and files that are overwritten
+        matrix.write((0, 64), (0, 2048), values)
+    assert set(written) == {1 if width == 512 else 32}
+    np.testing.assert_array_equal(array[:], values)
 
 
 def test_a_gram_matrix_is_exact(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, if a call keeps the GIL: a single call for a whole
 # chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
+# If the rows of a chunk are not adjacent in memory and have fewer bytes than this, they are copied together
+# before they are written: direct I/O takes a request per row. With rows of 2 KiB it wrote 1.4 GB/s, after a
+# copy 2.9. With rows of 8 KiB both were as fast.
+MIN_DIRECT_ROW = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class Encoding:
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
-        if unchanged and self.raw and sector_aligned(part):
+        long = part.flags.c_contiguous or part.shape[1] * part.itemsize >= MIN_DIRECT_ROW
+        if unchanged and self.raw and long and sector_aligned(part):
             return part, size
         if unchanged and self.compressor is not None and part.flags.c_contiguous:
             elements = part
