@@ -20,8 +20,8 @@ MAX_NAMED = 8  # maximum number of tiles that an error message lists
 class TileQueue(ABC):
     """Finished tiles that are committed in a thread, while other tiles are computed.
 
-    All tiles that are queued when the thread is ready are committed together: to flush many files takes
-    little longer than to flush one, while the disk writes other blocks.
+    All tiles that are queued when the thread is ready are committed together. While the disk writes other
+    blocks, flushing many files takes little longer than flushing one: each flush waits for these writes.
 
     `recorded` is the number of tiles that a later run need not compute again.
     """
