@@ -1,10 +1,11 @@
 """Uncompressed zarr arrays in the page cache go to a GPU through the ring. Many chunks are read at a time."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import Pageable
+from oocgemm.engine.slots import HostSlots
+from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind
-from oocgemm.stores import aio
+from oocgemm.planning import Kind, Operation
+from oocgemm.stores import aio, files
 from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
@@ -156,6 +159,54 @@ def test_the_chunks_of_an_earlier_result_are_overwritten_in_place(tmp_path: Path
         *[True] * 3,
     ]
     assert (tmp_path / "copy").read_bytes() == kept
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_slots_for_c_are_prefaulted_while_operands_are_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool
+) -> None:
+    """No Read fills a host slot, so none is delayed. The first Download need not wait for the pages."""
+    started, right = [], Staging.upload_source
+
+    def upload_source(self: Staging, operation: Operation) -> Any:
+        started.append(len(self._slots._prefaulted))
+        return right(self, operation)
+
+    def refuse(*given: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Staging, "upload_source", upload_source)
+    if not threads:
+        monkeypatch.setattr(HostSlots, "_faulting", SimpleNamespace(map=refuse, shutdown=Mock()))
+    values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
+    with running_on("fake-cuda") as chosen, patch("oocgemm.backends.cuda.host_memory.MAX_KEPT", 0):
+        result = oocgemm.gemm(stored(tmp_path, values), b, tmp_path / "C", host_memory="3MiB", **chosen)
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "C", mode="r")[:], values @ b)
+    assert set(started) == {result.plan.slots.host_c}
+
+
+@pytest.mark.parametrize("width", [512, 1024])
+def test_short_rows_of_a_chunk_are_joined_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Direct I/O would take a request per row. Rows of 8 KiB are written from where they are."""
+    written, right = [], os.pwritev
+
+    def pwritev(descriptor: int, rows: Sequence[Any], at: int) -> int:
+        written.append(len(rows))
+        return right(descriptor, rows, at)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    values = files.scratch(8 * 64 * 2048, "values").view("f8").reshape(64, 2048)
+    values[...] = integers(rng, values.shape, "float64")
+    array = zarr.create_array(
+        tmp_path / "C", shape=values.shape, dtype="f8", chunks=(32, width), compressors=None
+    )
+    matrix = ZarrMatrix("C", array)
+    for _ in range(2):  # new files, and files that are overwritten
+        matrix.write((0, 64), (0, 2048), values)
+    assert set(written) == {1 if width == 512 else 32}
+    np.testing.assert_array_equal(array[:], values)
 
 
 def test_a_gram_matrix_is_exact(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A resumed run must complete C to the same bits as an uninterrupted run, even aft
 journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed run does not compute these
 again. A tile is therefore recorded only when all its bytes are durable.
 
-*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
+*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_blocks`, and then
 records the tile. After a crash before the record, the resumed run writes the whole tile again. New chunk
 files are renamed into place. Files of uncompressed chunks that exist are overwritten in place: their old
 content is lost with or without that, and C is marked as unfinished.
@@ -13,7 +13,7 @@ content is lost with or without that, and C is marked as unfinished.
 again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three
 steps:
 
-1. `sync_block` flushes the tile's redo files.
+1. `sync_blocks` flushes the tile's redo files.
 2. The journal records the tile. This commits the tile.
 3. `apply_redo` moves the content of the redo files to C.
 
@@ -34,7 +34,7 @@ by size and modification time, and the resumed run compares these fingerprints w
 import hashlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -69,8 +69,8 @@ class Durable(Matrix, Protocol):
         For a matrix in an object store it is a `RemoteFolder`, and redo files are objects.
         """
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
-        """Flush the files that a block was written to, and their directory entries. Raises `OSError`."""
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
+        """Flush the files that blocks were written to, and their directory entries. Raises `OSError`."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
         """Move the new content of a block from its redo files to the matrix, and flush it. Raises `OSError`.
@@ -151,10 +151,16 @@ def _sync_all(paths: Collection[Path]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush the content of one file, or the directory entries of one folder. Raises `OSError`."""
+    """Flush the content of one file, or the directory entries of one folder.
+
+    Raises `OSError`, which names the file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 

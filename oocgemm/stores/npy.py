@@ -6,6 +6,7 @@ memory of the process.
 
 import errno
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -194,10 +195,10 @@ class NpyMatrix:
         folder.mkdir(exist_ok=True)
         self._redirected = folder
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
-        if self._redirected is not None:
-            blocks = saved_blocks(self._redirected, rows, cols)
-            sync_files(self._redirected, [path.name for path, _, _ in blocks])
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
+        if (folder := self._redirected) is not None:
+            saved = [path.name for block in blocks for path, _, _ in saved_blocks(folder, *block)]
+            sync_files(folder, saved)
         else:
             self.sync()
 

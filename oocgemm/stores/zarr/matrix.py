@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -197,7 +197,7 @@ class ZarrMatrix:
         self._writer.write_frame(number, frame, size)
 
     def sync(self) -> None:
-        """Do nothing: `sync_block` flushes each block of a local array after it is written."""
+        """Do nothing: `sync_blocks` flushes the blocks of a local array after they are written."""
 
     def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -215,9 +215,9 @@ class ZarrMatrix:
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
         assert self._target is not None
-        sync_files(self._target, self._names(rows, cols))
+        sync_files(self._target, [name for block in blocks for name in self._names(*block)])
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
@@ -227,7 +227,7 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # an earlier call, before a crash, moved it
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_block` has flushed the contents already
+        sync_names(self.folder, names)  # `sync_blocks` has flushed the contents already
 
     def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
         return fingerprint_of(folder / name for name in self._names(rows, cols))
