@@ -1,5 +1,6 @@
 """A run from pinned memory that is like the last one makes the same launches again."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,6 +100,65 @@ def test_a_run_that_updates_c_is_repeated(device: Device, started: list[Operatio
     count = len(started)
     check(a, b, c, beta=2)
     assert len(started) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float16", {}),
+        ("float16", {"beta": 2}),
+        ("int8", {}),
+        ("int8", {"alpha": 3}),
+        ("int8", {"out_dtype": "float64", "beta": 2}),
+    ],
+)
+def test_a_run_that_finishes_c_is_repeated(
+    device: Device, started: list[Operation], dtype: str, options: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((60, 50), (50, 70)))
+    c = np.zeros((60, 70), options.get("out_dtype", "int32" if dtype == "int8" else dtype))
+    for x in (a, b, c):
+        sys.modules["cupy.cuda"].runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    counts = []
+    for turn in range(3):
+        expected = options.get("alpha", 1) * (a.astype(c.dtype) @ b.astype(c.dtype))
+        expected += options.get("beta", 0) * c
+        product(a, b, c, **options)
+        np.testing.assert_array_equal(c, expected)
+        counts.append(len(started))
+        a[turn, :] -= 1
+    assert counts == [counts[0]] * 3
+    assert counts[0] > 20
+
+
+def test_few_operations_are_recorded_late(
+    device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run with more operations, most are recorded while others are started: one by one or repeated."""
+    monkeypatch.setattr("oocgemm.engine.inline.MAX_UNRECORDED", 4)
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    recorded: list[int] = []
+    ended: list[Any] = []
+
+    def watch(plan: object) -> Any:
+        ended.clear()
+        return ended.append
+
+    right = InlineRun._record_all_but
+
+    def record(self: InlineRun, count: int) -> None:
+        right(self, count)
+        recorded.append(len(self._started) - len(ended))
+
+    monkeypatch.setattr(InlineRun, "_record_all_but", record)
+    for _ in range(2):
+        recorded.clear()
+        spans = check(a, b, c, progress=watch).timeline.spans
+        assert max(recorded) == 4
+        assert recorded[-1] == 0
+        assert len(ended) == len(spans) > 20
+    assert len(started) == len(spans)
 
 
 def other_places(a: Array, b: Array, c: Array) -> list[Array]:
@@ -228,6 +288,7 @@ def test_runs_in_threads_repeat_nothing(
 ) -> None:
     a, b, c = pinned((60, 50), (50, 70), (60, 70))
     check(a, b, c)
+    monkeypatch.setattr("oocgemm.engine.short.MAX_ENQUEUED_STEPS", -1)
     monkeypatch.setattr("oocgemm.engine.short.MAX_STREAMED_STEPS", -1)
     for _ in range(3):
         check(a, b, c)

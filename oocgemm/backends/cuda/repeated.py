@@ -5,16 +5,14 @@ run from pinned memory. If A, B and C of the next run have the same addresses, i
 with the same waits, in the same order and on the same streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence, Sized
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 from cupy.cuda import runtime
 
 from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda.events import CudaToken, own_tokens, spins
+from oocgemm.backends.cuda.events import CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import reuse
@@ -23,9 +21,9 @@ from oocgemm.planning import Operation, Plan
 
 def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
-    problem, direct = plan.problem, all(map(plan.is_direct, "ABC"))
-    changes = problem.finishes or problem.prepares or problem.exact or problem.gram
-    return plan.devices == 1 and spins(plan) and direct and not changes
+    problem = plan.problem
+    depends = problem.prepares or problem.gram or problem.centered or problem.epilogue or problem.selects
+    return plan.devices == 1 and spins(plan) and not depends
 
 
 class RepeatedSession(CudaSession):
@@ -33,10 +31,9 @@ class RepeatedSession(CudaSession):
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._run_by = plan, kernel
-        # Where A, B and C are, and per operation its stream, the events that it waits for, its launches, and
-        # its token.
+        # Where A, B and C are, and per operation the function that enqueues it again, and its token.
         self._at: object = None
-        self._made: list[tuple[Any, list[Any], list[cuda_calls.Launch], CudaToken]] = []
+        self._made: list[tuple[Callable[[], int], CudaToken]] = []
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -48,31 +45,32 @@ class RepeatedSession(CudaSession):
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
-    def repeat(self, operands: Sequence[Array], count: int) -> list[Token] | None:
-        """Start all `count` operations of the last run again, if A, B and C have the same addresses.
+    def repeat(self, operands: Sequence[Array], program: Sized) -> Generator[Token, None, None] | None:
+        """Return a generator that starts all operations of the last run again, and yields their tokens.
 
-        Return their tokens. Otherwise return None, and remember the launches of the operations that follow.
+        Return None if A, B and C have other addresses, or if the last run did not start all operations of
+        `program`. The launches of the operations that follow are then remembered.
         """
         at = [(x.ctypes.data, x.strides) for x in operands]
-        if at != self._at or len(self._made) != count:
+        if at != self._at or len(self._made) != len(program):
             self._at, self._made = at, []
             return None
-        tokens = list[Token]()
+        return self._start_again()
+
+    def _start_again(self) -> Generator[Token, None, None]:
         with self.worker(Stream(0, "compute")):
-            for stream, waits, launches, token in self._made:
-                for event in waits:
-                    cuda_calls.wait(stream, event)
-                own = token.own
-                issued = cuda_calls.record_around(launches, own.start, own.end, stream)
-                tokens.append(replace(token, own=replace(own, issued=issued)))
-        return tokens
+            for enqueue, token in self._made:
+                own = Work(token.own.start, enqueue(), token.end)
+                yield CudaToken(token.stream, own, token.end, self._clock, token.check)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
         token = super()._enqueue(operation, launches, after)
         waits = [other.end for other in own_tokens(after, self._clock) if other.stream != operation.stream]
-        self._made.append((self._streams[operation.stream], waits, launches, token))
+        own, stream = token.own, self._streams[operation.stream]
+        again = cuda_calls.recording_around(launches, own.start, own.end, stream, waits)
+        self._made.append((again, token))
         return token
 
     def close(self, failed: bool = False) -> None:
