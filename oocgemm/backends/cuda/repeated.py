@@ -16,7 +16,7 @@ from oocgemm.backends.cuda.events import CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import reuse
-from oocgemm.planning import Operation, Plan
+from oocgemm.planning import Kind, Operation, Plan
 
 
 def is_repeatable(plan: Plan) -> bool:
@@ -32,8 +32,11 @@ class RepeatedSession(CudaSession):
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._run_by = plan, kernel
         # Where A, B and C are, and per operation the function that enqueues it again, and its token.
-        self._at: object = None
+        self._at: list[object] = []
         self._made: list[tuple[Callable[[], int], CudaToken]] = []
+        # How many of the operations are Uploads before any other one, and the tokens of those that this run
+        # has started already.
+        self._first_uploads, self._ahead = 0, list[Token]()
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -41,9 +44,18 @@ class RepeatedSession(CudaSession):
 
     def reopen(self) -> None:
         """Begin another run of the plan. The session was closed. This run allocates no device memory."""
-        self._closed, self._free_before = False, None
+        self._closed, self._free_before, self._ahead = False, None, []
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
+
+    def upload_ahead(self, operands: Sequence[Array]) -> None:
+        """Begin to upload the first blocks, if A, B and C have the addresses that they had in the last run.
+
+        The GPU copies them while the rest of the run is prepared. C is not changed.
+        """
+        if self._made and list(map(_place, operands)) == self._at:
+            with self._device:
+                self._ahead += map(self._start_again, self._made[: self._first_uploads])
 
     def repeat(self, operands: Sequence[Array], program: Sized) -> Generator[Token, None, None] | None:
         """Return a generator that starts all operations of the last run again, and yields their tokens.
@@ -51,26 +63,33 @@ class RepeatedSession(CudaSession):
         Return None if A, B and C have other addresses, or if the last run did not start all operations of
         `program`. The launches of the operations that follow are then remembered.
         """
-        at = [(x.ctypes.data, x.strides) for x in operands]
+        at = list(map(_place, operands))
         if at != self._at or len(self._made) != len(program):
-            self._at, self._made = at, []
+            self._at, self._made, self._first_uploads = at, [], 0
             return None
-        return self._start_again()
+        return self._all_again()
 
-    def _start_again(self) -> Generator[Token, None, None]:
+    def _all_again(self) -> Generator[Token, None, None]:
+        yield from self._ahead
         with self.worker(Stream(0, "compute")):
-            for enqueue, token in self._made:
-                own = Work(token.own.start, enqueue(), token.end)
-                yield CudaToken(token.stream, own, token.end, self._clock, token.check)
+            yield from map(self._start_again, self._made[len(self._ahead) :])
+
+    def _start_again(self, made: tuple[Callable[[], int], CudaToken]) -> Token:
+        enqueue, token = made
+        own = Work(token.own.start, enqueue(), token.end)
+        return CudaToken(token.stream, own, token.end, self._clock, token.check)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
         token = super()._enqueue(operation, launches, after)
-        waits = [other.end for other in own_tokens(after, self._clock) if other.stream != operation.stream]
-        own, stream = token.own, self._streams[operation.stream]
-        again = cuda_calls.recording_around(launches, own.start, own.end, stream, waits)
-        self._made.append((again, token))
+        if self._at:  # otherwise `repeat` was not called, and will not be
+            waits = [x.end for x in own_tokens(after, self._clock) if x.stream != operation.stream]
+            own, stream = token.own, self._streams[operation.stream]
+            again = cuda_calls.recording_around(launches, own.start, own.end, stream, waits)
+            if operation.kind is Kind.UPLOAD and len(self._made) == self._first_uploads:
+                self._first_uploads += 1
+            self._made.append((again, token))
         return token
 
     def close(self, failed: bool = False) -> None:
@@ -91,6 +110,11 @@ class RepeatedSession(CudaSession):
     def drop(self) -> None:
         with suppress(Exception):  # after a failed launch, every CUDA call raises
             self._multiplier.close()
+
+
+def _place(x: Array) -> object:
+    """Return where the elements of an array are."""
+    return x.ctypes.data, x.strides
 
 
 def reopened(device: int, plan: Plan, kernel: str) -> RepeatedSession | None:
