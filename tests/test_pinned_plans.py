@@ -1,5 +1,8 @@
 """Plans of products whose A, B and C are pinned arrays."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
 from oocgemm.engine.short import is_brief, is_short
@@ -50,3 +53,13 @@ def test_many_steps_of_pinned_arrays_are_enqueued_by_one_thread() -> None:
     assert is_short(plan)
     assert is_brief(plan)
     assert not is_short(planned(196608, 2048, 2048, "float64", pinned=False, tile=tile))
+
+
+def test_the_hash_of_a_setting_stays_in_its_process() -> None:
+    """It is computed from texts, whose hashes differ from process to process."""
+    setting = planned(2048, 2048, 2048, "float64").setting
+    copied = pickle.loads(pickle.dumps(setting))
+    assert hash(setting) == hash(replace(setting))
+    assert "_hash" in vars(setting)
+    assert "_hash" not in vars(copied)
+    assert copied == setting

@@ -1,5 +1,6 @@
 """Runs a short schedule in the calling thread, without queues and locks. The waits come with the plan."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sized
 from contextlib import ExitStack, closing, suppress
@@ -13,9 +14,9 @@ from oocgemm.planning import Kind, Operation
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 
 
-# While more operations than this have been started and not been recorded, the thread waits for the first of
-# them. The driver blocks a thread, which keeps the GIL, if about 1000 launches of a stream are pending.
-MAX_UNRECORDED = 256
+# While more operations of pinned arrays than this have been started and not been recorded, the thread waits
+# for the first of them. With about 80 pending, the driver would block the thread, which keeps the GIL then.
+MAX_UNRECORDED = 64
 
 # The method of some sessions that starts all operations of the last run again. It takes A, B and C, and the
 # program, and returns a generator that starts the operations and yields their tokens; None if they must be
@@ -36,6 +37,8 @@ class InlineRun(Run):
         self._tokens: list[Token | None] = []
         self._started: list[int] = []
         self._recorded = 0
+        direct = all(map(self._plan.is_direct, "ABC"))
+        self._max_unrecorded = MAX_UNRECORDED if direct else sys.maxsize
         repeat = getattr(self._session, "repeat", None)
         if repeat is None or not self._repeated(repeat):
             self._start_all()
@@ -61,7 +64,7 @@ class InlineRun(Run):
                             self._put_off.setdefault(stream, deque()).append(i)
                     else:
                         self._start(i)
-                        self._record_all_but(MAX_UNRECORDED)
+                        self._record_all_but(self._max_unrecorded)
                 for i in sorted(late, key=lambda i: self._program[i][0].kind is Kind.WRITE):
                     if self._tokens[i] is None and i not in self._copying:
                         self._start(i)
@@ -85,7 +88,7 @@ class InlineRun(Run):
                 for i, token in enumerate(again):
                     self._tokens.append(token)
                     self._started.append(i)
-                    self._record_all_but(MAX_UNRECORDED)
+                    self._record_all_but(self._max_unrecorded)
                     if self._error is not None:
                         break
         except BaseException as error:
@@ -93,15 +96,10 @@ class InlineRun(Run):
         return True
 
     def _record_all_but(self, count: int) -> None:
-        """Wait for operations in the order in which they were started, and pass on their spans.
-
-        The last `count` of them are left. So is what was started after a copy that is in progress.
-        """
+        """Wait for all but the last `count` operations, in the order of their start; pass on their spans."""
         while len(self._started) - self._recorded > count:
             i = self._started[self._recorded]
             token = self._tokens[i]
-            if token is None and count:
-                return
             self._recorded += 1
             if token is not None:
                 operation, waits = self._program[i]
