@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isqrt
+from typing import Any
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
 from oocgemm.planning.problem import GemmProblem
@@ -111,6 +112,18 @@ class Setting:
     layouts: Layouts
     budgets: Budgets
     devices: int = 1
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, computed once: it takes as long as enqueuing an operation, and caches ask for it."""
+        return hash((self.problem, self.machine, self.layouts, self.budgets, self.devices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of texts differ from process to process.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     def streams(self, layout: Layout) -> bool:
         """Whether panels of an A or B with this layout go from its array to the GPU without host slots.
