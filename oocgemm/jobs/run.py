@@ -269,13 +269,13 @@ def _stream(
         return None
     from oocgemm.integrity.checksums.check import Checks
 
-    checks = Checks(plan, SEED, session.checksums)
+    checks = Checks(plan, SEED, session)
     run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, session.checksums, checks.failed)
+        again = Checks(failing, SEED + 1, session, checks.failed)
         run(failing, again)
         again.raise_first_failure()
     return checks.figures(again)
