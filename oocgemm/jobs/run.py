@@ -27,6 +27,7 @@ from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.repeat import forget, remember, repeated
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.sampling import check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
 from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
@@ -203,7 +204,11 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            if not is_short(job.plan):
+            if needs_samples(job):
+                staging.close()
+                opened.close()  # its memory is free for the samples
+                facts["checks"] |= check_samples(job, target.matrix)
+            elif not is_short(job.plan):
                 cleanup.enter_context(_freeing(staging, opened))
         target.seal()
         facts |= {
