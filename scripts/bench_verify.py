@@ -3,8 +3,8 @@
 
 A and B are normal random numbers in memory; `bench_journal.py` measures products from disk, with a journal.
 Other products than gemm are of A alone: a Gram matrix, one with an epilogue, correlations, and the most
-similar rows of a matrix with 256 columns. Ratios compare runs of the same round, and the order within a round alternates. All measured times go to a
-JSON file with a key per case. Other cases in the file are kept.
+similar rows of a matrix with 256 columns. Ratios compare runs of the same round, and the order within a round
+alternates. All measured times go to a JSON file with a key per case. Other cases in the file are kept.
 """
 
 import json
