@@ -21,6 +21,7 @@ from oocgemm.integrity.rounding import add_product, block_norms, block_squares, 
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
+from oocgemm.stores.scratch import scratch_array
 from oocgemm.timeline.busy import BusyTime
 
 
@@ -352,7 +353,8 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
     A part has all rows of some blocks and some columns, and at most `WIDENING_ELEMENTS` elements, unless one
-    column has more. An array in double precision is yielded whole, without a copy.
+    column has more. It is valid until the next one. An array in double precision is yielded whole, without a
+    copy.
 
     Yields:
         The part's range of blocks, its elements, and its range of columns.
@@ -368,4 +370,11 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):
             cols = slice(left, min(left + across, width))
-            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols
+            part = blocks[groups, :, cols]
+            # The copy keeps the order of the axes, so that both are contiguous along the same one.
+            turned = part.strides[2] != part.itemsize
+            shape = (part.shape[0], *part.shape[:0:-1]) if turned else part.shape
+            room = scratch_array("widened", shape, wide)
+            room = room.swapaxes(1, 2) if turned else room
+            np.copyto(room, part)
+            yield groups, room, cols
