@@ -156,7 +156,7 @@ VERIFY = click.option(
 )
 # Options of products of which only some elements are kept.
 SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, VERIFY, DEVICE, TIMELINE, QUIET)
-PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, DEVICE, QUIET)
+PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, VERIFY, DEVICE, QUIET)
 AXIS = click.option(
     "--axis",
     type=click.IntRange(0, 1),

@@ -125,6 +125,7 @@ class PcaOptions(TypedDict, total=False):
     device_memory: Size | None
     host_memory: Size | None
     requests: Requests | None
+    verify: bool
     device: int
     progress: "Progress | bool | None"
 

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from oocgemm import stores
+from oocgemm.integrity.chained import check_chained
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.samples import Made, Samples
 from oocgemm.jobs.prepare import Job
@@ -21,8 +22,8 @@ from oocgemm.stores.transformed import TransformedMatrix
 def needs_samples(job: Job) -> bool:
     """Return whether samples of the result are to be checked after the run."""
     problem, request = job.plan.problem, job.request
-    made = problem.checks_sums or request.selection is not None
-    return bool(problem.checked) and made and 0 not in (problem.m, problem.n)
+    made = problem.checks_sums or request.selection is not None or request.chain is not None
+    return request.verify and made and 0 not in (problem.m, problem.n)
 
 
 def check_samples(job: Job, result: Matrix) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def check_samples(job: Job, result: Matrix) -> dict[str, Any]:
     elif problem.kept:
         excludes = selection is not None and selection.excludes_self
         made = Made(kept=stores.memory(result), excludes_self=excludes, factor=job.factor)
-    threads = max(1, min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0))))
+    threads = _threads()
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool:
         passes = Passes(pool, threads, PIECE)
         further = None if job.d is None else Oriented(job.d)
@@ -63,3 +64,18 @@ def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool) -> Matrix
         exact = replace(matrix.transform, cast="float64")
         return readable(transformed(matrix.stored, exact, op, left=left), memory)
     return matrix
+
+
+def check_pass(job: Job, result: Matrix) -> None:
+    """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
+    chain, problem = job.request.chain, job.plan.problem
+    assert chain is not None
+    assert chain.factor is not None
+    x = Oriented(job.a, not problem.trans_a.swaps)
+    room = memory_of(job.request) // (4 * _threads() * problem.m * job.a.dtype.itemsize)
+    band = max(1, min(job.plan.tile.k, room))
+    check_chained(x, chain.factor, chain.row, stores.memory(result), band=band, threads=_threads())
+
+
+def _threads() -> int:
+    return max(1, min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0))))
