@@ -3,6 +3,7 @@
 The same code finds them in both.
 """
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -32,8 +33,10 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     )
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)  # an installer does the same with a wheel of pure Python
+    zipfile.ZipFile(wheel).extractall(site)  # an installer does the same
+    has_compiler = shutil.which("cc") is not None
     code = (
+        f"from oocgemm.system.compiled import *; assert bool(compiled()) == {has_compiler}; "
         "from oocgemm.kernels.sources import *; print(kernel_folder()); kernel_path('tiled'); "
         "from oocgemm.reports.page import *; page([('', Timeline((), 1))])"
     )
@@ -47,7 +50,7 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     )
     assert Path(found.stdout.strip()) == site / "oocgemm" / "_kernels"
     tree, installed = TOP / "kernels", site / "oocgemm" / "_kernels"
-    assert {p.relative_to(tree) for p in tree.glob("*/*.cu*")} == {
+    assert {p.relative_to(tree) for p in tree.glob("*/*.[ch]*")} == {
         p.relative_to(installed) for p in installed.rglob("*") if p.is_file()
     }
     for folder in (Path("oocgemm/reports/web"), Path("oocgemm/service/page")):

@@ -1,0 +1,3 @@
+#include "host.h"
+
+const char ooc_sources[] = OOC_SOURCES;
