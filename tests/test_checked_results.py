@@ -220,7 +220,7 @@ def scaled_column(result: Array) -> None:
 
 @pytest.mark.parametrize("change", [scaled_row, scaled_column])
 @pytest.mark.parametrize("chain", [RESULTS["scale"], RESULTS["gram"], gemm(RankOne(U, V), Cast("float16"))])
-@pytest.mark.parametrize("lines", [2, 16])
+@pytest.mark.parametrize("lines", [2, 8])
 def test_a_wrong_scale_of_one_row_or_column_is_found(
     change: Callable[[Array], None], chain: Compute, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_missing_element_is_found(name: str, few_rows: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("name", ["similarity", "corr", "top k", "top k of chain"])
 @pytest.mark.parametrize("field", ["score", "index"])
-@pytest.mark.parametrize("few", [1 << 16, 10])
+@pytest.mark.parametrize("few", [1 << 24, 10])
 def test_wrong_scores_of_a_row_are_found(
     name: str, field: str, few: int, few_rows: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

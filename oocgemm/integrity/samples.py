@@ -31,9 +31,11 @@ from oocgemm.planning.tiling import Range
 
 # The number of sampled rows, and of sampled columns, and the number of runs of neighbors that they are in. A
 # store reads whole chunks, so that a run takes as long as one row.
-LINES, RUNS = 16, 4
-# All selected elements are checked if there are at most as many, otherwise one of each row.
-FEW = 1 << 16
+LINES, RUNS = 8, 4
+# All selected elements are checked if that takes at most as many products, otherwise one of each row.
+FEW = 1 << 24
+# Elements of op(B) whose columns are in memory for that, at most.
+WINDOW = 1 << 24
 # Pairs whose columns of op(B) are gathered at a time.
 GATHERED = 1 << 12
 
@@ -165,11 +167,11 @@ class Samples:
             self._compare(column, found, rows, j)
 
     def _check_pairs(self, made: Made, rng: np.random.Generator) -> None:
-        """Check the scores of selected elements whose columns are in a range that fits into the memory."""
+        """Check the scores of selected elements whose columns are in a range that fits into `WINDOW`."""
         n, depth, item = self.problem.n, self.problem.depth, self.right.matrix.dtype.itemsize
-        width = max(1, min(n, self.memory // (2 * max(1, depth) * item)))
+        width = max(1, min(n, min(WINDOW, self.memory // (2 * item)) // max(1, depth)))
         left = int(rng.integers(n - width + 1))
-        rows, cols, scores = _pairs(made, rng, (left, left + width))
+        rows, cols, scores = _pairs(made, rng, (left, left + width), FEW // max(1, depth))
         if not rows.size:
             return
         sums, squares = np.zeros(rows.size), [np.zeros(self.problem.m), np.zeros(width)]
@@ -280,8 +282,11 @@ def read(x: Oriented, rows: Range, cols: Range, *, wide: bool = True) -> Array:
     return block.astype(np.float64) if wide else block
 
 
-def _pairs(made: Made, rng: np.random.Generator, window: Range) -> tuple[Array, Array, Array]:
-    """Choose selected elements in a range of columns. Return their rows, in order, columns and scores."""
+def _pairs(made: Made, rng: np.random.Generator, window: Range, few: int) -> tuple[Array, Array, Array]:
+    """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
+
+    If there are more than `few`, one of each row is chosen.
+    """
     if made.sparse is not None:
         starts, cols, scores = made.sparse
         rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
@@ -290,7 +295,7 @@ def _pairs(made: Made, rng: np.random.Generator, window: Range) -> tuple[Array, 
         rows = np.repeat(np.arange(len(made.kept)), made.kept.shape[1])
         cols, scores = made.kept["index"].ravel().astype(np.int64), made.kept["score"].ravel()
     inside = np.flatnonzero((cols >= window[0]) & (cols < window[1]))
-    if inside.size > FEW:
+    if inside.size > few:
         firsts = np.flatnonzero(np.diff(rows[inside], prepend=-1))
         counts = np.diff(firsts, append=inside.size)
         inside = inside[firsts + (rng.random(firsts.size) * counts).astype(np.int64)]

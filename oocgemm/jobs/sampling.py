@@ -11,8 +11,8 @@ from oocgemm.integrity.chained import check_chained
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.samples import Made, Samples
 from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
-from oocgemm.jobs.verify import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.planning import Op
 from oocgemm.stores import Matrix
 from oocgemm.stores.sparse import SparseMatrix
