@@ -36,6 +36,8 @@ LINES, RUNS = 8, 4
 FEW = 1 << 24
 # Elements of op(B) whose columns are in memory for that, at most.
 WINDOW = 1 << 24
+# How often an element of a row is drawn until its column is among them.
+DRAWS = 8
 # Pairs whose columns of op(B) are gathered at a time.
 GATHERED = 1 << 12
 
@@ -285,18 +287,32 @@ def read(x: Oriented, rows: Range, cols: Range, *, wide: bool = True) -> Array:
 def _pairs(made: Made, rng: np.random.Generator, window: Range, few: int) -> tuple[Array, Array, Array]:
     """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
 
-    If there are more than `few`, one of each row is chosen.
+    If more than `few` were selected, one of each row is chosen. It is drawn `DRAWS` times at most until it is
+    in the range.
     """
     if made.sparse is not None:
         starts, cols, scores = made.sparse
-        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     else:
         assert made.kept is not None
-        rows = np.repeat(np.arange(len(made.kept)), made.kept.shape[1])
-        cols, scores = made.kept["index"].ravel().astype(np.int64), made.kept["score"].ravel()
-    inside = np.flatnonzero((cols >= window[0]) & (cols < window[1]))
-    if inside.size > few:
-        firsts = np.flatnonzero(np.diff(rows[inside], prepend=-1))
-        counts = np.diff(firsts, append=inside.size)
-        inside = inside[firsts + (rng.random(firsts.size) * counts).astype(np.int64)]
-    return rows[inside], cols[inside], scores[inside]
+        flat = made.kept.ravel()
+        starts = np.arange(len(made.kept) + 1) * made.kept.shape[1]
+        cols, scores = flat["index"], flat["score"]
+    counts = np.diff(starts)
+    rows = np.arange(len(counts))
+    if starts[-1] <= few:
+        at = np.arange(starts[-1])
+        rows = np.repeat(rows, counts)
+    else:
+        rows = rows[counts > 0]
+        at, outside = starts[rows], np.arange(len(rows))
+        for _ in range(DRAWS):
+            drawn = rows[outside]
+            at[outside] = starts[drawn] + (rng.random(drawn.size) * counts[drawn]).astype(np.int64)
+            outside = np.flatnonzero(~_within(cols[at], window))
+    inside = _within(cols[at], window)
+    at = at[inside]
+    return rows[inside], cols[at].astype(np.int64), scores[at]
+
+
+def _within(indices: Array, window: Range) -> Array:
+    return np.asarray((indices >= window[0]) & (indices < window[1]))
