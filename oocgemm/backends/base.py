@@ -207,11 +207,25 @@ class Checksums(Protocol):
         """Set the seed of the random signs that the checksums of later operations use."""
 
 
+class SumsOfStrips(Protocol):
+    """The sums of strips that a device takes of the accumulator before a Finish changes its elements."""
+
+    def begin(self, seed: int) -> None:
+        """Set the seed of the random signs that later sums use."""
+
+    def take(self, operation: Operation) -> tuple[Array, Array]:
+        """Return the sums and the norms of the blocks of a strip, once.
+
+        `operation` is the Finish of the strip, which has ended, or another operation on the same rows.
+        """
+
+
 class Session(Protocol):
     """A backend at work on one plan. Its device memory is allocated and its streams exist.
 
     Attributes:
         checksums: None unless the plan asks the device to compute checksums.
+        strip_sums: None unless the problem `checks_sums`, and the host cannot view the accumulator.
         asynchronous: kinds of operations for which `submit` returns at once, unless their host memory is
             `Pageable`. Any thread may submit these, but only one thread at a time.
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
@@ -222,6 +236,9 @@ class Session(Protocol):
 
     @property
     def checksums(self) -> Checksums | None: ...
+
+    @property
+    def strip_sums(self) -> SumsOfStrips | None: ...
 
     def worker(self, stream: Stream) -> AbstractContextManager[None]:
         """Prepare the calling thread to submit the operations of one stream."""

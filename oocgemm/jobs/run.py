@@ -27,6 +27,7 @@ from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.repeat import forget, remember, repeated
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
 from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
@@ -205,7 +206,14 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            if not is_short(job.plan):
+            if needs_samples(job):
+                staging.close()
+                opened.close()  # its memory is free for the samples
+                if job.request.chain is None:
+                    facts["checks"] |= check_samples(job, target.matrix)
+                else:
+                    check_pass(job, target.matrix)
+            elif not is_short(job.plan):
                 cleanup.enter_context(_freeing(staging, opened))
         target.seal()
         facts |= {
@@ -281,13 +289,13 @@ def _stream(
         return None
     from oocgemm.integrity.checksums.check import Checks
 
-    checks = Checks(plan, SEED, session.checksums)
+    checks = Checks(plan, SEED, session)
     run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, session.checksums, checks.failed)
+        again = Checks(failing, SEED + 1, session, checks.failed)
         run(failing, again)
         again.raise_first_failure()
     return checks.figures(again)

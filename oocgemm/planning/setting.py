@@ -139,11 +139,12 @@ class Setting:
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
-        If checksums are computed, C is checked in host slots. There, strips of a Gram matrix are mirrored
-        unless a GPU does it.
+        If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
+        are mirrored unless a GPU does it.
         """
-        mirrored = self.problem.gram and not self.problem.selects and self.machine.multiprocessors == 1
-        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked or mirrored)
+        mirrored = self.problem.gram and self.machine.multiprocessors == 1
+        in_slots = not self.problem.selects and (self.problem.checked or mirrored)
+        return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
 
     @cached_property
     def turns_on_device(self) -> bool:

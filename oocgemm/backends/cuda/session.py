@@ -29,7 +29,7 @@ from oocgemm.backends.base import (
     Transforms,
     step_scalars,
 )
-from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
@@ -76,6 +76,7 @@ class CudaSession:
         self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
+        self.strip_sums: DeviceStripSums | None = None
         with self._device:
             try:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
@@ -93,9 +94,7 @@ class CudaSession:
                 self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
-                if self._problem.checked == "device":
-                    sums = SumsDevice(self._multiplier.kernels)
-                    self.checksums = DeviceChecksums(plan, self._address, sums)
+                self._open_sums(plan)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
@@ -122,6 +121,15 @@ class CudaSession:
         # All launches go to cupy's current stream.
         with self._device, self._streams[stream.lane]:
             yield
+
+    def _open_sums(self, plan: Plan) -> None:
+        """Load the kernels for the sums that the device takes to verify C, if there are any."""
+        device = SumsDevice(self._multiplier.kernels)
+        if self._problem.checked == "device":
+            self.checksums = DeviceChecksums(plan, self._address, device)
+        if self._problem.checks_sums:
+            pinned = cupy.cuda.alloc_pinned_memory
+            self.strip_sums = DeviceStripSums(plan, self._address, device, pinned)
 
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
@@ -301,7 +309,10 @@ class CudaSession:
             case Kind.MULTIPLY:
                 return [self._multiply(op)]
             case Kind.FINISH if self._finisher is not None:
-                return [cuda_calls.in_python(partial(self._finisher.finish, op))]
+                finish = cuda_calls.in_python(partial(self._finisher.finish, op))
+                if self.strip_sums is None:
+                    return [finish]
+                return [cuda_calls.in_python(partial(self.strip_sums.before_finish, op)), finish]
         raise AssertionError(f"{op} does not run on a device")
 
     def _copies(self, op: Operation, host: Sequence[Array] | Pinned, stream: Any) -> list[cuda_calls.Launch]:

@@ -25,6 +25,7 @@ from oocgemm.backends.base import (
     Pinned,
     Session,
     Stream,
+    SumsOfStrips,
     Token,
     Transforms,
     numpy_dtype,
@@ -49,6 +50,7 @@ class HostSession:
     """Runs the operations of one plan on the CPU, each in the thread that submits it."""
 
     checksums: Checksums | None = None
+    strip_sums: SumsOfStrips | None = None
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
 
