@@ -44,3 +44,19 @@ void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t fro
       copy_streamed(to, from, size);
   }
 }
+
+int ooc_from_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer) {
+  const struct ooc_memory *at = place;
+  const char *from = at->address + (ptrdiff_t)piece->row * at->pitch + piece->at;
+  (void)number;
+  ooc_copy_rows(buffer, (ptrdiff_t)piece->size, from, at->pitch, piece->size, piece->rows);
+  return 0;
+}
+
+int ooc_to_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer) {
+  const struct ooc_memory *at = place;
+  char *to = at->address + (ptrdiff_t)piece->row * at->pitch + piece->at;
+  (void)number;
+  ooc_copy_rows(to, at->pitch, buffer, (ptrdiff_t)piece->size, piece->size, piece->rows);
+  return 0;
+}
