@@ -93,11 +93,22 @@ class Queue:
     busy_until: float = 0.0
 
 
-class Current(threading.local):
-    """The numbers of the devices that a thread has entered with `with`, the innermost last."""
+class Current:
+    """The numbers of the devices that each thread has entered with `with`, the innermost last.
+
+    To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
+    """
 
     def __init__(self) -> None:
-        self.devices = [0]
+        self._devices = dict[int, list[int]]()
+
+    @property
+    def devices(self) -> list[int]:
+        return self._devices.setdefault(threading.get_ident(), [0])
+
+    def use(self, device: int) -> None:
+        """Make a device the current one of a thread of C code."""
+        self._devices[threading.get_ident()] = [device]
 
 
 class Device:

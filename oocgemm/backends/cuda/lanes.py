@@ -20,7 +20,7 @@ from oocgemm.planning.cost.ring import BUFFERS
 class Buffer:
     """A pinned buffer of a lane, and the event after the latest copy from or to it.
 
-    `offset` is its distance in bytes from the first buffer of its direction.
+    `offset` is its distance in bytes from the first buffer of its direction, `event` the handle of the event.
     """
 
     def __init__(self, memory: Array, offset: int) -> None:
@@ -28,6 +28,7 @@ class Buffer:
         self.offset = offset
         self._memory = memory
         self._event = cupy.cuda.Event(block=True, disable_timing=True)
+        self.event: int = self._event.ptr
         self._query = cuda_calls.query(self._event)
         self._array, self._form = memory, (memory.dtype, 0, 0)
 
@@ -58,7 +59,8 @@ class Lane:
         self.block = -1  # number of the block that the stream has waited for
         size = (end - start) // BUFFERS
         parts = range(start, end, size)
-        self._buffers = cycle([Buffer(memory[at : at + size], at) for at in parts])
+        self.buffers = [Buffer(memory[at : at + size], at) for at in parts]
+        self._turns = cycle(self.buffers)
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
 
     @cached_property
@@ -77,7 +79,7 @@ class Lane:
 
     def next_buffer(self) -> Buffer:
         """Return a buffer, when the latest copy from or to the buffer has ended."""
-        buffer = next(self._buffers)
+        buffer = next(self._turns)
         buffer.wait()
         return buffer
 

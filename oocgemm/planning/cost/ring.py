@@ -12,6 +12,8 @@ PIECE = 8 << 20
 # A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
 # some are being copied, give the threads enough to do: pieces are larger then.
 MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
+# The same for threads that run compiled code, to which pieces cost no time under the GIL.
+COMPILED_PIECE, MIN_COMPILED_PIECE = 1 << 20, 256 << 10
 # Buffers have at least this many bytes, and a multiple of them: a page.
 PAGE = 4096
 # Buffers per thread: one is filled while the other one is copied.

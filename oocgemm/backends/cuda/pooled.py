@@ -1,0 +1,142 @@
+"""Copies blocks of arrays with contiguous rows by compiled threads, through the buffers of the ring (`ring`).
+
+They need no GIL. So pieces may be small: the device gets the first one sooner, and the last one of a download
+takes the host less time.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from oocgemm.backends.base import Array
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.events import Work
+from oocgemm.planning.cost.ring import COMPILED_PIECE, MIN_COMPILED_PIECE
+from oocgemm.planning.tiling import ceil_div, round_up
+from oocgemm.system.pool import DRIVER, Pieces, Pool, error_of, memory_block
+
+# A block is cut into at least this many pieces per thread, unless they would be too small.
+PIECES_PER_THREAD = 2
+# Maximum number of blocks per direction that have streams of their own while they are copied.
+MAX_STREAMS = 4
+
+
+class CompiledThreads:
+    """The compiled threads of one direction, and the blocks that they copy."""
+
+    def __init__(self, memory: Array, events: Sequence[Sequence[int]], *, uploads: bool) -> None:
+        """Start one thread for each list in `events`: the handles of the events of the thread's buffers.
+
+        `memory` consists of the buffers. The device of the copies must be the current one.
+        """
+        size = memory.nbytes // sum(map(len, events))
+        driver = [cuda_calls.address(name) for name in DRIVER]
+        buffers = memory.ctypes.data, size
+        self._pool = Pool(driver, cuda_calls.context(), buffers, events, uploads=uploads)
+        self.take, self.give = self._pool.take, self._pool.give
+        self._shape, self._uploads = (len(events), size), uploads
+        self._copied = list[PooledCopying]()  # blocks that may still be being copied
+        self._streams, self._choosing = list[Any](), threading.Lock()
+
+    def begin(self, address: int, array: Array, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
+
+        The returned function waits until the last copy is issued.
+        """
+        with self._choosing:
+            # What is being copied must stay in memory, even if nobody waits for it.
+            self._copied = [copying for copying in self._copied if not copying.ended]
+            stream = self._stream()
+            copying = PooledCopying(
+                self._pool, array, address, stream, waits, self._shape, uploads=self._uploads
+            )
+            self._copied.append(copying)
+        return copying.work
+
+    def _stream(self) -> Any:
+        """Return the stream of the fewest blocks.
+
+        On a stream that another block uses, copies wait for the events of both blocks.
+        """
+        used = [sum(copying.stream is stream for copying in self._copied) for stream in self._streams]
+        if min(used, default=1) and len(used) < MAX_STREAMS:
+            self._streams.append(cupy.cuda.Stream(non_blocking=True, priority=-1))
+            return self._streams[-1]
+        return self._streams[used.index(min(used))]
+
+    def close(self) -> None:
+        """End the threads. No block may be in flight."""
+        self._pool.close()
+        self._copied.clear()
+
+
+class PooledCopying:
+    """A block that the threads of a pool are copying.
+
+    Attributes:
+        stream: of the copies.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        array: Array,
+        address: int,
+        stream: Any,
+        waits: Sequence[Any],
+        shape: tuple[int, int],
+        *,
+        uploads: bool,
+    ) -> None:
+        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
+
+        `shape` is the number of threads, and the maximum bytes of a piece.
+        """
+        self.stream, self._pool = stream, pool
+        for event in waits:
+            cuda_calls.wait(stream, event)
+        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+        cuda_calls.record(self._start, stream)
+        least = ceil_div(array.nbytes, shape[0] * PIECES_PER_THREAD)
+        size = min(shape[1], COMPILED_PIECE, max(MIN_COMPILED_PIECE, round_up(least, MIN_COMPILED_PIECE)))
+        self._block = memory_block(array, cut(array, size), address, uploads=uploads)
+        pool.begin(self._block, stream.ptr, self._end.ptr)
+
+    def work(self) -> Work:
+        """Wait until the last copy has been issued; raise the first error.
+
+        After a download, `Work.finish` waits until the array has been written.
+        """
+        self._pool.wait_issued(self._block)
+        if self._block.error:
+            self._finish()
+        return Work(self._start, self._block.issued_at, self._end, self._finish)
+
+    def _finish(self) -> None:
+        self._pool.wait_finished(self._block)
+        if error := error_of(self._block):
+            raise error
+        cuda_calls.check(self._block.error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all pieces have been copied."""
+        return self._pool.is_finished(self._block)
+
+
+def cut(array: Array, size: int) -> Pieces:
+    """Cut an array into pieces of at most `size` bytes: whole rows, or parts of one row.
+
+    >>> cut(np.zeros((3, 2)), 32).tolist(), cut(np.zeros((1, 5)), 32).tolist()
+    ([[0, 2, 0, 16], [2, 1, 0, 16]], [[0, 1, 0, 32], [0, 1, 32, 8]])
+    """
+    rows, row = array.shape[0], array.shape[1] * array.itemsize
+    height, width = max(1, size // row), min(row, size)
+    tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
+    pieces = np.empty((len(tops), len(lefts), 4), np.uintp)
+    pieces[..., 0], pieces[..., 2] = tops[:, None], lefts
+    pieces[..., 1], pieces[..., 3] = np.minimum(height, rows - tops)[:, None], np.minimum(width, row - lefts)
+    return pieces.reshape(-1, 4)
