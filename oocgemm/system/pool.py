@@ -57,6 +57,23 @@ def available() -> bool:
     return compiled() is not None
 
 
+def row_pieces(array: NDArray[Any], size: int) -> Pieces:
+    """Cut an array into pieces of at most `size` bytes: whole rows, or parts of one row.
+
+    >>> row_pieces(np.zeros((3, 2)), 32).tolist()
+    [[0, 2, 0, 16], [2, 1, 0, 16]]
+    >>> row_pieces(np.zeros((1, 5)), 32).tolist()
+    [[0, 1, 0, 32], [0, 1, 32, 8]]
+    """
+    rows, row = array.shape[0], array.shape[1] * array.itemsize
+    height, width = max(1, size // row), min(row, size)
+    tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
+    pieces = np.empty((len(tops), len(lefts), 4), np.uintp)
+    pieces[..., 0], pieces[..., 2] = tops[:, None], lefts
+    pieces[..., 1], pieces[..., 3] = np.minimum(height, rows - tops)[:, None], np.minimum(width, row - lefts)
+    return pieces.reshape(-1, 4)
+
+
 def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: bool) -> Block:
     """Return the block that is an array with contiguous rows. `device` is its address on the device."""
     place = _Memory(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
-import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.planning.cost.ring import COMPILED_PIECE, MIN_COMPILED_PIECE
 from oocgemm.planning.tiling import ceil_div, round_up
-from oocgemm.system.pool import DRIVER, Pieces, Pool, error_of, memory_block
+from oocgemm.system.pool import DRIVER, Pool, error_of, memory_block, row_pieces
 
 # A block is cut into at least this many pieces per thread, unless they would be too small.
 PIECES_PER_THREAD = 2
@@ -102,7 +101,7 @@ class PooledCopying:
         cuda_calls.record(self._start, stream)
         least = ceil_div(array.nbytes, shape[0] * PIECES_PER_THREAD)
         size = min(shape[1], COMPILED_PIECE, max(MIN_COMPILED_PIECE, round_up(least, MIN_COMPILED_PIECE)))
-        self._block = memory_block(array, cut(array, size), address, uploads=uploads)
+        self._block = memory_block(array, row_pieces(array, size), address, uploads=uploads)
         pool.begin(self._block, stream.ptr, self._end.ptr)
 
     def work(self) -> Work:
@@ -125,18 +124,3 @@ class PooledCopying:
     def ended(self) -> bool:
         """Whether all pieces have been copied."""
         return self._pool.is_finished(self._block)
-
-
-def cut(array: Array, size: int) -> Pieces:
-    """Cut an array into pieces of at most `size` bytes: whole rows, or parts of one row.
-
-    >>> cut(np.zeros((3, 2)), 32).tolist(), cut(np.zeros((1, 5)), 32).tolist()
-    ([[0, 2, 0, 16], [2, 1, 0, 16]], [[0, 1, 0, 32], [0, 1, 32, 8]])
-    """
-    rows, row = array.shape[0], array.shape[1] * array.itemsize
-    height, width = max(1, size // row), min(row, size)
-    tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
-    pieces = np.empty((len(tops), len(lefts), 4), np.uintp)
-    pieces[..., 0], pieces[..., 2] = tops[:, None], lefts
-    pieces[..., 1], pieces[..., 3] = np.minimum(height, rows - tops)[:, None], np.minimum(width, row - lefts)
-    return pieces.reshape(-1, 4)
