@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oocgemm.errors import ExecutionError
 from oocgemm.system.compiled import compiled
 from oocgemm.system.pool import DRIVER, Pieces, Pool, error_of, memory_block, row_pieces
 from tests.native import built
@@ -197,3 +199,15 @@ def test_pieces_cover_an_array_once(rows: int, cols: int, size: int) -> None:
         assert width == 8 * cols or height == 1  # contiguous on the device
         covered[row : row + height, left : left + width] += 1
     assert (covered == 1).all()
+
+
+def test_a_pool_needs_all_of_its_threads() -> None:
+    library = driver()
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # there is no room for so many stacks
+        try:
+            with pool(library, lanes=2000, uploads=True):
+                os._exit(1)
+        except ExecutionError as error:
+            os._exit(0 if "raise the limit (ulimit -v)" in str(error) else 2)
+    assert os.waitpid(child, 0)[1] == 0

@@ -42,7 +42,7 @@ def host_block(
             found = array[slice(*rows), slice(*cols)]
             np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
 
-        contiguous = array.strides[1] == dtype.itemsize and array.dtype == dtype
+        contiguous = array.dtype == dtype and array.strides[1] == dtype.itemsize
         return Pageable(shape, dtype, copy, memory=array if contiguous else None)
 
     def move(rows: Range, cols: Range, part: Array) -> None:

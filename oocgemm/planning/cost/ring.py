@@ -40,11 +40,13 @@ def ring_shape(setting: Setting) -> RingShape | None:
     All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. If
     the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
-    layouts = setting.layouts
-    operands = (x for x in (layouts.a, layouts.b) if not x.decoded)
-    if not (any(map(setting.streams, operands)) or setting.streams_c):
+    layouts, machine, devices = setting.layouts, setting.machine, setting.devices
+    copied = [x for x in (layouts.a, layouts.b) if not x.decoded and setting.streams(x)]
+    copied += [layouts.c] if setting.streams_c else []
+    if not copied:
         return None
-    machine, devices, piece = setting.machine, setting.devices, PIECE
+    compiled = machine.compiled and all(x.contiguous_rows for x in copied) and not setting.turns_on_device
+    piece = COMPILED_PIECE if compiled else PIECE
     lanes = 1 + machine.copy_threads_of(devices)
     room = setting.budgets.host // 4 // devices
     if setting.turns_on_device:
