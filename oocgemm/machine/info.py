@@ -134,7 +134,7 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")
     if not found["machine"]["compiled"]:
-        purpose = "fast copies of arrays in memory to the GPU"
+        purpose = "fast copies of arrays in memory to a GPU; needs a C compiler"
         yield _lacking("compiled host code", purpose, REINSTALL)
     for package, (purpose, extra) in OPTIONAL.items():
         if find_spec(package) is None:
