@@ -1,6 +1,5 @@
 // A fake of the functions of the CUDA driver that `kernels/host/pool.c` calls. Device memory is memory of the host.
-// Streams run their commands late: one command of a random stream whenever an event is queried or waited for. A
-// stream that is held runs nothing.
+// Streams run their commands late, and overtake each other. A stream that is held runs nothing.
 
 #include <cstdint>
 #include <cstring>
@@ -15,20 +14,23 @@
 namespace {
 struct Command {
   ooc_rectangle copied;  // height 0: none
-  void *event;           // recorded, or null
+  uint64_t mark;         // address of a number that is written, or 0
+  uint32_t value;
+  void *event;  // recorded, or null
 };
 std::mutex mutex;
 std::mt19937 draw;
 std::map<void *, std::deque<Command>> streams;
-std::map<void *, int> recorded;  // event -> how many of its recordings have not been reached
+std::map<void *, int> recorded;     // event -> how many of its recordings have not been reached
 std::map<int, int> calls, failing;  // number of a function -> its calls, and the call that fails
 void *held;
 
-enum { ENTER, COPY, COPY_ROWS, RECORD, QUERY, WAIT };
+enum { ENTER, COPY, COPY_ROWS, WRITE, QUERY, RECORD };
 constexpr int FAILED = 719, NOT_READY = 600;
 
 int status_of(int function) { return ++calls[function] == failing[function] ? FAILED : 0; }
 
+// Runs the next command of a random stream.
 void step() {
   std::vector<void *> ready;
   for (auto &[stream, commands] : streams)
@@ -40,6 +42,7 @@ void step() {
   const ooc_rectangle &r = command.copied;
   for (size_t row = 0; row < r.height; ++row)
     memcpy((char *)r.to.address + row * r.to.pitch, (char *)r.from.address + row * r.from.pitch, r.width);
+  if (command.mark) __atomic_store_n((uint32_t *)command.mark, command.value, __ATOMIC_RELEASE);
   if (command.event) --recorded[command.event];
 }
 
@@ -48,49 +51,39 @@ int enter(void *) {
   return status_of(ENTER);
 }
 
-int copy(uint64_t to, uint64_t from, size_t size, void *stream) {
+int push(int function, void *stream, const Command &command) {
   std::lock_guard guard(mutex);
+  if (int status = status_of(function)) return status;
+  streams[stream].push_back(command);
+  recorded[command.event] += command.event != nullptr;
+  if (draw() % 2) step();
+  return 0;
+}
+
+int copy(uint64_t to, uint64_t from, size_t size, void *stream) {
   ooc_rectangle copied = {};
   copied.to.address = to, copied.from.address = from, copied.width = size, copied.height = 1;
-  if (int status = status_of(COPY)) return status;
-  streams[stream].push_back({copied, nullptr});
-  return 0;
+  return push(COPY, stream, {copied, 0, 0, nullptr});
 }
 
-int copy_rows(const ooc_rectangle *copied, void *stream) {
-  std::lock_guard guard(mutex);
-  if (int status = status_of(COPY_ROWS)) return status;
-  streams[stream].push_back({*copied, nullptr});
-  return 0;
+int copy_rows(const ooc_rectangle *copied, void *stream) { return push(COPY_ROWS, stream, {*copied, 0, 0, nullptr}); }
+
+int write(void *stream, uint64_t address, uint32_t value, unsigned) {
+  return push(WRITE, stream, {{}, address, value, nullptr});
 }
 
-int record(void *event, void *stream) {
-  std::lock_guard guard(mutex);
-  if (int status = status_of(RECORD)) return status;
-  ++recorded[event];
-  streams[stream].push_back({{}, event});
-  return 0;
-}
+int record(void *event, void *stream) { return push(RECORD, stream, {{}, 0, 0, event}); }
 
-int query(void *event) {
+int query(void *stream) {
   std::lock_guard guard(mutex);
   if (int status = status_of(QUERY)) return status;
-  step();
-  return recorded[event] ? NOT_READY : 0;
-}
-
-int wait(void *event) {
-  for (;;) {
-    std::lock_guard guard(mutex);
-    if (int status = status_of(WAIT)) return status;
-    if (!recorded[event]) return 0;
-    step();
-  }
+  for (int i = 0; i < 20; ++i) step();
+  return streams[stream].empty() ? 0 : NOT_READY;
 }
 }  // namespace
 
 extern "C" {
-ooc_driver fake_driver = {enter, copy, copy_rows, record, query, wait};
+ooc_driver fake_driver = {enter, copy, copy_rows, write, query, record};
 
 // Forgets everything, and makes call number `first` of a function fail, counted from 1; 0: none.
 void fake_reset(unsigned seed, int function, int first) {
@@ -106,5 +99,9 @@ void fake_hold(void *stream) {
   held = stream;
 }
 
-int fake_wait(void *event) { return wait(event); }
+// Runs commands until an event is reached.
+void fake_wait(void *event) {
+  std::lock_guard guard(mutex);
+  while (recorded[event]) step();
+}
 }

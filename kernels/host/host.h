@@ -49,14 +49,14 @@ struct ooc_rectangle {
 };
 
 /* The functions of the CUDA driver that a pool calls: cuCtxSetCurrent, cuMemcpyAsync, cuMemcpy2DAsync,
- * cuEventRecord, cuEventQuery and cuEventSynchronize. Each returns 0 or an error. */
+ * cuStreamWriteValue32, cuStreamQuery and cuEventRecord. Each returns 0 or an error. */
 struct ooc_driver {
   int (*enter)(void *context);
   int (*copy)(uint64_t to, uint64_t from, size_t size, void *stream);
   int (*copy_rows)(const struct ooc_rectangle *rectangle, void *stream);
+  int (*write)(void *stream, uint64_t address, uint32_t value, unsigned flags);
+  int (*query)(void *stream);
   int (*record)(void *event, void *stream);
-  int (*query)(void *event);
-  int (*wait)(void *event);
 };
 
 /* A block that is copied. The caller sets the first fields, and keeps all of it, and what it points to, until the
@@ -79,13 +79,14 @@ struct ooc_block {
   struct ooc_block *next;
 };
 
-/* Threads that copy blocks in one direction. Each has a lane: some pinned buffers, and an event for each. */
+/* Threads that copy blocks in one direction. Each has a lane: some pinned buffers. */
 struct ooc_pool;
 
-/* Starts `lanes` threads. Lane i has the buffers `memory` + (i * `buffers` + j) * `size` of `size` bytes each, and
- * the events from number i * `buffers` on. Returns NULL if a thread cannot be started. */
+/* Starts `lanes` threads. Lane i has the buffers `memory` + (i * `buffers` + j) * `size` of `size` bytes each. The pool
+ * also uses OOC_MARK bytes per buffer at `marks`, in pinned memory, too. Returns NULL if a thread cannot be started. */
+#define OOC_MARK 64
 struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
-                          char *memory, size_t size, void *const *events);
+                          char *memory, size_t size, char *marks);
 
 /* Begins to copy a block. Its stream must be waiting for what the copies depend on. */
 void ooc_begin(struct ooc_pool *pool, struct ooc_block *block);
@@ -95,7 +96,8 @@ void ooc_begin(struct ooc_pool *pool, struct ooc_block *block);
 int ooc_issued(struct ooc_pool *pool, struct ooc_block *block, int wait);
 int ooc_finished(struct ooc_pool *pool, struct ooc_block *block, int wait);
 
-/* Another thread takes a lane, whose own thread then copies nothing; the same thread gives it back. */
+/* Another thread takes a lane, whose own thread then copies nothing. No copy from or to its buffers is in flight
+ * then, nor when the same thread gives the lane back. */
 void ooc_take_lane(struct ooc_pool *pool, size_t lane);
 void ooc_give_lane(struct ooc_pool *pool, size_t lane);
 

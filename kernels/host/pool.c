@@ -4,6 +4,9 @@
  * copies, the thread fills its next buffer. To download, a thread issues copies to all of its buffers, and moves
  * pieces to their place as the copies end.
  *
+ * After each copy, the device writes a number to the mark of the buffer, in host memory. A thread that waits for the
+ * copy reads the mark. To ask the driver would make all threads wait that call it, since it has one lock.
+ *
  * One mutex protects the queue and the counts of blocks. No thread calls the driver, or moves a piece, while it
  * holds the mutex. */
 
@@ -27,12 +30,16 @@
 #ifndef SPIN
 #define SPIN 50000
 #endif
+/* Nanoseconds between questions to the driver whether the device has failed. */
+#define CHECK 2000000
 /* CUDA_ERROR_NOT_READY, and CU_MEMORYTYPE_UNIFIED: the driver itself finds out whether an address is on the host. */
 enum { NOT_READY = 600, UNIFIED = 4 };
 
 struct buffer {
   char *memory;
-  void *event;             /* after the latest copy */
+  _Atomic uint32_t *mark; /* the device writes the number of the latest copy to it, when that has ended */
+  uint32_t copies;
+  void *stream;            /* of the latest copy */
   struct ooc_block *block; /* the one of which a piece is being downloaded to this buffer, or NULL */
   size_t piece;
 };
@@ -104,16 +111,29 @@ static void count_issued(struct ooc_pool *pool, struct ooc_block *block) {
   pthread_mutex_unlock(&pool->mutex);
 }
 
+static void sleep_for(int64_t nanoseconds) {
+  struct timespec time = {.tv_sec = 0, .tv_nsec = nanoseconds};
+  nanosleep(&time, NULL);
+}
+
 /* Waits until the latest copy from or to a buffer has ended. */
 static int await(struct ooc_pool *pool, struct buffer *buffer) {
-  int status = pool->driver.query(buffer->event);
-  for (int64_t start = now(); status == NOT_READY; status = pool->driver.query(buffer->event)) {
-    if (now() - start > SPIN)
-      return pool->driver.wait(buffer->event);
-    for (int i = 0; i < 32; ++i)
+  int64_t start = now(), checked = start - CHECK;
+  while (atomic_load_explicit(buffer->mark, memory_order_acquire) != buffer->copies) {
+    int64_t waited = now() - start;
+    if (waited < SPIN) {
       RELAX();
+      continue;
+    }
+    if (now() - checked > CHECK) {
+      int status = pool->driver.query(buffer->stream);
+      if (status && status != NOT_READY)
+        return status;
+      checked = now();
+    }
+    sleep_for(waited < 20 * SPIN ? SPIN / 2 : 10 * SPIN);
   }
-  return status;
+  return 0;
 }
 
 /* Issues the copy of a piece between a buffer and the device. */
@@ -132,7 +152,16 @@ static int copy(struct ooc_pool *pool, struct ooc_block *block, size_t number, s
         pool->uploads ? host : device, pool->uploads ? device : host, piece->size, piece->rows};
     error = pool->driver.copy_rows(&copied, block->stream);
   }
-  return error ? error : pool->driver.record(buffer->event, block->stream);
+  if (error)
+    return error;
+  buffer->stream = block->stream;
+  error = pool->driver.write(block->stream, (uintptr_t)buffer->mark, buffer->copies + 1, 0);
+  if (!error)
+    ++buffer->copies;
+  else /* the buffer can be used again when the copy has ended */
+    while (pool->driver.query(block->stream) == NOT_READY)
+      sleep_for(SPIN);
+  return error;
 }
 
 /* Moves the piece that was downloaded to a buffer to its place, if there is one. */
@@ -162,7 +191,7 @@ static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
   finish(pool, buffer);
   int error = 0;
   if (!has_failed(pool, block)) {
-    error = await(pool, buffer); /* after a download, it has ended already, unless another thread had the lane */
+    error = await(pool, buffer);
     if (!error && pool->uploads)
       error = -block->move(block->place, number, block->pieces + number, buffer->memory);
     if (number == 0)
@@ -223,15 +252,18 @@ static void *serve(void *given) {
         fail(pool, block, entered);
       handle(lane, block, number);
     }
-    for (size_t i = 0; i < pool->buffers; ++i)
-      finish(pool, next_buffer(lane));
+    for (size_t i = 0; i < pool->buffers; ++i) {
+      struct buffer *buffer = next_buffer(lane);
+      finish(pool, buffer);
+      await(pool, buffer); /* an error is that of the next copy, too */
+    }
     pthread_mutex_unlock(&lane->used);
   }
   return NULL;
 }
 
 struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
-                          char *memory, size_t size, void *const *events) {
+                          char *memory, size_t size, char *marks) {
   struct ooc_pool *pool = calloc(1, sizeof *pool);
   if (!pool)
     return NULL;
@@ -242,16 +274,18 @@ struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int up
   pthread_mutex_init(&pool->mutex, NULL);
   pthread_cond_init(&pool->work, NULL);
   pthread_cond_init(&pool->done, NULL);
+  int error = !pool->lane || !pool->buffer;
+  for (size_t i = 0; i < lanes * buffers && !error; ++i) {
+    _Atomic uint32_t *mark = (void *)(marks + i * OOC_MARK);
+    atomic_store(mark, 0);
+    pool->buffer[i] = (struct buffer){.memory = memory + i * size, .mark = mark};
+  }
   sigset_t all, before; /* signals go to the threads of Python */
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  int error = !pool->lane || !pool->buffer;
   for (size_t i = 0; i < lanes && !error; ++i) {
     struct lane *lane = pool->lane + i;
     *lane = (struct lane){.pool = pool, .buffers = pool->buffer + i * buffers};
-    for (size_t j = 0; j < buffers; ++j)
-      lane->buffers[j] =
-          (struct buffer){.memory = memory + (i * buffers + j) * size, .event = events[i * buffers + j]};
     pthread_mutex_init(&lane->used, NULL);
     error = pthread_create(&lane->thread, NULL, serve, lane);
     pool->lanes += !error;

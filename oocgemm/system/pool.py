@@ -19,9 +19,9 @@ DRIVER = (
     "cuCtxSetCurrent",
     "cuMemcpyAsync",
     "cuMemcpy2DAsync_v2",
+    "cuStreamWriteValue32_v2",
+    "cuStreamQuery",
     "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
 )
 # The pieces of a block, one per row: first row, number of rows, first byte of a row, and bytes of each row.
 Pieces = NDArray[np.uintp]
@@ -96,8 +96,8 @@ class Pool:
         self,
         driver: Sequence[int],
         context: int,
-        memory: tuple[int, int],
-        events: Sequence[Sequence[int]],
+        memory: tuple[int, int, int],
+        shape: tuple[int, int],
         *,
         uploads: bool,
     ) -> None:
@@ -106,20 +106,17 @@ class Pool:
         Args:
             driver: addresses of the functions in `DRIVER`.
             context: what each thread passes to the first of them.
-            memory: address of the first buffer, and bytes of each. They follow each other.
-            events: per thread, a handle of an event for each of its buffers.
+            memory: address of the first pinned buffer, bytes of each buffer, and address of 64 pinned bytes
+                per buffer. Buffers follow each other, and so do marks.
+            shape: number of threads, and of the buffers of each.
             uploads: whether the blocks are copied to the device.
 
         Raises:
             ExecutionError: the system cannot start a thread.
         """
         functions = (_AT * len(DRIVER))(*driver)
-        flat = [event for each in events for event in each]
-        shape = len(events), len(events[0])
         self._library = _library()
-        self._pool = self._library.open(
-            functions, context, uploads, *shape, *memory, (_AT * len(flat))(*flat)
-        )
+        self._pool = self._library.open(functions, context, uploads, *shape, *memory)
         if not self._pool:
             why = refusal(RuntimeError("can't start new thread"))
             raise ExecutionError(f"the system cannot start a thread that copies blocks: {why}")
@@ -148,7 +145,10 @@ class Pool:
         return bool(self._library.is_finished(self._pool, ctypes.byref(block), 0))
 
     def take(self, lane: int) -> None:
-        """Take the buffers of a thread, which copies nothing until the calling thread has given them back."""
+        """Take the buffers of a thread, which copies nothing until the calling thread has given them back.
+
+        No copy from or to the buffers may be in flight then, nor is one now.
+        """
         self._library.take(self._pool, lane)
 
     def give(self, lane: int) -> None:

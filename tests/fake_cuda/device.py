@@ -216,6 +216,24 @@ class Device:
             recording.clock = dict(queue.clock)
             return recording
 
+    def write_value(self, stream: int, write: Callable[[], None], fault: Fault | None) -> None:
+        """Write a value that the host polls. Then the host knows that the work before it is done."""
+        with self.lock:
+            recording = self.record(stream)
+
+            def run() -> None:
+                write()
+                _merge(self._host, recording.clock)
+
+            self._append(stream, Command("write", run, fault=fault))
+
+    def idle(self, stream: int) -> bool:
+        """Return whether a stream is idle, after running some commands, since a device works meanwhile."""
+        with self.lock:
+            for _ in range(100):
+                self._step()
+            return not self._queues[stream].commands
+
     def await_(self, stream: int, recording: Recording | None) -> None:
         """Make a stream wait for an event. An event that was never recorded counts as done."""
         if recording is None:

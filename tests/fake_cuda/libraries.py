@@ -84,8 +84,14 @@ class Driver(Library):
         self._device.enter("cuEventQuery", event)
         return 0 if self._device.done(self._objects.event(event).recording) else NOT_READY
 
-    def _cuEventSynchronize(self, event: int) -> None:  # noqa: N802
-        self._objects.synchronize("cuEventSynchronize", self._objects.event(event).recording)
+    def _cuStreamWriteValue32_v2(self, stream: int, to: int, value: int, flags: int) -> None:  # noqa: N802
+        fault = self._device.enter("cuStreamWriteValue32", stream, to, value, flags)
+        into = self._device.memory.bytes_of(Block(to, 4)).view(np.uint32)
+        self._device.write_value(stream, partial(into.fill, value), fault)
+
+    def _cuStreamQuery(self, stream: int) -> int:  # noqa: N802
+        self._device.enter("cuStreamQuery", stream)
+        return 0 if self._device.idle(stream) else NOT_READY
 
     def _cuCtxGetCurrent(self, to: int) -> None:  # noqa: N802
         ctypes.c_size_t.from_address(to).value = self._device.number + 1

@@ -110,6 +110,12 @@ def context() -> int:
     return found.value
 
 
+def writes_values(address: int, stream: Any) -> bool:
+    """Return whether the device can write a number to pinned memory, in the order of a stream. Writes 0."""
+    write = _cuda("cuStreamWriteValue32_v2", _AT, _AT, _UNSIGNED, _UNSIGNED)
+    return not write(stream.ptr, address, 0, 0)
+
+
 def pinned_bytes(address: int) -> int:
     """Return the number of bytes from an address to the end of the pinned range that contains it.
 

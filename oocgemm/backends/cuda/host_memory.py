@@ -191,9 +191,9 @@ class HostMemory:
 def _suits(kept: RingShape, plan: Plan, shape: RingShape | None) -> bool:
     """Return whether a kept ring can be the one of a plan, which wants `shape`; None if it wants no ring.
 
-    A ring with larger buffers is as good, if the budget has room for it.
+    A larger ring is as good, if the budget has room for it.
     """
-    if shape is None or (kept.lanes, kept.piece) < (shape.lanes, shape.piece) or kept.lanes > shape.lanes:
+    if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece:
         return False
     more = plan.devices * (kept.bytes - shape.bytes)
     return plan.footprint.host_total + more <= plan.budgets.host

@@ -20,7 +20,7 @@ from oocgemm.planning.cost.ring import BUFFERS
 class Buffer:
     """A pinned buffer of a lane, and the event after the latest copy from or to it.
 
-    `offset` is its distance in bytes from the first buffer of its direction, `event` the handle of the event.
+    `offset` is its distance in bytes from the first buffer of its direction.
     """
 
     def __init__(self, memory: Array, offset: int) -> None:
@@ -28,7 +28,6 @@ class Buffer:
         self.offset = offset
         self._memory = memory
         self._event = cupy.cuda.Event(block=True, disable_timing=True)
-        self.event: int = self._event.ptr
         self._query = cuda_calls.query(self._event)
         self._array, self._form = memory, (memory.dtype, 0, 0)
 
@@ -59,8 +58,8 @@ class Lane:
         self.block = -1  # number of the block that the stream has waited for
         size = (end - start) // BUFFERS
         parts = range(start, end, size)
-        self.buffers = [Buffer(memory[at : at + size], at) for at in parts]
-        self._turns = cycle(self.buffers)
+        self._buffers = [Buffer(memory[at : at + size], at) for at in parts]
+        self._turns = cycle(self._buffers)
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
 
     @cached_property
@@ -76,6 +75,11 @@ class Lane:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
+
+    def drain(self) -> None:
+        """Wait until all copies from and to the buffers have ended."""
+        for buffer in self._buffers:
+            buffer.wait()
 
     def next_buffer(self) -> Buffer:
         """Return a buffer, when the latest copy from or to the buffer has ended."""

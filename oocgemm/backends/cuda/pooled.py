@@ -13,9 +13,9 @@ import cupy
 from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
-from oocgemm.planning.cost.ring import COMPILED_PIECE, MIN_COMPILED_PIECE
+from oocgemm.planning.cost.ring import BUFFERS, COMPILED_PIECE, MARK, MIN_COMPILED_PIECE, PAGE, RingShape
 from oocgemm.planning.tiling import ceil_div, round_up
-from oocgemm.system.pool import DRIVER, Pool, error_of, memory_block, row_pieces
+from oocgemm.system.pool import DRIVER, Pool, available, error_of, memory_block, row_pieces
 
 # A block is cut into at least this many pieces per thread, unless they would be too small.
 PIECES_PER_THREAD = 2
@@ -26,19 +26,25 @@ MAX_STREAMS = 4
 class CompiledThreads:
     """The compiled threads of one direction, and the blocks that they copy."""
 
-    def __init__(self, memory: Array, events: Sequence[Sequence[int]], *, uploads: bool) -> None:
-        """Start one thread for each list in `events`: the handles of the events of the thread's buffers.
+    def __init__(self, memory: Array, shape: RingShape, *, uploads: bool) -> None:
+        """Start all threads but the last one of a ring with one direction.
 
-        `memory` consists of the buffers. The device of the copies must be the current one.
+        `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
+        must be the current one.
         """
-        size = memory.nbytes // sum(map(len, events))
+        start, threads = memory.ctypes.data, (shape.lanes - 1, BUFFERS)
         driver = [cuda_calls.address(name) for name in DRIVER]
-        buffers = memory.ctypes.data, size
-        self._pool = Pool(driver, cuda_calls.context(), buffers, events, uploads=uploads)
+        places = start, shape.piece, start + shape.lanes * BUFFERS * shape.piece
+        self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
-        self._shape, self._uploads = (len(events), size), uploads
+        self._shape, self._uploads = shape, uploads
         self._copied = list[PooledCopying]()  # blocks that may still be being copied
         self._streams, self._choosing = list[Any](), threading.Lock()
+
+    @staticmethod
+    def possible(memory: Array, stream: Any) -> bool:
+        """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
+        return available() and cuda_calls.writes_values(memory[-MARK:].ctypes.data, stream)
 
     def begin(self, address: int, array: Array, waits: Sequence[Any]) -> Callable[[], Work]:
         """Begin to copy an array to or from a device address, once the events in `waits` have completed.
@@ -86,21 +92,18 @@ class PooledCopying:
         address: int,
         stream: Any,
         waits: Sequence[Any],
-        shape: tuple[int, int],
+        shape: RingShape,
         *,
         uploads: bool,
     ) -> None:
-        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
-
-        `shape` is the number of threads, and the maximum bytes of a piece.
-        """
+        """Begin to copy an array to or from a device address, once the events in `waits` have completed."""
         self.stream, self._pool = stream, pool
         for event in waits:
             cuda_calls.wait(stream, event)
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         cuda_calls.record(self._start, stream)
-        least = ceil_div(array.nbytes, shape[0] * PIECES_PER_THREAD)
-        size = min(shape[1], COMPILED_PIECE, max(MIN_COMPILED_PIECE, round_up(least, MIN_COMPILED_PIECE)))
+        size = max(MIN_COMPILED_PIECE, ceil_div(array.nbytes, (shape.lanes - 1) * PIECES_PER_THREAD))
+        size = min(shape.piece, COMPILED_PIECE, round_up(size, PAGE))
         self._block = memory_block(array, row_pieces(array, size), address, uploads=uploads)
         pool.begin(self._block, stream.ptr, self._end.ptr)
 

@@ -36,7 +36,6 @@ from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
-from oocgemm.system import pool
 from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
 
@@ -48,7 +47,7 @@ class Direction:
 
     def __init__(self, device: Any, shape: RingShape, name: str) -> None:
         self._device = device
-        self._memory = allocate(shape.lanes * BUFFERS * shape.piece)
+        self._memory = allocate(shape.bytes // 2)
         with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
             list(pool.map(partial(_touch, self._memory, shape.lanes), range(shape.lanes)))
         try:
@@ -79,11 +78,10 @@ class Direction:
         self._piece, self._name, self._starting = shape.piece, name, threading.Lock()
         self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
         self._single, self._using_single = self._lanes.pop(), threading.Lock()
-        if pool.available():
-            events = [[buffer.event for buffer in lane.buffers] for lane in self._lanes]
-            with self._device:
-                self.compiled = CompiledThreads(self._memory[:-size], events, uploads=name == "upload")
-        else:
+        with self._device:
+            if CompiledThreads.possible(self._memory, self._join):
+                self.compiled = CompiledThreads(self._memory, shape, uploads=name == "upload")
+        if self.compiled is None:
             self._start_threads()
 
     def _start_threads(self) -> None:
@@ -171,6 +169,7 @@ class Direction:
         try:
             yield
         finally:
+            self._lanes[lane].drain()
             self.compiled.give(lane)
 
     def close(self) -> None:
