@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,13 @@ def available() -> bool:
     return compiled() is not None
 
 
-def row_pieces(array: NDArray[Any], size: int) -> Pieces:
-    """Cut an array into pieces of at most `size` bytes: whole rows, or parts of one row.
+@lru_cache(64)
+def row_pieces(rows: int, row: int, size: int) -> Pieces:
+    """Cut `rows` rows of `row` bytes into pieces of at most `size` bytes: whole rows, or parts of one row.
 
-    >>> row_pieces(np.zeros((3, 2)), 32).tolist()
-    [[0, 2, 0, 16], [2, 1, 0, 16]]
-    >>> row_pieces(np.zeros((1, 5)), 32).tolist()
-    [[0, 1, 0, 32], [0, 1, 32, 8]]
+    >>> row_pieces(3, 16, 32).tolist(), row_pieces(1, 40, 32).tolist()
+    ([[0, 2, 0, 16], [2, 1, 0, 16]], [[0, 1, 0, 32], [0, 1, 32, 8]])
     """
-    rows, row = array.shape[0], array.shape[1] * array.itemsize
     height, width = max(1, size // row), min(row, size)
     tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
     pieces = np.empty((len(tops), len(lefts), 4), np.uintp)

@@ -104,7 +104,8 @@ class PooledCopying:
         cuda_calls.record(self._start, stream)
         size = max(MIN_COMPILED_PIECE, ceil_div(array.nbytes, (shape.lanes - 1) * PIECES_PER_THREAD))
         size = min(shape.piece, COMPILED_PIECE, round_up(size, PAGE))
-        self._block = memory_block(array, row_pieces(array, size), address, uploads=uploads)
+        pieces = row_pieces(array.shape[0], array.shape[1] * array.itemsize, size)
+        self._block = memory_block(array, pieces, address, uploads=uploads)
         pool.begin(self._block, stream.ptr, self._end.ptr)
 
     def work(self) -> Work:
