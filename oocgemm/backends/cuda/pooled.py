@@ -97,7 +97,7 @@ class PooledCopying:
         uploads: bool,
     ) -> None:
         """Begin to copy an array to or from a device address, once the events in `waits` have completed."""
-        self.stream, self._pool = stream, pool
+        self.stream, self._pool, self._uploads = stream, pool, uploads
         for event in waits:
             cuda_calls.wait(stream, event)
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
@@ -114,12 +114,13 @@ class PooledCopying:
         After a download, `Work.finish` waits until the array has been written.
         """
         self._pool.wait_issued(self._block)
-        if self._block.error:
+        if self._uploads or self._block.error:
             self._finish()
         return Work(self._start, self._block.issued_at, self._end, self._finish)
 
     def _finish(self) -> None:
         self._pool.wait_finished(self._block)
+        self._block.owned = ()  # the copying is remembered until the next one
         if error := error_of(self._block):
             raise error
         cuda_calls.check(self._block.error)
