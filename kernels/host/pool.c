@@ -30,6 +30,9 @@
 #ifndef SPIN
 #define SPIN 50000
 #endif
+#ifndef SLEEP
+#define SLEEP(waited) sleep_for(waited < 40 * SPIN ? SPIN / 2 : 2 * SPIN)
+#endif
 /* Nanoseconds between questions to the driver whether the device has failed. */
 #define CHECK 2000000
 /* CUDA_ERROR_NOT_READY, and CU_MEMORYTYPE_UNIFIED: the driver itself finds out whether an address is on the host. */
@@ -131,7 +134,7 @@ static int await(struct ooc_pool *pool, struct buffer *buffer) {
         return status;
       checked = now();
     }
-    sleep_for(waited < 20 * SPIN ? SPIN / 2 : 10 * SPIN);
+    SLEEP(waited);
   }
   return 0;
 }
