@@ -13,12 +13,23 @@ import cupy
 from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
-from oocgemm.planning.cost.ring import BUFFERS, COMPILED_PIECE, MARK, MIN_COMPILED_PIECE, PAGE, RingShape
+from oocgemm.planning.cost.ring import (
+    BUFFERS,
+    MARKS,
+    MAX_COMPILED_PIECE,
+    MIN_COMPILED_PIECE,
+    PAGE,
+    RingShape,
+)
 from oocgemm.planning.tiling import ceil_div, round_up
 from oocgemm.system.pool import DRIVER, Pool, available, error_of, memory_block, row_pieces
 
-# A block is cut into at least this many pieces per thread, unless they would be too small.
-PIECES_PER_THREAD = 2
+# A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
+# copies soon. Else it is cut into MANY_PIECES per thread, but not into smaller pieces than that.
+FEW_PIECES, LARGE_PIECE, MANY_PIECES = 2, 1 << 20, 8
+# Maximum number of pieces of a thread that are in flight. Downloads drain a strip of C from the device, while
+# threads still write the one before.
+UPLOADING, DOWNLOADING = 2, 8
 # Maximum number of blocks per direction that have streams of their own while they are copied.
 MAX_STREAMS = 4
 
@@ -32,19 +43,22 @@ class CompiledThreads:
         `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
         must be the current one.
         """
-        start, threads = memory.ctypes.data, (shape.lanes - 1, BUFFERS)
         driver = [cuda_calls.address(name) for name in DRIVER]
-        places = start, BUFFERS * shape.piece, start + shape.lanes * BUFFERS * shape.piece
+        lane, start = BUFFERS * shape.piece, memory.ctypes.data
+        self._most = min(shape.piece, MAX_COMPILED_PIECE)
+        size = 2 * self._most if uploads else lane
+        places = start, lane, size, start + shape.lanes * lane
+        threads = shape.lanes - 1, UPLOADING if uploads else DOWNLOADING
         self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
-        self._shape, self._uploads = shape, uploads
+        self._threads, self._uploads = threads[0], uploads
         self._copied = list[PooledCopying]()  # blocks that may still be being copied
         self._streams, self._choosing = list[Any](), threading.Lock()
 
     @staticmethod
     def possible(memory: Array, stream: Any) -> bool:
         """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
-        return available() and cuda_calls.writes_values(memory[-MARK:].ctypes.data, stream)
+        return available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)
 
     def begin(self, address: int, array: Array, waits: Sequence[Any]) -> Callable[[], Work]:
         """Begin to copy an array to or from a device address, once the events in `waits` have completed.
@@ -56,10 +70,16 @@ class CompiledThreads:
             self._copied = [copying for copying in self._copied if not copying.ended]
             stream = self._stream()
             copying = PooledCopying(
-                self._pool, array, address, stream, waits, self._shape, uploads=self._uploads
+                self._pool, array, address, stream, waits, self._piece(array.nbytes), uploads=self._uploads
             )
             self._copied.append(copying)
         return copying.work
+
+    def _piece(self, size: int) -> int:
+        """Return the maximum bytes of a piece of a block of `size` bytes."""
+        small = ceil_div(size, FEW_PIECES * self._threads)
+        piece = min(small, max(LARGE_PIECE, ceil_div(size, MANY_PIECES * self._threads)))
+        return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
 
     def _stream(self) -> Any:
         """Return the stream of the fewest blocks.
@@ -92,19 +112,20 @@ class PooledCopying:
         address: int,
         stream: Any,
         waits: Sequence[Any],
-        shape: RingShape,
+        piece: int,
         *,
         uploads: bool,
     ) -> None:
-        """Begin to copy an array to or from a device address, once the events in `waits` have completed."""
+        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
+
+        It is copied in pieces of at most `piece` bytes.
+        """
         self.stream, self._pool, self._uploads = stream, pool, uploads
         for event in waits:
             cuda_calls.wait(stream, event)
         self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         cuda_calls.record(self._start, stream)
-        size = max(MIN_COMPILED_PIECE, ceil_div(array.nbytes, (shape.lanes - 1) * PIECES_PER_THREAD))
-        size = min(shape.piece, COMPILED_PIECE, round_up(size, PAGE))
-        pieces = row_pieces(array.shape[0], array.shape[1] * array.itemsize, size)
+        pieces = row_pieces(array.shape[0], array.shape[1] * array.itemsize, piece)
         self._block = memory_block(array, pieces, address, uploads=uploads)
         pool.begin(self._block, stream.ptr, self._end.ptr)
 
