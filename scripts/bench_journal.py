@@ -37,7 +37,7 @@ class WithoutJournal(target.Unjournaled):
     def seal(self) -> None:
         matrix: Any = self.matrix
         durable: Durable = matrix
-        durable.sync_block((0, durable.shape[0]), (0, durable.shape[1]))
+        durable.sync_blocks([((0, durable.shape[0]), (0, durable.shape[1]))])
         durable.set_finished(True)
 
 

@@ -84,4 +84,8 @@ CASES = (
     Case("group", command="similarity", dtype="float32", options=("--topk", "9")),
     Case("group", command="corr", dtype="float32", options=("--threshold", "0.05")),
     Case("npy", command="kernel_matmul", dtype="float32"),
+    Case("raw", command="grm", dtype="int8", options=("--pairwise", "--verify")),
+    Case("raw", command="gram", dtype="int8", options=("--transform", "center=k,cast=int8", "--verify")),
+    Case("group", command="similarity", dtype="float32", options=("--topk", "9", "--verify")),
+    Case("group", command="corr", dtype="float32", options=("--threshold", "0.05", "--verify")),
 )

@@ -85,6 +85,12 @@ def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "RETRY_AFTER", (0.01,) * 3)
 
 
+@pytest.fixture
+def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python read stored elements, as if there were no compiled code for it."""
+    monkeypatch.setattr("oocgemm.stores.cached.compiled", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
     """The address of an S3 server."""

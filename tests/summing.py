@@ -109,6 +109,8 @@ class ModelDevice:
         self._note(p, stored, wide, 1)
 
     def _note(self, p: Summed, stored: Array, wide: Array, every: int) -> None:
+        if not p.head:
+            return
         head = at(p.head, np.uint64, 2)
         words = np.zeros((len(stored), -(-stored.shape[1] * stored.itemsize // 4) * 4), np.uint8)
         words[:, : stored.shape[1] * stored.itemsize] = stored.view(np.uint8)

@@ -87,7 +87,7 @@ def test_checksums_cover_standardized_rows() -> None:
         ([[1.0, np.nan], [1.0, 2.0]], {}, "row 0 of X has elements that are Inf or NaN"),
         ([[1.0, 2j], [1.0, 2.0]], {}, "X is of dtype complex128"),
         ([[1.0, 2.0], [1.0, 3.0]], {"axis": 2}, "axis = 2"),
-        ([[1.0, 2.0], [1.0, 3.0]], {"topk": 1, "verify": True}, "corr does not take the option verify"),
+        ([[1.0, 2.0], [1.0, 3.0]], {"topk": 1, "resume": True}, "corr does not take the option resume"),
         ([[1.0, 2.0], [1.0, 3.0]], {"topk": 1, "out": "c.zarr"}, "kept in memory: drop out"),
         ([[1.0, 2.0], [1.0, 3.0]], {"topk": 1, "threshold": 0.1}, "pass either topk"),
     ],

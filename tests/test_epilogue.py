@@ -258,7 +258,6 @@ def test_bad_input_is_refused() -> None:
         ("with beta = 0", [Add(D)], {"c": D.copy(), "beta": 1}),
         (r"D has shape \(47, 61\)", [Divide(D.T)], {}),
         ("D has shape .* and dtype float32", [Divide(D.astype(np.float32))], {}),
-        ("drop verify, or drop the epilogue", [Scale(U)], {"verify": True}),
         ("Gaussian is not the first step", [Scale(value=2), Gaussian(0.1)], {}),
         ("Correlation is not the first step", [RankOne(U), Correlation(), Scale(U)], {}),
         ("make it the first step, and the only", [Correlation(), Gaussian(0.1)], {}),

@@ -107,11 +107,6 @@ def test_a_pair_without_a_common_variant_is_nan() -> None:
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     out = os.fspath(tmp_path / "g.zarr")
-    for message, given in (
-        ("pairwise is for the method gcta, not vanraden", {"method": "vanraden"}),
-        ("checksums do not cover the division", {"verify": True}),
-    ):
-        options: Any = {"pairwise": True, "backend": "host", **given}
-        with pytest.raises(InputError, match=message):
-            oocgemm.grm(X, out, **options)
+    with pytest.raises(InputError, match="pairwise is for the method gcta, not vanraden"):
+        oocgemm.grm(X, out, pairwise=True, method="vanraden", backend="host")
     assert not list(tmp_path.iterdir())

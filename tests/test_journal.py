@@ -200,20 +200,48 @@ def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
     assert synced.mock_calls == [call(folder), call(folder.parent), call(tmp_path)]
 
 
+@pytest.mark.parametrize("redo", [False, True])
+def test_tiles_that_wait_are_committed_together(redo: bool) -> None:
+    steps, queued = Mock(), threading.Event()
+    steps.matrix.sync_blocks.side_effect = lambda blocks: queued.wait(10)
+    steps.matrix.block_fingerprint.side_effect = lambda rows, cols: f"{rows[0]},{cols[0]}"
+    keeper = Committer(steps.journal, steps.matrix, TileGrid(2, 8, 2, TileShape(2, 2, 2)), redo=redo)
+    keeper.finished((0, 0))
+    while not steps.matrix.sync_blocks.called:
+        time.sleep(0.001)
+    for j in (1, 2, 3):
+        keeper.finished((0, j))
+    queued.set()
+    keeper.close()
+    assert keeper.recorded == 4
+    expected = []
+    for columns in ([0], [1, 2, 3]):
+        blocks = [((0, 2), (2 * j, 2 * j + 2)) for j in columns]
+        expected.append(call.matrix.sync_blocks(blocks))
+        if redo:
+            expected.append(call.journal.commit([(0, j) for j in columns]))
+            expected += [call.matrix.apply_redo(*block) for block in blocks]
+        expected += [call.matrix.block_fingerprint(*block) for block in blocks]
+        expected.append(call.journal.done({(0, j): f"0,{2 * j}" for j in columns}))
+    assert steps.mock_calls == expected
+
+
 def test_no_tile_is_recorded_after_one_fails() -> None:
     queued, matrix = threading.Event(), Mock()
 
-    def failing(*block: Any) -> None:
+    def failing(blocks: Any) -> None:
         queued.wait(10)
         raise OSError(errno.EIO, "Input/output error")
 
-    matrix.sync_block.side_effect = failing
+    matrix.sync_blocks.side_effect = failing
     record = Mock()
     keeper = Committer(record, matrix, TileGrid(2, 4, 2, TileShape(2, 2, 2)), redo=False)
-    for tile in ((0, 0), (0, 1)):
-        keeper.finished(tile)
+    keeper.finished((0, 0))
+    while not matrix.sync_blocks.called:
+        time.sleep(0.001)
+    keeper.finished((0, 1))
     queued.set()
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable.*Input/output"):
         keeper.close()
-    matrix.sync_block.assert_called_once_with((0, 2), (0, 2))
+    matrix.sync_blocks.assert_called_once_with([((0, 2), (0, 2))])
     assert not record.mock_calls

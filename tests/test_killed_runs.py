@@ -61,16 +61,22 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10
 
 
-# Commands other than run and gram, by the numbers of their cases in scripts/torture_cases.py. The last three
-# have no --resume.
+# Commands other than run and gram, by the numbers of their cases in scripts/torture_cases.py. Those that keep
+# their result in memory have no --resume. The last four have --verify.
 VERBS = {"corr": 16, "cov": 17, "grm": 18, "grm.bin": 19, "pca": 20, "similarity": 21, "threshold": 22} | {
-    "kernel_matmul": 23
+    "kernel_matmul": 23,
+    "verified grm": 24,
+    "verified gram": 25,
+    "verified similarity": 26,
+    "verified threshold": 27,
 }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("verbs", "kills"), [(("grm", "similarity"), 2), *slow((("gram", *VERBS), 50))], ids=["two", "all"]
+    ("verbs", "kills"),
+    [(("grm", "similarity", "verified grm"), 3), *slow((("gram", *VERBS), 50))],
+    ids=["few", "all"],
 )
 def test_a_command_killed_at_random_gives_the_same_bits(
     tmp_path: Path, verbs: tuple[str, ...], kills: int
@@ -84,7 +90,8 @@ def test_a_command_killed_at_random_gives_the_same_bits(
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())["host"]
     commands = [case["command"] for case in found["cases"]]
-    assert commands == [{"grm.bin": "grm", "threshold": "corr"}.get(verb, verb) for verb in verbs]
+    named = (verb.removeprefix("verified ") for verb in verbs)
+    assert commands == [{"grm.bin": "grm", "threshold": "corr"}.get(verb, verb) for verb in named]
     assert all(sum(case["kills"].values()) for case in found["cases"])
     assert found["kills"] >= kills
 

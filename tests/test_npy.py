@@ -114,6 +114,7 @@ def bytes_from_disk() -> int:
 
 @LINUX
 @pytest.mark.parametrize("kind", ["npy", "raw chunk"])
+@pytest.mark.usefixtures("python_reads")
 def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) -> None:
     matrix, values = far_apart(tmp_path, kind)
     out, before = np.empty((256, 256)), bytes_from_disk()
@@ -126,6 +127,7 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
 
 @LINUX
 @pytest.mark.parametrize("kind", ["npy", "raw chunk"])
+@pytest.mark.usefixtures("python_reads")
 def test_files_too_large_to_cache_are_read_past_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -145,6 +147,7 @@ def test_files_too_large_to_cache_are_read_past_it(
 
 
 @pytest.mark.parametrize("kind", ["npy", "raw chunk"])
+@pytest.mark.usefixtures("python_reads")
 def test_all_segments_are_requested_before_one_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -171,6 +174,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
 
 
 @LINUX
+@pytest.mark.usefixtures("python_reads")
 def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many calls would be slow, since each releases the GIL and must then wait to take it again."""
     matrix, values = far_apart(tmp_path, "npy")
@@ -192,6 +196,7 @@ def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls <= 16  # for 256 parts of rows
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_short_gaps_are_read_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(600.0 * 100).reshape(600, 100)
     np.save(tmp_path / "X.npy", values)

@@ -1,21 +1,26 @@
 """Plans of products whose A, B and C are pinned arrays."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
-from oocgemm.engine.short import is_brief
-from oocgemm.planning import Budgets, Layout, Layouts, Plan, default_model, make_plan
+from oocgemm.engine.short import is_brief, is_short
+from oocgemm.planning import Budgets, Layout, Layouts, Plan, TileShape, default_model, make_plan
 from oocgemm.planning.search.slot_counts import STRIP_WAVES, TENSOR_BLOCK
 from tests.plan_cases import GIB, problem
 
 GPU = default_model("cuda", 16)
 
 
-def planned(m: int, n: int, k: int, dtype: str, *, pinned: bool = True) -> Plan:
+def planned(
+    m: int, n: int, k: int, dtype: str, *, pinned: bool = True, tile: TileShape | None = None
+) -> Plan:
     p = problem(m, n, k, dtype)
     a, b, c = (
         Layout(in_memory=True, itemsize=p.itemsizes[x], zero_copy_width=1024, pinned=pinned) for x in "ABC"
     )
-    return make_plan(p, Budgets(8 * GIB, 8 * GIB), GPU, Layouts(a, b, c))
+    return make_plan(p, Budgets(8 * GIB, 8 * GIB), GPU, Layouts(a, b, c), tile)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -37,4 +42,24 @@ def test_a_vector_is_multiplied_in_several_steps() -> None:
 def test_brief_products_stay_in_the_thread_of_the_caller() -> None:
     assert is_brief(planned(2048, 2048, 2048, "float64"))
     assert not is_brief(planned(2048, 2048, 2048, "float64", pinned=False))
-    assert not is_brief(planned(8192, 8192, 8192, "float64"))
+    assert not is_brief(planned(32768, 32768, 32768, "float64"))
+
+
+def test_many_steps_of_pinned_arrays_are_enqueued_by_one_thread() -> None:
+    """In the threads of a long run, each operation would take longer than the GPU takes for it."""
+    tile = TileShape(1024, 2048, 2048)
+    plan = planned(196608, 2048, 2048, "float64", tile=tile)
+    assert plan.steps == 192
+    assert is_short(plan)
+    assert is_brief(plan)
+    assert not is_short(planned(196608, 2048, 2048, "float64", pinned=False, tile=tile))
+
+
+def test_the_hash_of_a_setting_stays_in_its_process() -> None:
+    """It is computed from texts, whose hashes differ from process to process."""
+    setting = planned(2048, 2048, 2048, "float64").setting
+    copied = pickle.loads(pickle.dumps(setting))
+    assert hash(setting) == hash(replace(setting))
+    assert "_hash" in vars(setting)
+    assert "_hash" not in vars(copied)
+    assert copied == setting

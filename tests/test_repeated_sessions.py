@@ -1,5 +1,6 @@
 """A run from pinned memory that is like the last one makes the same launches again."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 import oocgemm
 from oocgemm.backends.base import Array
+from oocgemm.engine import short
 from oocgemm.engine.inline import InlineRun
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs import repeat
@@ -101,6 +103,65 @@ def test_a_run_that_updates_c_is_repeated(device: Device, started: list[Operatio
     assert len(started) == count
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float16", {}),
+        ("float16", {"beta": 2}),
+        ("int8", {}),
+        ("int8", {"alpha": 3}),
+        ("int8", {"out_dtype": "float64", "beta": 2}),
+    ],
+)
+def test_a_run_that_finishes_c_is_repeated(
+    device: Device, started: list[Operation], dtype: str, options: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((60, 50), (50, 70)))
+    c = np.zeros((60, 70), options.get("out_dtype", "int32" if dtype == "int8" else dtype))
+    for x in (a, b, c):
+        sys.modules["cupy.cuda"].runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    counts = []
+    for turn in range(3):
+        expected = options.get("alpha", 1) * (a.astype(c.dtype) @ b.astype(c.dtype))
+        expected += options.get("beta", 0) * c
+        product(a, b, c, **options)
+        np.testing.assert_array_equal(c, expected)
+        counts.append(len(started))
+        a[turn, :] -= 1
+    assert counts == [counts[0]] * 3
+    assert counts[0] > 20
+
+
+def test_few_operations_are_recorded_late(
+    device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run with more operations, most are recorded while others are started: one by one or repeated."""
+    monkeypatch.setattr("oocgemm.engine.inline.MAX_UNRECORDED", 4)
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    recorded: list[int] = []
+    ended: list[Any] = []
+
+    def watch(plan: object) -> Any:
+        ended.clear()
+        return ended.append
+
+    right = InlineRun._record_all_but
+
+    def record(self: InlineRun, count: int) -> None:
+        right(self, count)
+        recorded.append(len(self._started) - len(ended))
+
+    monkeypatch.setattr(InlineRun, "_record_all_but", record)
+    for _ in range(2):
+        recorded.clear()
+        spans = check(a, b, c, progress=watch).timeline.spans
+        assert max(recorded) == 4
+        assert recorded[-1] == 0
+        assert len(ended) == len(spans) > 20
+    assert len(started) == len(spans)
+
+
 def other_places(a: Array, b: Array, c: Array) -> list[Array]:
     return pinned(a.shape, b.shape, c.shape)
 
@@ -110,7 +171,11 @@ def swapped(a: Array, b: Array, c: Array) -> list[Array]:
     return [b, a, c]
 
 
-@pytest.mark.parametrize("change", [other_places, swapped])
+def another_c(a: Array, b: Array, c: Array) -> list[Array]:
+    return [a, b, *pinned(c.shape)]
+
+
+@pytest.mark.parametrize("change", [other_places, swapped, another_c])
 def test_other_arrays_are_not_confused_with_the_last_ones(
     device: Device, started: list[Operation], change: Callable[..., list[Array]]
 ) -> None:
@@ -122,6 +187,41 @@ def test_other_arrays_are_not_confused_with_the_last_ones(
         assert len(started) == 2 * count
     check(a, b, c)
     assert len(started) == 3 * count
+
+
+def copies(device: Device) -> list[str]:
+    return [name for name, _ in device.calls if name.startswith("cuMemcpy")]
+
+
+def test_the_first_blocks_are_uploaded_while_the_run_is_prepared(device: Device) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    before: list[list[str]] = []
+
+    def watch(plan: object) -> Any:
+        before.append(copies(device))
+        return lambda span: None
+
+    for _ in range(2):
+        device.calls.clear()
+        check(a, b, c, beta=1, progress=watch)
+        before.append(copies(device))
+    first, whole, ahead, again = before
+    assert first == []
+    assert again[: len(ahead)] == ahead
+    assert len(ahead) >= 2
+    assert len(again) == len(whole)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_upload_that_fails_ahead_ends_the_run(device: Device, number: int) -> None:
+    a, b, c = pinned((60, 50), (50, 70), (60, 70))
+    check(a, b, c)
+    name = "cuMemcpy2DAsync_v2"
+    device.faults[name] = Fault(first=device.count(name) + number, times=1)
+    with pytest.raises(ExecutionError, match=r"the first uploads: .*CUDA error"):
+        product(a, b, c)
+    device.faults.clear()
+    check(a, b, c)
 
 
 def test_rows_that_are_farther_apart_are_not_confused(device: Device, started: list[Operation]) -> None:
@@ -148,31 +248,40 @@ def test_another_product_in_between(device: Device, started: list[Operation]) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device answers")
-@pytest.mark.parametrize("kernel", ["cublas", "tiled"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("cublas", "float64"), ("tiled", "float64"), ("cublas", "float16"), ("cublas", "int8")],
+)
 def test_a_gpu_repeats_the_last_run(
-    kernel: str, started: list[Operation], monkeypatch: pytest.MonkeyPatch
+    kernel: str, dtype: str, started: list[Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.arrays.MIN_ROW_BYTES", 8)
-    from cupy.cuda import runtime
-
-    arrays = pinned((600, 500), (500, 700), (600, 700))
-    a, b, c = arrays
-    options = {"kernel": kernel, "tile": "240x320x200", "device_memory": "512MiB"}
+    rng = np.random.default_rng(2)
+    # Few elements of A are not 0, so that no sum is rounded in float16.
+    a = (rng.integers(0, 2, (600, 512)) * (rng.integers(0, 64, (600, 512)) == 0)).astype(dtype)
+    b = rng.integers(-3, 4, (512, 704)).astype(dtype)
+    c = np.ones((600, 704), "int32" if dtype == "int8" else dtype)
+    arrays = a, b, c
+    for x in arrays:
+        sys.modules["cupy.cuda"].runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    options = {"kernel": kernel, "tile": "240x320x192", "device_memory": "512MiB"}
     try:
         for beta in (1, 0):
-            count = len(check(a, b, c, beta=beta, **options).timeline.spans)
-            for turn in range(3):
-                a += turn
-                b -= 1
-                result = check(a, b, c, beta=beta, **options)
-            assert len(started) == count
+            counts = []
+            for turn in range(4):
+                expected = a.astype(float) @ b.astype(float) + beta * c
+                result = product(a, b, c, beta=beta, **options)
+                np.testing.assert_array_equal(c, expected)
+                counts.append(len(started))
+                b[:, turn] += 1
+            assert counts == [len(result.timeline.spans)] * 4
             started.clear()
         spans = result.timeline.spans
         assert all(0 < x.start <= x.end <= result.timeline.wall for x in spans)
         assert all(spans[w].end <= x.end for x in spans for w in x.waits)
     finally:
         for x in arrays:
-            runtime.hostUnregister(x.ctypes.data)
+            sys.modules["cupy.cuda"].runtime.hostUnregister(x.ctypes.data)
         oocgemm.release()
 
 
@@ -227,10 +336,16 @@ def test_runs_in_threads_repeat_nothing(
     device: Device, started: list[Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c = pinned((60, 50), (50, 70), (60, 70))
-    check(a, b, c)
-    monkeypatch.setattr("oocgemm.engine.short.MAX_STREAMED_STEPS", -1)
-    for _ in range(3):
-        check(a, b, c)
+    for steps in (-1, 64, -1):
+        for name in ("MAX_ENQUEUED_STEPS", "MAX_STREAMED_STEPS"):
+            monkeypatch.setattr(short, name, steps)
+        started.clear()
+        for turn in range(3):
+            check(a, b, c)
+            if turn == 0:
+                count = len(started)
+        assert len(started) == count
+        assert (count > 0) == (steps > 0)
 
 
 def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Operation]) -> None:

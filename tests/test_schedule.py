@@ -1,7 +1,10 @@
 """Schedules: all waits are derived, and every order that the waits allow gives the right result."""
 
 import itertools
+import pickle
 import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ScheduleError
-from oocgemm.planning import Kind, Schedule, Slots, TileGrid, TileShape
-from oocgemm.planning.schedule.hazards import HazardTracker, verify, waits_of
+from oocgemm.planning import Kind, Operation, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning.schedule.hazards import HazardTracker, Program, verify, waits_of
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.problems import integers
@@ -201,6 +204,45 @@ def test_steps_run_by_strips_between_tiles_and_at_the_end(
     assert by_strips(first=True, last=False) == first
     assert by_strips(first=False, last=False) == between
     assert by_strips(first=False, last=True) == last
+
+
+@given(schedules(), st.lists(st.integers(0, 40), max_size=5))
+def test_waits_are_derived_when_they_are_first_needed(schedule: Schedule, steps: list[int]) -> None:
+    expected, taken = waits_of(schedule), 0
+
+    def operations() -> Iterator[Operation]:
+        nonlocal taken
+        for operation in schedule:
+            taken += 1
+            yield operation
+
+    program, most = Program(operations()), 0
+    for count in steps:
+        found = list(itertools.islice(program, count))
+        assert found == expected[:count]
+        most = max(most, len(found))
+        assert taken == most
+        if found:
+            assert program[len(found) - 1] == found[-1]
+    assert list(program) == expected
+    assert len(program) == len(expected) == taken
+
+
+def test_threads_share_a_program() -> None:
+    p = problem(9, 9, 9)
+    grid = TileGrid.of(p, TileShape(2, 2, 2))
+    schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots())
+    program, expected = Program(schedule), waits_of(schedule)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda _: list(program) == expected, range(8)))
+
+
+def test_a_program_can_be_pickled() -> None:
+    p = problem(9, 9, 9)
+    grid = TileGrid.of(p, TileShape(4, 4, 4))
+    program = Program(Schedule(p, grid, walk(Traversal(), *grid.shape), Slots()))
+    next(iter(program))
+    assert list(pickle.loads(pickle.dumps(program))) == list(program)
 
 
 def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:

@@ -58,7 +58,7 @@ def test_correlations_and_covariances_are_stored() -> None:
         (("similarity", "x.zarr", "x.zarr", "--topk", "1"), "something exists at x.zarr"),
         (("similarity", "x.zarr", "s3://b/o", "--topk", "1"), "written to local paths only"),
         (("similarity", "x.zarr", "o.zarr"), "pass either topk"),
-        (("corr", "x.zarr", "o.zarr", "--topk", "2", "--verify"), "corr does not take the option verify"),
+        (("corr", "x.zarr", "o.zarr", "--topk", "2", "--resume"), "corr does not take the option resume"),
         (("corr", "x.zarr", "x.zarr", "--topk", "2"), "something exists at x.zarr"),
         (("cov", "x.zarr", "o.zarr", "--ddof", "12"), "divides by 0"),
     ],

@@ -1,10 +1,11 @@
 """Uncompressed zarr arrays in the page cache go to a GPU through the ring. Many chunks are read at a time."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import Pageable
+from oocgemm.engine.slots import HostSlots
+from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind
-from oocgemm.stores import aio
+from oocgemm.planning import Kind, Operation
+from oocgemm.stores import aio, files
 from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
@@ -64,12 +67,11 @@ ARRAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("max_line", [8 << 10, 64], ids=["gaps", "no gaps"])
-@pytest.mark.parametrize("kept_lines", [0, 1000])
-def test_any_block_is_read_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int, kept_lines: int
+@pytest.mark.usefixtures("python_reads")
+def test_any_block_is_read_right_without_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
-    monkeypatch.setattr(together, "MAX_KEPT_LINES", kept_lines)
     monkeypatch.setattr(together, "MAX_OPEN", 3)
     monkeypatch.setattr(together, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
@@ -87,6 +89,7 @@ def test_any_block_is_read_right(
         assert (whole == -1).all()
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_large_chunks_are_read_together_on_many_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,61 +102,8 @@ def test_large_chunks_are_read_together_on_many_cores(
         np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
 
 
-def test_whole_rows_of_a_chunk_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a fraction of the GIL that `read_parts` takes. Other blocks are read together."""
-    values, alike = integers(rng, SHAPE, "float64"), {"chunks": (40, 62)}
-    matrix, right, calls = opened(stored(tmp_path, values, **alike)), os.preadv, list[int]()
-
-    def preadv(descriptor: int, buffers: Any, *rest: int) -> int:
-        calls.append(len(buffers))
-        return right(descriptor, buffers, *rest)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    for rows, cols, whole in (
-        *(((45, 80), (62, 124), True), ((0, 40), (248, 310), True), ((200, 230), (0, 62), True)),
-        *(((45, 81), (62, 124), False), ((45, 80), (61, 124), False), ((45, 80), (62, 123), False)),
-    ):
-        out = np.empty((rows[1] - rows[0], cols[1] - cols[0]))
-        calls.clear()
-        matrix.read(rows, cols, out)
-        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
-        assert (calls == [1]) == whole
-
-
-@pytest.mark.parametrize("name", ["rows", "format 2"])
-@pytest.mark.parametrize("max_open", [1000, 5])
-def test_requests_are_kept_for_blocks_of_the_same_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_open: int
-) -> None:
-    prepared, right = list[Any](), together._prepare
-
-    def prepare(*given: Any) -> Any:
-        prepared.append(given)
-        return right(*given)
-
-    monkeypatch.setattr(together, "_prepare", prepare)
-    monkeypatch.setattr(together, "MAX_OPEN", max_open)
-    monkeypatch.setattr("oocgemm.stores.zarr.chunks.gather", None)
-    values = integers(rng, (400, 640), "float64")
-    options = {"chunks": (40, 64)} | ARRAYS[name]
-    matrix, buffers = opened(stored(tmp_path, values, **options)), np.empty((2, 100, 140))
-    down, along = matrix.layout.read_chunk
-    for turn in range(6):
-        for at, out in enumerate(buffers):
-            rows, cols = ((x := turn % 3 * step + at, x + n) for step, n in ((down, 100), (along, 140)))
-            matrix.read(rows, cols, out)
-            np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
-    assert len(prepared) == 2
-    monkeypatch.setattr(together, "MAX_FORMS", 1)
-    for _ in range(2):
-        for at, out in enumerate(buffers):
-            matrix.read((2 + at, 102 + at), (2, 142), out)
-            np.testing.assert_array_equal(out, values[2 + at : 102 + at, 2:142])
-    assert len(prepared) == 6
-    assert len(together._prepared.reads) == 1
-
-
 @pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.usefixtures("python_reads")
 def test_chunks_are_read_together_where_the_system_supports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
@@ -209,6 +159,54 @@ def test_the_chunks_of_an_earlier_result_are_overwritten_in_place(tmp_path: Path
         *[True] * 3,
     ]
     assert (tmp_path / "copy").read_bytes() == kept
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_slots_for_c_are_prefaulted_while_operands_are_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool
+) -> None:
+    """No Read fills a host slot, so none is delayed. The first Download need not wait for the pages."""
+    started, right = [], Staging.upload_source
+
+    def upload_source(self: Staging, operation: Operation) -> Any:
+        started.append(len(self._slots._prefaulted))
+        return right(self, operation)
+
+    def refuse(*given: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Staging, "upload_source", upload_source)
+    if not threads:
+        monkeypatch.setattr(HostSlots, "_faulting", SimpleNamespace(map=refuse, shutdown=Mock()))
+    values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
+    with running_on("fake-cuda") as chosen, patch("oocgemm.backends.cuda.host_memory.MAX_KEPT", 0):
+        result = oocgemm.gemm(stored(tmp_path, values), b, tmp_path / "C", host_memory="3MiB", **chosen)
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "C", mode="r")[:], values @ b)
+    assert set(started) == {result.plan.slots.host_c}
+
+
+@pytest.mark.parametrize("width", [512, 1024])
+def test_short_rows_of_a_chunk_are_joined_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Direct I/O would take a request per row. Rows of 8 KiB are written from where they are."""
+    written, right = [], os.pwritev
+
+    def pwritev(descriptor: int, rows: Sequence[Any], at: int) -> int:
+        written.append(len(rows))
+        return right(descriptor, rows, at)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    values = files.scratch(8 * 64 * 2048, "values").view("f8").reshape(64, 2048)
+    values[...] = integers(rng, values.shape, "float64")
+    array = zarr.create_array(
+        tmp_path / "C", shape=values.shape, dtype="f8", chunks=(32, width), compressors=None
+    )
+    matrix = ZarrMatrix("C", array)
+    for _ in range(2):  # new files, and files that are overwritten
+        matrix.write((0, 64), (0, 2048), values)
+    assert set(written) == {1 if width == 512 else 32}
+    np.testing.assert_array_equal(array[:], values)
 
 
 def test_a_gram_matrix_is_exact(tmp_path: Path) -> None:

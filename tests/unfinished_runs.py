@@ -1,6 +1,6 @@
 """Runs that fail after some tiles, and what they leave."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -26,12 +26,13 @@ def failing_after(tiles: int) -> Iterator[None]:
     """Make runs fail during the block when `tiles` tiles are finished."""
     right, seen = Committer.commit, 0
 
-    def keep(self: Committer, tile: Tile) -> None:
+    def keep(self: Committer, queued: Sequence[Tile]) -> None:
         nonlocal seen
-        seen += 1
-        if seen > tiles:
-            raise OSError(5, "Input/output error")
-        right(self, tile)
+        for tile in queued:
+            seen += 1
+            if seen > tiles:
+                raise OSError(5, "Input/output error")
+            right(self, [tile])
 
     with patch.object(Committer, "commit", keep):
         yield

@@ -59,7 +59,7 @@ struct cut {
 
 struct summed {
     const OOC_STORED* x;
-    word* head;
+    word* head;                      // may be null, as flags
     unsigned char* flags;
     double* norms;
     OOC_WIDE* sums;
@@ -198,7 +198,7 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
     }
     const double norm = squares{total(square.large, partial), total(square.middle, partial), total(square.small, partial)}.norm();
     digest = total(digest, digests);
-    if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned*>(p.head), digest);
+    if (threadIdx.x == 0 && p.head != nullptr) atomicAdd(reinterpret_cast<unsigned*>(p.head), digest);
     if (!is_finite(norm) && p.flags != nullptr) {
         for (long long d = left + i; d < right; d += ACROSS)
             for (int s = lane; s < size; s += LANES) {

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
-from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
-from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
 
@@ -192,29 +191,12 @@ class DoneToken:
         return self.start, self.end
 
 
-class Checksums(Protocol):
-    """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
-
-    Attributes:
-        expected: the host's digests of the next Multiply's two panels. The engine sets them before it submits
-            the Multiply. The device compares them with digests of the panels that it received.
-        busy: the time that the device spends on checksums.
-        room: the memory layout of the checksums of one strip of C.
-    """
-
-    expected: tuple[int, int]
-    busy: BusyTime
-    room: StripOffsets
-
-    def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that the checksums of later operations use."""
-
-
 class Session(Protocol):
     """A backend at work on one plan. Its device memory is allocated and its streams exist.
 
     Attributes:
         checksums: None unless the plan asks the device to compute checksums.
+        strip_sums: None unless the problem `checks_sums`, and the host cannot view the accumulator.
         asynchronous: kinds of operations for which `submit` returns at once, unless their host memory is
             `Pageable`. Any thread may submit these, but only one thread at a time.
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
@@ -225,6 +207,9 @@ class Session(Protocol):
 
     @property
     def checksums(self) -> Checksums | None: ...
+
+    @property
+    def strip_sums(self) -> SumsOfStrips | None: ...
 
     def worker(self, stream: Stream) -> AbstractContextManager[None]:
         """Prepare the calling thread to submit the operations of one stream."""

@@ -11,8 +11,11 @@ This module does not import cupy: a `Device` launches the kernels.
 import ctypes
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from oocgemm.backends.base import Array
 from oocgemm.backends.random_words import sign_stream
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import DTYPES, Op, Operation, Plan, Region, Slot
@@ -251,6 +254,66 @@ class DeviceChecksums:
         )  # fmt: skip
         options = self._options(problem.c_dtype)
         self._device.launch("check_strip", options, (cols.blocks, rows.blocks, 1), arguments)
+
+
+class DeviceStripSums:
+    """Takes the sums of strips of the accumulator on a device. Implements `SumsOfStrips`.
+
+    The kernel writes them to pinned host memory, so that the host can compare them as soon as the Finish has
+    ended. There they need as much memory as blocks, of 128 x 128 elements, have 16 bytes.
+    """
+
+    def __init__(
+        self, plan: Plan, address: Callable[[Region], int], device: Device, allocate: Callable[[int], Any]
+    ) -> None:
+        """Load the kernel.
+
+        Args:
+            plan: the plan of the run.
+            address: returns the device address of a region of a device slot.
+            device: launches the kernel.
+            allocate: returns pinned memory of a size in bytes.
+        """
+        self._problem, self._strip = plan.problem, plan.slots.strip
+        self._address, self._device, self._allocate = address, device, allocate
+        self._options = check_options(self._problem.acc_dtype, self._problem.acc_dtype, 0)
+        self._seed = 0
+        self._taken: dict[tuple[Tile, Range], tuple[Any, tuple[int, int]]] = {}
+        self._free: list[Any] = []
+        height, width = min(plan.tile.m, self._problem.m), min(plan.tile.n, self._problem.n)
+        rows, cols = self._cut(height, width)
+        self._size = 16 * rows.per * cols.blocks
+        device.load("check_strip", self._options)
+
+    def begin(self, seed: int) -> None:
+        self._seed = seed
+
+    def before_finish(self, op: Operation) -> None:
+        """Launch the kernel that adds up the strip of a Finish, before the Finish."""
+        height, width = (span[1] - span[0] for span in (op.m, op.n))
+        rows, cols = self._cut(height, width)
+        memory = self._free.pop() if self._free else self._allocate(self._size)
+        shape = rows.blocks, cols.blocks
+        self._taken[op.tile, op.m] = memory, shape
+        columns = sign_stream(self._seed, int(not self._problem.gram))
+        arguments = Summed(
+            x=self._address(op.reads[0]), norms=memory.ptr + 8 * shape[0] * shape[1], sums=memory.ptr,
+            rows=_fields(rows), cols=_fields(cols), pitch=width, sums_pitch=shape[1],
+            first_row=op.m[0], first_col=op.n[0],
+            row_signs=sign_stream(self._seed, 0), col_signs=columns,
+        )  # fmt: skip
+        self._device.launch("check_strip", self._options, (shape[1], shape[0], 1), arguments)
+
+    def take(self, operation: Operation) -> tuple[Array, Array]:
+        memory, (down, across) = self._taken.pop((operation.tile, operation.m))
+        found = np.frombuffer(memory, np.float64, 2 * down * across).reshape(2, down, across).copy()
+        self._free.append(memory)
+        return found[0], found[1]
+
+    def _cut(self, height: int, width: int) -> tuple[Blocking, Blocking]:
+        """Return how a strip is divided into blocks. Those of a Gram matrix are alike in both directions."""
+        across = self._strip if self._problem.gram else width
+        return Blocking.of(height, self._strip), Blocking.of(width, across)
 
 
 def _fields(cut: Blocking) -> CutFields:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from oocgemm.backends.base import (
     Array,
     Backend,
-    Checksums,
     Finishing,
     HostBlock,
     Pageable,
@@ -22,6 +21,7 @@ from oocgemm.backends.base import (
     Transforms,
 )
 from oocgemm.backends.registry import open_backend
+from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region
 
@@ -115,6 +115,8 @@ class DevicesSession:
         found = [session.checksums for session in each]
         summing = [checksums for checksums in found if checksums is not None]
         self.checksums: Checksums | None = DevicesChecksums(summing) if summing else None
+        taking = [session.strip_sums for session in each if session.strip_sums is not None]
+        self.strip_sums: SumsOfStrips | None = DevicesStrips(taking) if taking else None
 
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
@@ -203,6 +205,20 @@ class DevicesChecksums:
     def begin(self, seed: int) -> None:
         for checksums in self._each:
             checksums.begin(seed)
+
+
+class DevicesStrips:
+    """The sums of strips that several devices take of their accumulators. Implements `SumsOfStrips`."""
+
+    def __init__(self, each: Sequence[SumsOfStrips]) -> None:
+        self._each = each
+
+    def begin(self, seed: int) -> None:
+        for sums in self._each:
+            sums.begin(seed)
+
+    def take(self, operation: Operation) -> tuple[Array, Array]:
+        return self._each[operation.device].take(operation)
 
 
 def open_devices(name: str, numbers: Sequence[int] | str) -> Devices:

@@ -279,6 +279,11 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
             f" and {format_time(checks['device_seconds'])} of the device's"
             if checks["device_seconds"]
             else ""
+        )
+        + (
+            f"; computed {checks['sampled']} elements again in {format_time(checks['sampled_seconds'])}"
+            if checks.get("sampled")
+            else ""
         ),
         soft_wrap=True,
     )

@@ -148,9 +148,15 @@ TIMELINE = click.option(
     help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
 )
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
+VERIFY = click.option(
+    "--verify",
+    is_flag=True,
+    help="Compare each tile of the product with checksums of the operands before it is used or written, and "
+    "compute it again if they differ. Of a result that is not the product itself, check samples too.",
+)
 # Options of products of which only some elements are kept.
-SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, DEVICE, TIMELINE, QUIET)
-PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, DEVICE, QUIET)
+SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, VERIFY, DEVICE, TIMELINE, QUIET)
+PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, VERIFY, DEVICE, QUIET)
 AXIS = click.option(
     "--axis",
     type=click.IntRange(0, 1),
@@ -164,12 +170,6 @@ UPLO = click.option(
     default="lower",
     show_default=True,
     help="Triangle of C to store. full stores both, which are exact mirror images.",
-)
-VERIFY = click.option(
-    "--verify",
-    is_flag=True,
-    help="Before a tile of C is written, compare it with checksums of the operands; compute it again if "
-    "they differ.",
 )
 OVERWRITE = click.option(
     "--overwrite",
@@ -191,7 +191,7 @@ _RESUME = (
 )
 RUN = (TIMELINE, *_RESUME, QUIET)
 # Options of correlations and covariances, which have neither scalars nor transforms.
-STATISTICS = (*SELECTION[:-3], *_STORAGE[1:], DEVICE, VERIFY, OVERWRITE, *RUN)
+STATISTICS = (*SELECTION[:-4], *_STORAGE[1:], DEVICE, VERIFY, OVERWRITE, *RUN)
 # Options of a job. The service chooses the backend, and it always resumes.
 JOB = (
     *PRODUCT,

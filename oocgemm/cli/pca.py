@@ -22,7 +22,7 @@ from oocgemm.planning.units import format_size, format_time
 from oocgemm.timeline import Span
 
 # Options that a dry run does not need.
-_RUN_ONLY = ("device", "quiet", "resume", "seed")
+_RUN_ONLY = ("device", "quiet", "resume", "seed", "verify")
 # Of the singular values, this many are shown.
 SHOWN = 5
 

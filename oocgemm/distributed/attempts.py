@@ -13,7 +13,7 @@ the child process cannot create its journal. So no tile of an attempt that was g
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import cast
 
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.committer import TileQueue
-from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO, append_line, parse_line
+from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO
+from oocgemm.jobs.journal_lines import append_lines, done_entries, parse_line
 from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import Job
 from oocgemm.planning import TileGrid
@@ -135,10 +136,10 @@ class _AttemptCommitter(TileQueue):
         self._folder = redo
         super().__init__()
 
-    def commit(self, tile: Tile) -> None:
-        """Flush the redo files of one tile, and add a line for it to the attempt's journal."""
-        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
-        self._matrix.sync_block(*block)
-        files = self._matrix.redo_fingerprint(self._folder, *block)
-        append_line(self._file, {"done": tile, "files": files})
-        self.recorded += 1
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Flush the redo files of tiles, and add lines for them to the attempt's journal."""
+        blocks = {tile: (self._grid.rows(tile[0]), self._grid.cols(tile[1])) for tile in tiles}
+        self._matrix.sync_blocks(list(blocks.values()))
+        files = {tile: self._matrix.redo_fingerprint(self._folder, *blocks[tile]) for tile in tiles}
+        append_lines(self._file, done_entries(files))
+        self.recorded += len(tiles)

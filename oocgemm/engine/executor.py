@@ -68,6 +68,10 @@ class Verifier(Protocol):
         """Note an operation that is about to be submitted to the device, with its host memory."""
         ...
 
+    def ended(self, operation: Operation) -> None:
+        """Note an operation that has ended."""
+        ...
+
 
 Perform = Callable[[Operation, list[Token]], Token]
 
@@ -351,6 +355,8 @@ class Run:
         try:
             token.synchronize()
             start, end = token.interval()
+            if self._verifier is not None:
+                self._verifier.ended(operation)
             if token.bytes is not None:
                 operation = operation._replace(bytes=token.bytes)
             self._observe(Span.of(number, operation, start - self._origin, end - self._origin, waits))

@@ -1,8 +1,9 @@
 """Runs a short schedule in the calling thread, without queues and locks. The waits come with the plan."""
 
+import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sized
+from contextlib import ExitStack, closing, suppress
 
 from oocgemm.backends.base import Array, Pageable, Stream, Token
 from oocgemm.engine.completion import Cancelled
@@ -13,9 +14,14 @@ from oocgemm.planning import Kind, Operation
 _COPIES = (Kind.UPLOAD, Kind.DOWNLOAD)
 
 
+# While more operations of pinned arrays than this have been started and not been recorded, the thread waits
+# for the first of them. With about 80 pending, the driver would block the thread, which keeps the GIL then.
+MAX_UNRECORDED = 64
+
 # The method of some sessions that starts all operations of the last run again. It takes A, B and C, and the
-# number of operations, and returns their tokens; None if they must be submitted one by one.
-Repeat = Callable[[list[Array], int], list[Token] | None]
+# program, and returns a generator that starts the operations and yields their tokens; None if they must be
+# submitted one by one.
+Repeat = Callable[[list[Array], Sized], Generator[Token, None, None] | None]
 
 
 class InlineRun(Run):
@@ -28,20 +34,26 @@ class InlineRun(Run):
 
     def _run(self) -> None:
         self._program = self._plan.program
-        repeat = getattr(self._session, "repeat", None)
-        if repeat is not None and (tokens := self._repeated(repeat)):
-            for i, started in enumerate(tokens):
-                self._record_span(i, started)
-            return
-        self._tokens: list[Token | None] = [None] * len(self._program)
-        self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
+        self._tokens: list[Token | None] = []
         self._started: list[int] = []
+        self._recorded = 0
+        direct = all(map(self._plan.is_direct, "ABC"))
+        self._max_unrecorded = MAX_UNRECORDED if direct else sys.maxsize
+        repeat = getattr(self._session, "repeat", None)
+        if repeat is None or not self._repeated(repeat):
+            self._start_all()
+        self._record_all_but(0)
+
+    def _start_all(self) -> None:
+        """Start the operations one by one."""
+        self._copying: dict[int, Callable[[], Token]] = {}  # copies of pageable memory that have begun
         self._put_off: dict[Stream, deque[int]] = {}  # all of `late` but Writes
         self._entered: Stream | None = None
         late, blocked = list[int](), set[Stream]()
         with ExitStack() as self._worker:
             try:
                 for i, (operation, waits) in enumerate(self._program):
+                    self._tokens.append(None)
                     stream = Stream.of(operation)
                     writes = operation.kind is Kind.WRITE and self._session.asynchronous
                     # A stream runs its operations in program order, and waits are derived from that.
@@ -52,6 +64,7 @@ class InlineRun(Run):
                             self._put_off.setdefault(stream, deque()).append(i)
                     else:
                         self._start(i)
+                        self._record_all_but(self._max_unrecorded)
                 for i in sorted(late, key=lambda i: self._program[i][0].kind is Kind.WRITE):
                     if self._tokens[i] is None and i not in self._copying:
                         self._start(i)
@@ -61,26 +74,36 @@ class InlineRun(Run):
                 self._fail(error)
             while self._copying:
                 self._finish(next(iter(self._copying)))
-        for i in self._started:
-            if (token := self._tokens[i]) is not None:
-                self._record_span(i, token)
 
-    def _repeated(self, repeat: Repeat) -> list[Token] | None:
-        """Start all operations as the last run did, if it can be repeated, and return their tokens."""
+    def _repeated(self, repeat: Repeat) -> bool:
+        """Start all operations as the last run did. Return False if that is impossible."""
         if self._error is not None:
-            return None
+            return False
         try:
-            tokens = repeat(self._staging.arrays, len(self._program))
+            again = repeat(self._staging.arrays, self._program)
+            if again is None:
+                return False
+            self.wrote = True
+            with closing(again):
+                for i, token in enumerate(again):
+                    self._tokens.append(token)
+                    self._started.append(i)
+                    self._record_all_but(self._max_unrecorded)
+                    if self._error is not None:
+                        break
         except BaseException as error:
             self._fail(located_error(error, "the operations of the run"))
-            return None
-        self.wrote = self.wrote or tokens is not None
-        return tokens
+        return True
 
-    def _record_span(self, i: int, token: Token) -> None:
-        """Wait for an operation, and pass on its span."""
-        operation, waits = self._program[i]
-        self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
+    def _record_all_but(self, count: int) -> None:
+        """Wait for all but the last `count` operations, in the order of their start; pass on their spans."""
+        while len(self._started) - self._recorded > count:
+            i = self._started[self._recorded]
+            token = self._tokens[i]
+            self._recorded += 1
+            if token is not None:
+                operation, waits = self._program[i]
+                self._record(self._first + i, operation, [self._first + wait for wait in waits], token)
 
     def _start(self, i: int) -> None:
         """Run, submit or begin an operation. Raises `Cancelled` if it fails, or if the run has failed."""

@@ -7,22 +7,25 @@ from oocgemm.planning import Plan
 # in one thread.
 MAX_SHORT_STEPS, MAX_SHORT_BYTES = 16, 128 << 20
 # Without host slots, no operation keeps that thread busy: it only enqueues them on the GPU, or hands them to
-# the threads of the ring. So there may be more steps, and more bytes: no limit if all arrays are pinned. The
-# progress of such a run is not shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
+# the threads of the ring. So there may be more steps, and more bytes. The progress of such a run is not
+# shown, which takes about 0.2 s for MAX_STREAMED_BYTES of pageable arrays.
 MAX_STREAMED_STEPS, MAX_STREAMED_BYTES = 64, 2 << 30
-# A run from pinned memory that takes less time than this, in seconds, is not handed to another thread.
-MAX_BRIEF = 0.02
+# The maximum number of steps whose blocks the GPU copies from and to pinned arrays. One thread enqueues an
+# operation in 20 to 60 us, the threads of a long run need 200 us. Per operation, the run takes about 3 KB.
+MAX_ENQUEUED_STEPS = 2048
+# A run from pinned memory that takes less time than this, in seconds, is not handed to another thread, which
+# takes 0.4 to 0.6 ms. An interrupt takes effect when it has ended.
+MAX_BRIEF = 0.25
 
 
 def is_short(plan: Plan) -> bool:
     """Return whether a plan's operations take so little time that one thread should start all of them."""
-    layouts = plan.layouts
+    layouts, problem, sizes = plan.layouts, plan.problem, plan.problem.itemsizes
+    if not problem.planes and all(map(plan.is_direct, "ABC")):
+        return plan.steps <= MAX_ENQUEUED_STEPS
     if plan.steps > MAX_STREAMED_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
         return False
-    problem, sizes = plan.problem, plan.problem.itemsizes
     streamed = all(map(plan.slots.streams, "ABC")) and not problem.planes
-    if streamed and all(map(plan.is_direct, "ABC")):
-        return True
     if plan.steps > MAX_SHORT_STEPS and not streamed:
         return False
     m, n, k = problem.m, problem.n, problem.depth

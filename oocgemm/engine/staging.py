@@ -42,6 +42,8 @@ class Staging:
         self._operands = operands
         self._transfers = Transfers(plan, operands)
         self._read_before: set[Slot] = set()
+        if plan.slots.streams("A") and plan.slots.streams("B"):  # no Read would be delayed
+            self._slots.start_prefault()
 
     @property
     def arena(self) -> Array:

@@ -120,7 +120,8 @@ def gemm(
             number for all operands, or numbers by operand, such as {"A": 128} or "A=128,B=16". Fewer are used
             if their buffers would take more than a quarter of the host memory.
         verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
-            if they differ (`oocgemm.integrity.checksums.check`).
+            if they differ (`oocgemm.integrity.checksums.check`). If an epilogue changes C, the product is
+            compared before that, and samples of C are checked after the run (`oocgemm.integrity.samples`).
         devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,
             such as [0, 1] or "0,1", or "all". `device_memory` then bounds the memory of each device,
             `host_memory` that for all together. By default only `device` is used.

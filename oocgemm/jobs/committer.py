@@ -2,7 +2,9 @@
 
 import threading
 from abc import ABC, abstractmethod
-from queue import SimpleQueue
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.journal import Journal
@@ -12,9 +14,14 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores.durable import Durable
 from oocgemm.system.threads import start
 
+MAX_NAMED = 8  # maximum number of tiles that an error message lists
+
 
 class TileQueue(ABC):
     """Finished tiles that are committed in a thread, while other tiles are computed.
+
+    All tiles that are queued when the thread is ready are committed together. While the disk writes other
+    blocks, flushing many files takes little longer than flushing one: each flush waits for these writes.
 
     `recorded` is the number of tiles that a later run need not compute again.
     """
@@ -27,8 +34,8 @@ class TileQueue(ABC):
         start(self._thread)
 
     @abstractmethod
-    def commit(self, tile: Tile) -> None:
-        """Make one tile durable, record that, and increase `recorded`."""
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Make tiles durable, record that, and increase `recorded`."""
 
     def finished(self, tile: Tile) -> None:
         """Queue a tile that is written but not durable. Raises `ExecutionError` if an earlier tile failed."""
@@ -48,12 +55,27 @@ class TileQueue(ABC):
         self._thread.join()
 
     def _work(self) -> None:
-        while (tile := self._queue.get()) is not None:
-            if self._error is None:
+        ended = False
+        while not ended:
+            tiles = [self._queue.get()]
+            with suppress(Empty):
+                while True:
+                    tiles.append(self._queue.get_nowait())
+            ended = tiles[-1] is None
+            given = [tile for tile in tiles if tile is not None]
+            if given and self._error is None:
                 try:
-                    self.commit(tile)
+                    self.commit(given)
                 except BaseException as error:
-                    self._error = ExecutionError(f"tile {tile} of C cannot be made durable: {error}")
+                    self._error = ExecutionError(f"{_named(given)} of C cannot be made durable: {error}")
+
+
+def _named(tiles: Sequence[Tile]) -> str:
+    """Return a text with the numbers of tiles, at most `MAX_NAMED` of them."""
+    if len(tiles) == 1:
+        return f"tile {tiles[0]}"
+    more = ", ..." if len(tiles) > MAX_NAMED else ""
+    return f"one of the tiles {', '.join(map(str, tiles[:MAX_NAMED]))}{more}"
 
 
 def tile_fingerprint(matrix: Durable, grid: TileGrid, tile: Tile) -> str | None:
@@ -79,15 +101,14 @@ class Committer(TileQueue):
         self._redo = redo
         super().__init__()
 
-    def commit(self, tile: Tile) -> None:
-        """Make one tile durable in C, and record that in the journal."""
-        blocks = self._grid.blocks(tile)
-        for block in blocks:
-            self._matrix.sync_block(*block)
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Make tiles durable in C, and record that in the journal."""
+        blocks = [block for tile in tiles for block in self._grid.blocks(tile)]
+        self._matrix.sync_blocks(blocks)
         if self._redo:
-            self._journal.commit(tile)
-            self.recorded += 1
+            self._journal.commit(tiles)
+            self.recorded += len(tiles)
             for block in blocks:
                 self._matrix.apply_redo(*block)
-        self._journal.done(tile, tile_fingerprint(self._matrix, self._grid, tile))
-        self.recorded += not self._redo
+        self._journal.done({tile: tile_fingerprint(self._matrix, self._grid, tile) for tile in tiles})
+        self.recorded += 0 if self._redo else len(tiles)

@@ -13,11 +13,13 @@ A run writes in this order. `->` is an fsync of everything before it::
 
     lock the folder; header ->                                     C is unchanged so far
     create C, or mark it as unfinished ->                          the mark is an attribute of a zarr array
-    for each tile, beta = 0:     write chunks to C -> done ->
-    for each tile, beta != 0:    write chunks to redo/ -> commit -> count -> move them into C -> done ->
+    for some tiles, beta = 0:    write chunks to C -> done ->
+    for some tiles, beta != 0:   write chunks to redo/ -> commit -> count -> move them into C -> done ->
     remove the mark from C ->
     complete ->
     if C is a .npy file: copy header and complete into an extended attribute of it -> remove the folder
+
+Tiles that are written at about the same time take these steps together, with a line for each.
 
 With beta = 0, writing a tile is idempotent: a tile that is not done is computed again.
 
@@ -46,13 +48,11 @@ If C is in an object store, the journal is an object (`oocgemm.jobs.object_journ
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
 import warnings
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -63,6 +63,7 @@ from typing import Any
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import lease
+from oocgemm.jobs.journal_lines import append_lines, done_entries, parse_line
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
@@ -252,7 +253,7 @@ class Journal:
         (self.folder / COUNT).unlink(missing_ok=True)
         path, new = self.folder / JOURNAL, self.folder / f"{JOURNAL}.new"
         self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._append({"run": {"format": FORMAT} | header})
+        self._append([{"run": {"format": FORMAT} | header}])
         os.replace(new, path)
         self._sync_names()
         with suppress(OSError):  # no such attribute, unless an earlier run moved its journal there
@@ -267,24 +268,24 @@ class Journal:
         os.lseek(self._file, 0, os.SEEK_END)
         self._sync_names()  # the earlier run may have been killed before `start` reached this call
 
-    def commit(self, tile: Tile) -> None:
-        """Record that a tile's new content is durable in files outside C (redo files), not yet in C."""
-        self._add({"commit": tile})
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Record that the new content of tiles is durable in files outside C (redo files), not yet in C."""
+        self._add([{"commit": tile} for tile in tiles])
         if self._count is None:
             self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)
             sync_path(self.folder)
-        self._committed += 1
+        self._committed += len(tiles)
         os.lseek(self._count, 0, os.SEEK_SET)
         os.write(self._count, b"%020d" % self._committed)
         os.fdatasync(self._count)
 
-    def done(self, tile: Tile, files: str | None) -> None:
-        """Record that a tile's new content is durable in C, with the fingerprint of the tile's files."""
-        self._add({"done": tile} | ({} if files is None else {"files": files}))
+    def done(self, tiles: Mapping[Tile, str | None]) -> None:
+        """Record that the new content of tiles is durable in C, with the fingerprints of their files."""
+        self._add(done_entries(tiles))
 
     def complete(self, facts: dict[str, Any]) -> None:
         """Record that all of C is durable."""
-        self._add({"complete": facts})
+        self._add([{"complete": facts}])
 
     def move_into_c(self) -> None:
         """Move the journal of a complete .npy file from its folder to an extended attribute of that file.
@@ -323,34 +324,13 @@ class Journal:
             with suppress(PermissionError):  # skip a parent folder that the user may not open
                 sync_path(folder)
 
-    def _add(self, entry: dict[str, Any]) -> None:
+    def _add(self, entries: Sequence[dict[str, Any]]) -> None:
         self.check_in_place()
-        self._append(entry)
+        self._append(entries)
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entries: Sequence[dict[str, Any]]) -> None:
         assert self._file is not None
-        append_line(self._file, entry)
-
-
-def append_line(file: int, entry: dict[str, Any]) -> None:
-    """Append a JSON object as a line with its CRC-32 to a file, given by its descriptor, and flush it."""
-    text = json.dumps(entry, separators=(",", ":")).encode()
-    line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
-    while line:
-        line = line[os.write(file, line) :]
-    os.fdatasync(file)
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if its CRC-32 is wrong."""
-    checksum, _, text = line.partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(text):
-        return None
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
+        append_lines(self._file, entries)
 
 
 def _tile(entry: list[int]) -> Tile:

@@ -8,12 +8,12 @@ the last epoch can add lines. A line is durable when the PUT returns, and is the
 For each tile, the order of writes is the same as with files. Where files are flushed, a PUT has returned.
 """
 
-import json
-import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.journal import FORMAT, JOURNAL, read
+from oocgemm.jobs.journal_lines import done_entries, line_of
 from oocgemm.jobs.lease import Lease
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import ChangedError, RemoteFolder
@@ -40,24 +40,24 @@ class ObjectJournal:
     def start(self, header: dict[str, Any]) -> None:
         """Replace any old journal by a new one that has only a header."""
         self._content = b""
-        self._append({"run": {"format": FORMAT} | header})
-        self._append({"epoch": self._lease.epoch})
+        self._append([{"run": {"format": FORMAT} | header}])
+        self._append([{"epoch": self._lease.epoch}])
 
     def resume(self) -> None:
         """Continue the existing journal."""
-        self._append({"epoch": self._lease.epoch})
+        self._append([{"epoch": self._lease.epoch}])
 
-    def commit(self, tile: Tile) -> None:
-        """Record that a tile's new content is durable in redo objects, not yet in C."""
-        self._append({"commit": tile})
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Record that the new content of tiles is durable in redo objects, not yet in C."""
+        self._append([{"commit": tile} for tile in tiles])
 
-    def done(self, tile: Tile, files: str | None) -> None:
-        """Record that a tile's new content is durable in C, with the fingerprint of the tile's objects."""
-        self._append({"done": tile} | ({} if files is None else {"files": files}))
+    def done(self, tiles: Mapping[Tile, str | None]) -> None:
+        """Record that the new content of tiles is durable in C, with the fingerprints of their objects."""
+        self._append(done_entries(tiles))
 
     def complete(self, facts: dict[str, Any]) -> None:
         """Record that all of C is durable."""
-        self._append({"complete": facts})
+        self._append([{"complete": facts}])
 
     def check_in_place(self) -> None:
         """Renew the lease on C. Raises `ExecutionError` if this process may no longer write C."""
@@ -71,10 +71,9 @@ class ObjectJournal:
         """Release the lease."""
         self._lease.release()
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entries: Sequence[dict[str, Any]]) -> None:
         self.check_lease()
-        text = json.dumps(entry, separators=(",", ":")).encode()
-        content = self._content + b"%08x %s\n" % (zlib.crc32(text), text)
+        content = self._content + b"".join(map(line_of, entries))
         try:
             self._version = self.folder.replace(JOURNAL, content, self._version)
         except ChangedError:

@@ -42,9 +42,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
-    if request.verify:
-        problem = replace(problem, checked=checksum_tier(backend, problem))
-    return a, b, with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    return a, b, _checked(request, problem, checksum_tier(backend, problem))
 
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -67,9 +66,8 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
-    # The device has no kernels for the checksums of panels that serve in both roles.
-    problem = replace(problem, checked="host" if request.verify else "")
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    problem = _checked(request, problem, checksum_tier(backend, problem))
     if request.gram == "full":
         check_mirrored(request.epilogue)
     return x, x, problem
@@ -98,7 +96,7 @@ def _open_selection(
             excludes_self=selection.excludes_self,
         )
     # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
-    return a, b, problem
+    return a, b, _checked(request, problem, "host")
 
 
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -148,12 +146,14 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
         if reduction.kind == "max" and not problem.n:
             raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
         problem = problem if problem.epilogue else _accumulated(problem, backend)
-        return a, b, replace(problem, c_dtype="float64", reduction=reduction.kind)
+        problem = replace(problem, c_dtype="float64", reduction=reduction.kind)
+        return a, b, _checked(request, problem, "host")
     assert reduction.factor is not None
     rows, columns = reduction.factor.shape
     if rows != problem.n:
         raise InputError(f"V has {rows} rows, and C has {problem.n} columns: pass a row of V for each")
-    return a, b, replace(problem, c_dtype=problem.acc_dtype, applied=columns)
+    problem = replace(problem, c_dtype=problem.acc_dtype, applied=columns)
+    return a, b, _checked(request, problem, "host")
 
 
 def _check_most(topk: int, most: int) -> None:
@@ -179,10 +179,24 @@ def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
     return problem
 
 
-def checksum_tier(backend: str, problem: GemmProblem) -> str:
-    """Return where the checksums of a product are computed: "device" or "host".
+def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
+    """Return the problem with its checksums, which `tier` computes, if the request asks for them."""
+    if not request.verify:
+        return problem
+    if problem.updates_c and (problem.epilogue or problem.centered):
+        raise InputError(
+            f"beta = {problem.beta}, and verify computes elements of C again, but the run overwrites the old "
+            "C: pass a copy of it as D of a step Add(D, value=beta), with beta = 0, or drop verify"
+        )
+    return replace(problem, checked=tier)
 
-    On cuda it is the device, whose memory is faster. Only for int8 operands it is the host, since the device
-    has no checksum kernels for integers.
+
+def checksum_tier(backend: str, problem: GemmProblem) -> str:
+    """Return where the checksums of panels are computed: "device" or "host".
+
+    On cuda it is the device, whose memory is faster. It is the host in three cases. The device has no
+    checksum kernels for integers, nor for panels that serve in both roles. Nor does it check the accumulator
+    before an epilogue changes it (`GemmProblem.checks_sums`) against checksums of its own.
     """
-    return "device" if backend == "cuda" and not problem.exact else "host"
+    host = problem.exact or problem.gram or problem.epilogue
+    return "device" if backend == "cuda" and not host else "host"

@@ -110,6 +110,7 @@ class SelectionOptions(TypedDict, total=False):
     host_memory: Size | None
     tile: TileShape | str | None
     requests: Requests | None
+    verify: bool
     device: int
     timeline: PathLike | None
     progress: "Progress | bool | None"
@@ -124,6 +125,7 @@ class PcaOptions(TypedDict, total=False):
     device_memory: Size | None
     host_memory: Size | None
     requests: Requests | None
+    verify: bool
     device: int
     progress: "Progress | bool | None"
 
@@ -133,7 +135,6 @@ class DenseOptions(SelectionOptions, total=False):
 
     chunks: tuple[int, int] | None
     compressor: str | None
-    verify: bool
     overwrite: bool
     resume: bool
     trust_operands: bool

@@ -97,7 +97,8 @@ def pca(
         resume: continue the run with the same arguments that was killed while it wrote to `out`. Nothing to
             continue is no error.
         options: those of `gemm` that are listed here: backend, kernel, memory, device_memory, host_memory,
-            requests, device and progress.
+            requests, verify, device and progress. With `verify`, X is read once more for each product, which
+            is compared with random combinations of its columns (`oocgemm.integrity.chained`).
 
     Returns:
         The `PCA`.
@@ -183,7 +184,8 @@ def plan_pca(
 
     Args:
         x, k, center, transform, iterations, oversampling, scores: as for `pca`.
-        options: those of `pca`, except device and progress. The cuda backend requires `device_memory`.
+        options: those of `pca`, except verify, device and progress. The cuda backend requires
+            `device_memory`.
 
     Returns:
         A `PCAPlan`.
@@ -191,7 +193,7 @@ def plan_pca(
     Raises:
         InputError, BudgetError: as `pca` does.
     """
-    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress"})
+    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress", "verify"})
     passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
     return PCAPlan(passes.plan(), iterations + scores, passes.transform.needs_stats and passes.reads_first)
 

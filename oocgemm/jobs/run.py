@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend, Session
-from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.executor import Observer, Run, located_error
 from oocgemm.engine.inline import InlineRun
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
@@ -27,6 +27,7 @@ from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.repeat import forget, remember, repeated
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
 from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
@@ -181,6 +182,7 @@ def execute(
         opened = cleanup.enter_context(ExitStack())
         if session is not None:
             opened.push(partial(_close, session))
+            _upload_ahead(job, session)
         target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
@@ -195,7 +197,8 @@ def execute(
             staging = Staging(job.plan, operands, session.pin, session.host_arena)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)
-            if job.plan.prediction.total > MIN_CPU_WALL / 10:
+            # Other programs hardly slow down a run of the GPU alone. To read the times takes 0.3 ms.
+            if job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10):
                 observe = _reading_cpu(cpu, observe)
             facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
             facts["retried"] = staging.retried
@@ -203,7 +206,14 @@ def execute(
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            if not is_short(job.plan):
+            if needs_samples(job):
+                staging.close()
+                opened.close()  # its memory is free for the samples
+                if job.request.chain is None:
+                    facts["checks"] |= check_samples(job, target.matrix)
+                else:
+                    check_pass(job, target.matrix)
+            elif not is_short(job.plan):
                 cleanup.enter_context(_freeing(staging, opened))
         target.seal()
         facts |= {
@@ -212,6 +222,16 @@ def execute(
         }
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
+
+
+def _upload_ahead(job: Job, session: Session) -> None:
+    """Let a session that repeats its last run begin to upload blocks, while the rest is prepared."""
+    upload, c = getattr(session, "upload_ahead", None), job.output.matrix
+    if upload is not None and c is not None:
+        try:
+            upload([*map(stores.memory, (job.a, job.b, c))])
+        except Exception as error:
+            raise located_error(error, "the first uploads") from error
 
 
 def _close(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
@@ -269,13 +289,13 @@ def _stream(
         return None
     from oocgemm.integrity.checksums.check import Checks
 
-    checks = Checks(plan, SEED, session.checksums)
+    checks = Checks(plan, SEED, session)
     run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, session.checksums, checks.failed)
+        again = Checks(failing, SEED + 1, session, checks.failed)
         run(failing, again)
         again.raise_first_failure()
     return checks.figures(again)

@@ -124,7 +124,7 @@ def similarity(
         metric: "cosine" (default): inner products of rows divided by their norms. "dot": inner products.
         exclude_self: leave out the similarity of a row to itself (default).
         options: those of `gemm` that are listed here: backend, kernel, compute, memory, device_memory,
-            host_memory, tile, requests, device, timeline and progress.
+            host_memory, tile, requests, verify, device, timeline and progress.
 
     Returns:
         With `topk`, the `Neighbors`. Their arrays take 12 * n * topk bytes, or 16 * n * topk with float64

@@ -159,16 +159,21 @@ def machine() -> dict[str, Any]:
 
     "compiled" tells whether there is compiled code for copies on the host.
     """
-    # `platform.platform` would start a process, uname -p.
-    kernel, libc = os.uname(), os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else ""
-    parts = kernel.sysname, kernel.release, kernel.machine, libc and f"with-{libc.replace(' ', '')}"
     return {
-        "platform": "-".join(filter(None, parts)),
+        "platform": _platform(),
         "processor": cache.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "compiled": compiled() is not None,
     }
+
+
+@cached
+def _platform() -> str:
+    # `platform.platform` would start a process, uname -p.
+    kernel, libc = os.uname(), os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else ""
+    parts = kernel.sysname, kernel.release, kernel.machine, libc and f"with-{libc.replace(' ', '')}"
+    return "-".join(filter(None, parts))
 
 
 @cached

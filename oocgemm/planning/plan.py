@@ -1,6 +1,5 @@
 """A plan: every decision about a product, and the memory, traffic and time that follow from it."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
@@ -22,8 +21,7 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement, deal
-from oocgemm.planning.schedule.hazards import waits_of
-from oocgemm.planning.schedule.operation import Operation
+from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
@@ -252,8 +250,13 @@ class Plan:
 
         The caller has pinned the array then. Blocks of a pageable array pass through the ring.
         """
-        layout, panel = self._panels[operand]
-        return self.slots.streams(operand) and layout.is_direct(panel)
+        return operand in self._direct
+
+    @cached_property
+    def _direct(self) -> frozenset[str]:
+        """The operands whose blocks the device copies directly."""
+        panels = self._panels.items()
+        return frozenset(x for x, (y, panel) in panels if self.slots.streams(x) and y.is_direct(panel))
 
     @property
     def in_place(self) -> set[str]:
@@ -275,9 +278,9 @@ class Plan:
         return schedule_of(self.setting, self.candidate, self.tiles)
 
     @cached_property
-    def program(self) -> Sequence[tuple[Operation, Sequence[int]]]:
+    def program(self) -> Program:
         """The operations of a short run in program order, each with the indices of those it waits for."""
-        return waits_of(self.schedule())
+        return Program(self.schedule())
 
     def explain(self) -> list[dict[str, Any]]:
         """List the best candidates of different tile shapes, the chosen one first, each with its drawback."""

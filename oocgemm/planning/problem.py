@@ -1,6 +1,6 @@
 """The product ``C = alpha * op(A) @ op(B) + beta * C``: its extents, dtypes and scalars."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -246,6 +246,23 @@ class GemmProblem:
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
         changes = scales or self.centered or bool(self.epilogue)
         return self.acc_dtype != self.c_dtype or changes or self.kept > 0
+
+    @property
+    def checks_sums(self) -> bool:
+        """Whether checksums are compared with the accumulator, before a Finish changes its elements."""
+        return bool(self.checked) and (bool(self.epilogue) or self.centered or self.selects)
+
+    @property
+    def as_summed(self) -> "GemmProblem":
+        """The product that the accumulator has when a Finish begins: without alpha, beta and an epilogue."""
+        dtype = "int64" if self.exact else self.acc_dtype
+        return replace(
+            GemmProblem(self.m, self.n, self.k, self.a_dtype, self.b_dtype, self.acc_dtype, dtype),
+            compute=self.compute,
+            gram=self.gram,
+            trans_a=self.trans_a,
+            trans_b=self.trans_b,
+        )
 
     @property
     def halves_diagonal(self) -> bool:

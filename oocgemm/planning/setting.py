@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import isqrt
+from typing import Any
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
 from oocgemm.planning.problem import GemmProblem
@@ -112,6 +113,18 @@ class Setting:
     budgets: Budgets
     devices: int = 1
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, computed once: it takes as long as enqueuing an operation, and caches ask for it."""
+        return hash((self.problem, self.machine, self.layouts, self.budgets, self.devices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of texts differ from process to process.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def streams(self, layout: Layout) -> bool:
         """Whether panels of an A or B with this layout go from its array to the GPU without host slots.
 
@@ -126,11 +139,12 @@ class Setting:
     def streams_c(self) -> bool:
         """Whether blocks of C need no host slots.
 
-        If checksums are computed, C is checked in host slots. There, strips of a Gram matrix are mirrored
-        unless a GPU does it.
+        If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
+        are mirrored unless a GPU does it.
         """
-        mirrored = self.problem.gram and not self.problem.selects and self.machine.multiprocessors == 1
-        return self.layouts.c.in_memory and not (self.machine.unified or self.problem.checked or mirrored)
+        mirrored = self.problem.gram and self.machine.multiprocessors == 1
+        in_slots = not self.problem.selects and (self.problem.checked or mirrored)
+        return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
 
     @cached_property
     def turns_on_device(self) -> bool:

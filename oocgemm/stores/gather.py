@@ -34,63 +34,39 @@ class Part(NamedTuple):
     size: int
 
 
-class Reads:
-    """Reads of parts of files, prepared once. `read` can repeat them with other files of the same form.
-
-    The thread that prepares reads must also perform them: gaps are read into its scratch memory.
-    """
-
-    def __init__(self, parts: Sequence[Part], stride: int, pitch: int) -> None:
-        """Prepare to read parts of files into memory.
-
-        The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Both
-        are at least as large as the lines.
-        """
-        given = np.array(parts, np.int64).reshape(-1, len(Part._fields))
-        owner, (descriptor, offset, address, lines, size) = np.arange(len(given)), given.T
-        if stride > MAX_LINE:
-            each = np.where(size < stride, lines, 1)
-            owner, within = _repeated(each)
-            lines = np.where(each > 1, 1, lines)[owner]
-            descriptor, size = descriptor[owner], size[owner]
-            offset, address = offset[owner] + within * stride, address[owner] + within * pitch
-        line, within = _repeated(lines)
-        gap = stride - size
-        gaps = bool(((gap > 0) & (lines > 1)).any())
-        buffers = np.empty((len(line), 1 + gaps, 2), np.uint64)  # struct iovec: address and bytes
-        buffers[:, 0, 0] = address[line] + within * pitch
-        buffers[:, 0, 1] = size[line]
-        if gaps:
-            # memory for this use only, which is not replaced by a larger one while the reads are kept
-            buffers[:, 1, 0] = scratch(MAX_LINE, "gaps").ctypes.data
-            buffers[:, 1, 1] = np.where(within + 1 < lines[line], gap[line], 0)
-        requests = np.zeros(len(owner), REQUEST)
-        requests["operation"], requests["descriptor"], requests["offset"] = READ_VECTOR, descriptor, offset
-        requests["address"] = buffers.ctypes.data + buffers.strides[0] * (np.cumsum(lines) - lines)
-        requests["size"] = lines * (1 + gaps)
-        self._buffers, self._requests = buffers, requests  # the requests have addresses of the buffers
-        self._owner, self._file, self._parts = owner, descriptor, len(given)
-        self._wanted = lines * size + (lines - 1) * gap
-
-    def read(self, descriptors: Sequence[int] | None = None) -> Array:
-        """Return for each part whether it was read as a whole.
-
-        With `descriptors`, those of the parts are indices of it. Raises `OSError` if the system does not
-        support io_submit.
-        """
-        if descriptors is not None:
-            self._requests["descriptor"] = np.take(descriptors, self._file)
-        complete = np.ones(self._parts, np.bool_)
-        for first in range(0, len(self._requests), MAX_READS):
-            some = slice(first, first + MAX_READS)
-            found = start(self._requests[some])()
-            complete[self._owner[some][found != self._wanted[some]]] = False
-        return complete
-
-
 def read_parts(parts: Sequence[Part], stride: int, pitch: int) -> Array:
-    """Read parts of files into memory, as `Reads` does, once."""
-    return Reads(parts, stride, pitch).read()
+    """Read parts of files into memory. Return for each part whether it was read as a whole.
+
+    The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Both are at
+    least as large as the lines. Raises `OSError` if the system does not support io_submit.
+    """
+    given = np.array(parts, np.int64).reshape(-1, len(Part._fields))
+    owner, (descriptor, offset, address, lines, size) = np.arange(len(given)), given.T
+    if stride > MAX_LINE:
+        each = np.where(size < stride, lines, 1)
+        owner, within = _repeated(each)
+        lines = np.where(each > 1, 1, lines)[owner]
+        descriptor, size = descriptor[owner], size[owner]
+        offset, address = offset[owner] + within * stride, address[owner] + within * pitch
+    line, within = _repeated(lines)
+    gap = stride - size
+    gaps = bool(((gap > 0) & (lines > 1)).any())
+    buffers = np.empty((len(line), 1 + gaps, 2), np.uint64)  # struct iovec: address and bytes
+    buffers[:, 0, 0] = address[line] + within * pitch
+    buffers[:, 0, 1] = size[line]
+    if gaps:
+        buffers[:, 1, 0] = scratch(MAX_LINE, "gaps").ctypes.data
+        buffers[:, 1, 1] = np.where(within + 1 < lines[line], gap[line], 0)
+    requests = np.zeros(len(owner), REQUEST)
+    requests["operation"], requests["descriptor"], requests["offset"] = READ_VECTOR, descriptor, offset
+    requests["address"] = buffers.ctypes.data + buffers.strides[0] * (np.cumsum(lines) - lines)
+    requests["size"] = lines * (1 + gaps)
+    wanted, complete = lines * size + (lines - 1) * gap, np.ones(len(given), np.bool_)
+    for first in range(0, len(requests), MAX_READS):
+        some = slice(first, first + MAX_READS)
+        found = start(requests[some])()
+        complete[owner[some][found != wanted[some]]] = False
+    return complete
 
 
 def read_ranges(ranges: Sequence[tuple[int, int, int, int]]) -> list[int]:

@@ -6,6 +6,7 @@ memory of the process.
 
 import errno
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -16,6 +17,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
+from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
@@ -27,9 +29,9 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_path,
 )
-from oocgemm.stores.files import OpenFile, worth_caching
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, worth_caching
 from oocgemm.stores.formats import check_found
-from oocgemm.stores.lines import read_block, scratch_bytes, write_block
+from oocgemm.stores.lines import copies_bytes, read_block, scratch_bytes, write_block
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
@@ -117,6 +119,7 @@ class NpyMatrix:
         self._size = offset + prod(shape) * dtype.itemsize
         self._past_cache = not worth_caching(self._size)
         self._opener = Opener()
+        self._file = self._cached()
         self.layout = Layout(
             contiguous=0 if by_columns else 1,
             line=self._line,
@@ -133,10 +136,23 @@ class NpyMatrix:
         mapped: Array = np.load(self._path, mmap_mode=mode)
         return mapped
 
+    def _cached(self) -> CachedChunks | None:
+        """Return the file as one chunk for compiled code, if the page cache seems to contain it."""
+        offsets = range(self._offset, self._size, max(1, self._size // SAMPLES))
+        if not (offsets and in_page_cache(self._path, offsets)):
+            return None
+        chunk = self.shape[1 if self._by_columns else 0], self._line
+        return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
+        lines, part, block = self._oriented(rows, cols, out)
+        # On few cores, a mapping is faster for whole lines.
+        mapped = part == (0, self._line) and out.nbytes >= MIN_DIRECT and not many_cores()
+        compiled = self._file and out.size and not mapped and copies_bytes(self._stored, block)
+        if compiled and self._file and self._file.read(lines, part, block) == []:
+            return
         with OpenFile(self._path, self._opener) as file:
             self._check_length(file.size)
-            lines, part, block = self._oriented(rows, cols, out)
             read_block(
                 file, self._offset, self._line, self._stored, lines, part, block, past_cache=self._past_cache
             )
@@ -179,10 +195,10 @@ class NpyMatrix:
         folder.mkdir(exist_ok=True)
         self._redirected = folder
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
-        if self._redirected is not None:
-            blocks = saved_blocks(self._redirected, rows, cols)
-            sync_files(self._redirected, [path.name for path, _, _ in blocks])
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
+        if (folder := self._redirected) is not None:
+            saved = [path.name for block in blocks for path, _, _ in saved_blocks(folder, *block)]
+            sync_files(folder, saved)
         else:
             self.sync()
 
@@ -215,6 +231,7 @@ class NpyMatrix:
             _rename_into_place(self._path, self._place)
             sync_path(self._place.parent)
             self._path, self._place = self._place, None
+            self._file = None
 
     def delete_partial_files(self) -> None:
         pass

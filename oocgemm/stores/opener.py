@@ -8,7 +8,6 @@ from typing import Any
 
 # A call that takes more seconds than this is slow. After this many slow calls in a row, the GIL is released.
 SLOW, MAX_SLOW = 0.2e-3, 8
-_CURRENT = -100  # AT_FDCWD: the current folder, for openat
 
 
 class Opener:
@@ -22,17 +21,13 @@ class Opener:
     def __init__(self) -> None:
         self._slow = 0
 
-    def open(self, path: str | Path, folder: int | None = None) -> tuple[int, int]:
-        """Open a file. Return its descriptor and its length in bytes. Raises `OSError`.
-
-        `folder` is the descriptor of the folder that a relative path begins at; None for the current one. The
-        system looks up short paths faster.
-        """
+    def open(self, path: str | Path) -> tuple[int, int]:
+        """Open a file. Return its descriptor and its length in bytes. Raises `OSError`."""
         if _library is None or self._slow >= MAX_SLOW:
-            descriptor = os.open(path, os.O_RDONLY, dir_fd=folder)
+            descriptor = os.open(path, os.O_RDONLY)
             return descriptor, os.fstat(descriptor).st_size
-        started, place = perf_counter(), _CURRENT if folder is None else folder
-        descriptor = _library.openat(place, os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC)
+        started = perf_counter()
+        descriptor = _library.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC)
         if descriptor < 0:
             raise OSError(number := ctypes.get_errno(), os.strerror(number), str(path))
         size: int = _library.lseek(descriptor, 0, os.SEEK_END)
@@ -57,7 +52,7 @@ def _c_library() -> Any:
     """Return the C library, whose functions keep the GIL; None if the system has no such library."""
     try:
         found = ctypes.PyDLL(None, use_errno=True)
-        found.openat.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+        found.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
         found.lseek.argtypes, found.lseek.restype = (
             [ctypes.c_int, ctypes.c_int64, ctypes.c_int],
             ctypes.c_int64,

@@ -113,6 +113,7 @@ class SparseMatrix:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="oocgemm-sparse")
         self._parts: list[Future[tuple[_Part, ...]]] = []
         self._bytes, self._adding = 0, Lock()
+        self._ordered: tuple[Array, Array, Array] | None = None
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         raise AssertionError("elements that are not kept are unknown")
@@ -154,8 +155,13 @@ class SparseMatrix:
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores.
 
-        Call this once, after all elements have been added.
+        Call this after all elements have been added.
         """
+        if self._ordered is None:
+            self._ordered = self._order()
+        return self._ordered
+
+    def _order(self) -> tuple[Array, Array, Array]:
         with self._pool as pool:
             # The parts of a row are in the order of their columns. That of its diagonal is before its mirror
             # image, which may have the same first column.

@@ -27,9 +27,11 @@ SIGNAL_INTERVAL = 0.25
 # Maximum number of idle threads that are kept for later runs, and the name of such a thread.
 MAX_IDLE = 2
 IDLE = "oocgemm-idle"
-# Returns the handler of a signal, as `signal.getsignal` does. That one turns all numbers into enums, which
+# Return and set the handler of a signal, as functions of `signal` do. Those turn numbers into enums, which
 # takes 0.1 ms for all signals.
 _handler: Callable[[int], Any] = import_module("_signal").getsignal
+_set_handler: Callable[[int, Any], Any] = import_module("_signal").signal
+_SIGNALS = range(1, signal.NSIG)
 
 
 def start(thread: threading.Thread) -> None:
@@ -192,8 +194,8 @@ def shielded_here(work: Callable[[Cancel], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work(Cancel())
-    found = {number: handler for number in range(1, signal.NSIG) if callable(handler := _handler(number))}
-    if found != {signal.SIGINT: signal.default_int_handler}:
+    found = [handler for handler in map(_handler, _SIGNALS) if callable(handler)]
+    if found != [signal.default_int_handler] or _handler(signal.SIGINT) != found[0]:
         return shielded(work) if found else work(Cancel())
     interrupts: list[int] = []
 
@@ -201,11 +203,11 @@ def shielded_here(work: Callable[[Cancel], T]) -> T:
         interrupts.append(number)
 
     try:
-        signal.signal(signal.SIGINT, note)
+        _set_handler(signal.SIGINT, note)
         return work(Cancel())
     finally:
         if _handler(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _set_handler(signal.SIGINT, signal.default_int_handler)
         if interrupts:
             raise KeyboardInterrupt
 

@@ -37,11 +37,8 @@ def check_strip(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     dtype = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
     size = given.rows.extent * given.cols.extent * dtype.itemsize
     sums = _blocks(given.rows) * given.sums_pitch
-    writes = [
-        Block(given.head, HEAD),
-        Block(given.norms, 8 * sums),
-        Block(given.sums, wide_dtype(dtype).itemsize * sums),
-    ]
+    writes = [Block(given.norms, 8 * sums), Block(given.sums, wide_dtype(dtype).itemsize * sums)]
+    writes += [Block(given.head, HEAD)] if given.head else []
     return _work("check_strip", memory, macros, given, [Block(given.x, size)], writes)
 
 

@@ -59,19 +59,39 @@ def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any)
     Returns:
         The host time, in nanoseconds, at which the first kernel or copy had been launched.
     """
-    record = _cuda("cuEventRecord", _AT, _AT)
-    before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
-    (first, _), *others = launches
-    calls: list[Callable[[], Any]] = [before, first, perf_counter_ns, *(each for each, _ in others), after]
-    _launched.at = 0
-    made: list[Any] = list(map(call, calls))
-    issued: int = _launched.at or made[2]
-    del made[2]
-    checks = driver.check_status, *(check for _, check in launches), driver.check_status
-    for status, check in zip(made, checks, strict=True):
-        if status:
-            check(status)
-    return issued
+    return recording_around(launches, start, end, stream)()
+
+
+def recording_around(
+    launches: Sequence[Launch], start: Any, end: Any, stream: Any, after: Sequence[Any] = ()
+) -> Callable[[], int]:
+    """Return a function that does what `record_around` does, as often as it is called.
+
+    The stream waits for the events in `after` first.
+    """
+    record, wait = _cuda("cuEventRecord", _AT, _AT), _cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)
+    (first, check_first), *others = launches
+    before = (
+        *(partial(wait, stream.ptr, event.ptr, 0) for event in after),
+        partial(record, start.ptr, stream.ptr),
+    )
+    calls: list[Callable[[], Any]] = [*before, first, perf_counter_ns]
+    calls += [*(each for each, _ in others), partial(record, end.ptr, stream.ptr)]
+    checks = [driver.check_status] * len(before) + [check_first]
+    checks += [*(check for _, check in others), driver.check_status]
+    issued_at = len(before) + 1
+
+    def enqueue() -> int:
+        _launched.at = 0
+        made: list[Any] = list(map(call, calls))
+        issued: int = made.pop(issued_at)
+        if any(made):
+            for status, check in zip(made, checks, strict=True):
+                if status:
+                    check(status)
+        return _launched.at or issued
+
+    return enqueue
 
 
 def wait(stream: Any, event: Any) -> None:

@@ -22,16 +22,16 @@ STREAMS = {"h2d": 0, "h2d-c": 0, "peer": -1, "prepare": -1, "compute": 0, "d2h":
 # The stream of the checksum kernels. One panel can be uploaded, on another stream, while the checksums of the
 # previous panel are computed.
 SUMS = "sums"
-# In runs of at most MAX_SPIN_STEPS steps that take less than MAX_SPIN seconds, a thread that waits for the
-# device keeps its core busy. An idle core takes 0.05 ms to wake, and then runs slowly for a while: the Python
-# code before and after the waits took twice as long.
-MAX_SPIN, MAX_SPIN_STEPS = 0.2, 64
+# In runs that take less than MAX_SPIN seconds, a thread that waits for the device keeps its core busy. An
+# idle core takes 0.05 ms to wake, and then runs slowly for a while: the Python code before and after the
+# waits took twice as long.
+MAX_SPIN = 0.25
 
 
 def spins(plan: Plan) -> bool:
     """Return whether the thread that waits for the device spins: no other thread needs the cores."""
-    short = plan.steps <= MAX_SPIN_STEPS and plan.prediction.total < MAX_SPIN
-    return short and plan.setting.enqueues
+    direct = all(map(plan.is_direct, "ABC"))
+    return direct and plan.setting.enqueues and plan.prediction.total < MAX_SPIN
 
 
 class Clock:

@@ -5,27 +5,25 @@ run from pinned memory. If A, B and C of the next run have the same addresses, i
 with the same waits, in the same order and on the same streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence, Sized
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 from cupy.cuda import runtime
 
 from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda.events import CudaToken, own_tokens, spins
+from oocgemm.backends.cuda.events import CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.backends.cuda.warm import reuse
-from oocgemm.planning import Operation, Plan
+from oocgemm.planning import Kind, Operation, Plan
 
 
 def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
-    problem, direct = plan.problem, all(map(plan.is_direct, "ABC"))
-    changes = problem.finishes or problem.prepares or problem.exact or problem.gram
-    return plan.devices == 1 and spins(plan) and direct and not changes
+    p = plan.problem
+    depends = p.prepares or p.gram or p.centered or p.epilogue or p.selects or p.chained
+    return plan.devices == 1 and spins(plan) and not depends
 
 
 class RepeatedSession(CudaSession):
@@ -33,10 +31,12 @@ class RepeatedSession(CudaSession):
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._run_by = plan, kernel
-        # Where A, B and C are, and per operation its stream, the events that it waits for, its launches, and
-        # its token.
-        self._at: object = None
-        self._made: list[tuple[Any, list[Any], list[cuda_calls.Launch], CudaToken]] = []
+        # Where A, B and C are, and per operation the function that enqueues it again, and its token.
+        self._at: list[object] = []
+        self._made: list[tuple[Callable[[], int], CudaToken]] = []
+        # How many of the operations are Uploads before any other one, and the tokens of those that this run
+        # has started already.
+        self._first_uploads, self._ahead = 0, list[Token]()
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -44,35 +44,52 @@ class RepeatedSession(CudaSession):
 
     def reopen(self) -> None:
         """Begin another run of the plan. The session was closed. This run allocates no device memory."""
-        self._closed, self._free_before = False, None
+        self._closed, self._free_before, self._ahead = False, None, []
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
-    def repeat(self, operands: Sequence[Array], count: int) -> list[Token] | None:
-        """Start all `count` operations of the last run again, if A, B and C have the same addresses.
+    def upload_ahead(self, operands: Sequence[Array]) -> None:
+        """Begin to upload the first blocks, if A, B and C have the addresses that they had in the last run.
 
-        Return their tokens. Otherwise return None, and remember the launches of the operations that follow.
+        The GPU copies them while the rest of the run is prepared. C is not changed.
         """
-        at = [(x.ctypes.data, x.strides) for x in operands]
-        if at != self._at or len(self._made) != count:
-            self._at, self._made = at, []
+        if self._made and list(map(_place, operands)) == self._at:
+            with self._device:
+                self._ahead += map(self._start_again, self._made[: self._first_uploads])
+
+    def repeat(self, operands: Sequence[Array], program: Sized) -> Generator[Token, None, None] | None:
+        """Return a generator that starts all operations of the last run again, and yields their tokens.
+
+        Return None if A, B and C have other addresses, or if the last run did not start all operations of
+        `program`. The launches of the operations that follow are then remembered.
+        """
+        at = list(map(_place, operands))
+        if at != self._at or len(self._made) != len(program):
+            self._at, self._made, self._first_uploads = at, [], 0
             return None
-        tokens = list[Token]()
+        return self._all_again()
+
+    def _all_again(self) -> Generator[Token, None, None]:
+        yield from self._ahead
         with self.worker(Stream(0, "compute")):
-            for stream, waits, launches, token in self._made:
-                for event in waits:
-                    cuda_calls.wait(stream, event)
-                own = token.own
-                issued = cuda_calls.record_around(launches, own.start, own.end, stream)
-                tokens.append(replace(token, own=replace(own, issued=issued)))
-        return tokens
+            yield from map(self._start_again, self._made[len(self._ahead) :])
+
+    def _start_again(self, made: tuple[Callable[[], int], CudaToken]) -> Token:
+        enqueue, token = made
+        own = Work(token.own.start, enqueue(), token.end)
+        return CudaToken(token.stream, own, token.end, self._clock, token.check)
 
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
         token = super()._enqueue(operation, launches, after)
-        waits = [other.end for other in own_tokens(after, self._clock) if other.stream != operation.stream]
-        self._made.append((self._streams[operation.stream], waits, launches, token))
+        if self._at:  # otherwise `repeat` was not called, and will not be
+            waits = [x.end for x in own_tokens(after, self._clock) if x.stream != operation.stream]
+            own, stream = token.own, self._streams[operation.stream]
+            again = cuda_calls.recording_around(launches, own.start, own.end, stream, waits)
+            if operation.kind is Kind.UPLOAD and len(self._made) == self._first_uploads:
+                self._first_uploads += 1
+            self._made.append((again, token))
         return token
 
     def close(self, failed: bool = False) -> None:
@@ -93,6 +110,11 @@ class RepeatedSession(CudaSession):
     def drop(self) -> None:
         with suppress(Exception):  # after a failed launch, every CUDA call raises
             self._multiplier.close()
+
+
+def _place(x: Array) -> object:
+    """Return where the elements of an array are."""
+    return x.ctypes.data, x.strides
 
 
 def reopened(device: int, plan: Plan, kernel: str) -> RepeatedSession | None:

@@ -29,14 +29,14 @@ from oocgemm.backends.base import (
     Transforms,
     step_scalars,
 )
-from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda import sums
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
-from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.peers import Places, connected
@@ -76,6 +76,7 @@ class CudaSession:
         self._finisher: AnyFinisher | None = None
         self._expander: Expander | None = None
         self.checksums: DeviceChecksums | None = None
+        self.strip_sums: DeviceStripSums | None = None
         with self._device:
             try:
                 self._multiplier = Multiplier(device, kernel, self._warm.kernels)
@@ -93,9 +94,7 @@ class CudaSession:
                 self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
-                if self._problem.checked == "device":
-                    sums = SumsDevice(self._multiplier.kernels)
-                    self.checksums = DeviceChecksums(plan, self._address, sums)
+                self.checksums, self.strip_sums = sums.opened(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
@@ -301,7 +300,10 @@ class CudaSession:
             case Kind.MULTIPLY:
                 return [self._multiply(op)]
             case Kind.FINISH if self._finisher is not None:
-                return [cuda_calls.in_python(partial(self._finisher.finish, op))]
+                finish = cuda_calls.in_python(partial(self._finisher.finish, op))
+                if self.strip_sums is None:
+                    return [finish]
+                return [cuda_calls.in_python(partial(self.strip_sums.before_finish, op)), finish]
         raise AssertionError(f"{op} does not run on a device")
 
     def _copies(self, op: Operation, host: Sequence[Array] | Pinned, stream: Any) -> list[cuda_calls.Launch]:

@@ -17,7 +17,9 @@ The vectors x^T A_p and B_p y are the checksums of the panels. They are computed
   and GPU both compute a digest of every 64th row of the panel. Earlier damage to other rows is not detected.
 
 The check also detects damage to the accumulator and to a strip during its download. Each strip is checked in
-the buffer from which it is written. Wrong data from storage is not detected here, but by `oocgemm verify`,
+the buffer from which it is written. If an epilogue changes the strip, or if C is not stored, the sums are
+those of the accumulator before that (`GemmProblem.checks_sums`). What is then made of it is checked by
+samples (`oocgemm.integrity.samples`). Wrong data from storage is not detected here, but by `oocgemm verify`,
 which reads A and B again.
 
 The two sides of the equation also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. If
@@ -39,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array, Checksums, HostBlock
+from oocgemm.backends.base import Array, HostBlock, Session
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.checksums.device import DeviceSums
@@ -56,18 +58,25 @@ Strip = tuple[Tile, Range]
 class Checks:
     """The checks of all strips of C that one run writes.
 
-    `summing` computes the checksums on the device. If it is None, the host computes them. If `only` is given,
-    only these strips are checked and written. A run that repeats tiles passes the strips that failed.
+    `session` is the session of the run. It computes the checksums, if the plan asks the device for them;
+    otherwise the host does. If `only` is given, only these strips are checked and written. A run that repeats
+    tiles passes the strips that failed.
     """
 
     def __init__(
-        self, plan: Plan, seed: int, summing: Checksums | None, only: Collection[Strip] | None = None
+        self, plan: Plan, seed: int, session: Session, only: Collection[Strip] | None = None
     ) -> None:
         self._plan = plan
-        self._problem = problem = plan.problem
+        self._problem = plan.problem
+        self._early = plan.problem.checks_sums
+        # The product that is compared with its checksums.
+        problem = plan.problem.as_summed if self._early else plan.problem
         self._only = only
         self._busy = BusyTime()
-        self._summing = summing
+        self._summing = summing = session.checksums
+        self._session = session
+        if session.strip_sums is not None:
+            session.strip_sums.begin(seed)
         self._sums: HostSums | DeviceSums
         if summing is None:
             self._sums = HostSums(plan, seed, self._busy)
@@ -94,12 +103,11 @@ class Checks:
         strip = operation.tile, operation.m
         if self._only is not None and strip not in self._only:
             return True
-        sums = self._sums.strip(staging, operation, columns)
-        start = perf_counter_ns()
-        excess = self._excess(sums, columns)
-        self._busy.append((start, perf_counter_ns()))
-        if excess is not None:
-            self.failed[strip] = excess
+        if not self._early:
+            self._check(operation, self._sums.strip(staging, operation, columns), columns)
+        elif self._session.strip_sums is not None:
+            self._check_sums(operation)
+        if strip in self.failed:
             return False
         staging.transfer(operation, columns)
         return True
@@ -107,9 +115,18 @@ class Checks:
     def submit(self, operation: Operation, host: HostBlock) -> None:
         """Prepare the check of an operation that is being submitted to the device.
 
-        If the host computes checksums, update them. If a GPU does, record the digests that it must find.
+        If the host computes checksums, update them. If a GPU does, record the digests that it must find. The
+        host backend has added up the products of a strip when its Finish is submitted, so they are checked.
         """
         self._sums.submit(operation, host)
+        if self._early and operation.kind is Kind.FINISH and self._session.strip_sums is None:
+            self._check_sums(operation)
+
+    def ended(self, operation: Operation) -> None:
+        """Check the strip of a Finish that has ended on a GPU, if no Write of the strip follows."""
+        selects = self._early and self._problem.selects
+        if selects and operation.kind is Kind.FINISH and self._session.strip_sums is not None:
+            self._check_sums(operation)
 
     def failing(self) -> Plan:
         """Return a plan that computes again only the tiles of which a strip failed its check."""
@@ -140,7 +157,7 @@ class Checks:
             "device_seconds": self._summing.busy.covered / 1e9 if self._summing is not None else 0.0,
         }
 
-    def raise_first_failure(self) -> None:
+    def raise_first_failure(self, often: str = " twice in a row") -> None:
         """Raise `ExecutionError` if any strip has failed its check. The message names the first of them."""
         for (tile, rows), excess in sorted(self.failed.items()):
             (left, right), others = self._plan.grid.span(tile, rows), len(self.failed) - 1
@@ -148,12 +165,39 @@ class Checks:
             much = f" {excess:.3g} times more than rounding allows," if isfinite(excess) else ""
             raise ExecutionError(
                 f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums,"
-                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly; "
+                f"{much}{often}: the device, the memory or the BLAS computes or copies wrongly; "
                 "test this machine, then run again"
             )
 
-    def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
+    def _check_sums(self, operation: Operation) -> None:
+        """Check the accumulator of a strip. `operation` is its Finish, or its Write on a GPU.
+
+        Raises `ExecutionError` if it is wrong, and if it cannot be computed again, since what was selected of
+        it cannot be taken back.
+        """
+        if self._only is not None and (operation.tile, operation.m) not in self._only:
+            return
+        assert isinstance(self._sums, HostSums)
+        if self._session.strip_sums is not None:
+            found = self._session.strip_sums.take(operation)
+        else:
+            found = self._sums.of_strip(operation, self._session.view(operation, operation.reads[0]))
+        self._check(operation, self._sums.expected(operation, *found), None)
+        if self.failed and self._problem.selects:
+            self.raise_first_failure("")
+
+    def _check(self, operation: Operation, sums: StripSums, columns: Sequence[Array] | None) -> None:
+        """Compare the checksums of a strip. Note the strip in `failed` if they differ too much."""
+        start = perf_counter_ns()
+        excess = self._excess(sums, columns)
+        self._busy.append((start, perf_counter_ns()))
+        if excess is not None:
+            self.failed[operation.tile, operation.m] = excess
+
+    def _excess(self, strip: StripSums, columns: Sequence[Array] | None) -> float | None:
         """Return None for a correct strip, otherwise the largest ratio of a block's error to its error bound.
+
+        `columns` are the elements of the strip; None if they are on the device.
 
         The ratio is infinite if a digest differs, or if elements are nonfinite that must be finite, or finite
         that must be nonfinite.
@@ -184,9 +228,11 @@ class Checks:
             self.undecided += undecided
 
     def _pattern_is_right(
-        self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array
+        self, columns: Sequence[Array] | None, strip: StripSums, overflow: Array, too_large: Array
     ) -> Array:
         """Return, for each block of a strip of C, whether its nonfinite elements are where they must be.
+
+        Without `columns`, return whether it has nonfinite elements if it must, and none if it must not.
 
         - An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN.
         - It may be nonfinite if its row of the old C has an Inf or NaN.
@@ -197,6 +243,11 @@ class Checks:
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)
         right = np.ones(overflow.shape, bool)
+        if columns is None:
+            rows_with = np.logical_or.reduceat(a, strip.rows[:-1])
+            must = rows_with[:, None] | np.logical_or.reduceat(b, strip.cols[:-1])
+            finite = np.isfinite(strip.found[0])
+            return np.where(finite, ~must, must | overflow)
         for i, rows in enumerate(pairwise(strip.rows)):
             part = slice(*rows)
             found = np.concatenate([~np.isfinite(group[part]) for group in columns], axis=1)

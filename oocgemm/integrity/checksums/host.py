@@ -21,6 +21,7 @@ from oocgemm.integrity.rounding import add_product, block_norms, block_squares, 
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
+from oocgemm.stores.scratch import scratch_array
 from oocgemm.timeline.busy import BusyTime
 
 
@@ -215,28 +216,46 @@ class HostSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the computed and the predicted checksums of a strip of C that is about to be written.
 
-        Call this method once per strip: the call for the last strip of a tile deletes the tile's checksums.
+        Call this method once per strip, as `expected`.
         """
         start = perf_counter_ns()
-        tile = self._tile(operation.tile)
-        rows, cols = self._blocks(tile, operation)
         found = self._old(operation)
         found.sums_only = not self._problem.finishes
         for part in staging.groups(operation, columns):
             found.add(*part)
         with np.errstate(all="ignore"):
-            sums = self._across(tile, operation, found)
+            sums = self._across(self._tile(operation.tile), operation, found)
+        self._busy.append((start, perf_counter_ns()))
+        return self.expected(operation, sums, found.norms[:, None])
+
+    def of_strip(self, operation: Operation, strip: Array) -> tuple[Array, Array]:
+        """Return the sums of the blocks of a strip of the accumulator. The bound does not use the norms."""
+        start = perf_counter_ns()
+        found = self._old(operation)
+        found.sums_only = True
+        found.add(*operation.block, strip)
+        with np.errstate(all="ignore"):
+            sums = self._across(self._tile(operation.tile), operation, found)
+        self._busy.append((start, perf_counter_ns()))
+        return sums, found.norms[:, None]
+
+    def expected(self, operation: Operation, sums: Array, norms: Array) -> StripSums:
+        """Return the sums and norms of the blocks of a strip of C, together with the predicted ones.
+
+        Call this method once per strip: the call for the last strip of a tile deletes the tile's checksums.
+        """
+        tile = self._tile(operation.tile)
+        rows, cols = self._blocks(tile, operation)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
         left, right = tile.cols[cols.start], tile.cols[cols.stop]
         with self._checking:
             tile.unchecked -= bottom - top
             if not tile.unchecked:
                 del self._tiles[operation.tile]
-        self._busy.append((start, perf_counter_ns()))
         return StripSums(
             [row - top for row in tile.rows[rows.start : rows.stop + 1]],
             [col - left for col in tile.cols[cols.start : cols.stop + 1]],
-            (sums, found.norms[:, None]),
+            (sums, norms),
             (tile.product[rows, cols], tile.norm[rows, cols]),
             (tile.old[rows, cols], tile.old_norm[rows, cols]),
             (tile.nonfinite[0][top:bottom], tile.nonfinite[1][left:right], tile.nonfinite[2][top:bottom]),
@@ -334,7 +353,8 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
     A part has all rows of some blocks and some columns, and at most `WIDENING_ELEMENTS` elements, unless one
-    column has more. An array in double precision is yielded whole, without a copy.
+    column has more. It is valid until the next one. An array in double precision is yielded whole, without a
+    copy.
 
     Yields:
         The part's range of blocks, its elements, and its range of columns.
@@ -350,4 +370,11 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):
             cols = slice(left, min(left + across, width))
-            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols
+            part = blocks[groups, :, cols]
+            # The copy keeps the order of the axes, so that both are contiguous along the same one.
+            turned = part.strides[2] != part.itemsize
+            shape = (part.shape[0], *part.shape[:0:-1]) if turned else part.shape
+            room = scratch_array("widened", shape, wide)
+            room = room.swapaxes(1, 2) if turned else room
+            np.copyto(room, part)
+            yield groups, room, cols

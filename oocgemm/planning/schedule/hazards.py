@@ -12,8 +12,9 @@ No wait is written by hand anywhere in this project.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Generic, TypeVar
+from itertools import count, islice, pairwise
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 from oocgemm.errors import ScheduleError
 from oocgemm.planning.schedule.operation import Kind, Operation
@@ -90,10 +91,49 @@ class HazardTracker(Generic[T]):
         return waits
 
 
+class Program(Sequence[tuple[Operation, list[int]]]):
+    """Operations with the indices of those that each waits for, derived when they are first needed.
+
+    So a run starts its first operations before the waits of the last ones are known. Several threads may use
+    a program at the same time.
+    """
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        self._left, self._tracker = iter(operations), HazardTracker[int]()
+        self._known: list[tuple[Operation, list[int]]] = []
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type["Program"], tuple[list[Operation]]]:
+        return Program, ([operation for operation, _ in self],)  # neither a lock nor an iterator is pickled
+
+    def _derive(self, stop: int | None = None) -> None:
+        """Derive the waits of the operations before index `stop`, as far as there are any; None for all."""
+        with self._lock:
+            more = None if stop is None else max(0, stop - len(self._known))
+            for operation in islice(self._left, more):
+                self._known.append((operation, self._tracker.admit(operation, len(self._known))))
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice) or not 0 <= i < len(self._known):
+            self._derive()
+        return self._known[i]
+
+    def __len__(self) -> int:
+        self._derive()
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[tuple[Operation, list[int]]]:
+        for i in count():
+            if i == len(self._known):
+                self._derive(i + 1)
+                if i == len(self._known):
+                    return
+            yield self._known[i]
+
+
 def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
     """List every operation of a small schedule with the indices of the operations that it waits for."""
-    tracker: HazardTracker[int] = HazardTracker()
-    return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
+    return list(Program(operations))
 
 
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noqa: PLR0915

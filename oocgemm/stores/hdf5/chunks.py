@@ -16,9 +16,10 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, scratch
+from oocgemm.stores.cached import CachedChunks, in_page_cache
+from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, scratch
 from oocgemm.stores.hdf5.filters import Pipeline
-from oocgemm.stores.lines import read_part, scratch_bytes
+from oocgemm.stores.lines import copies_bytes, read_part, scratch_bytes
 
 # Chunks without filters that have at least this many bytes are read straight into their destination.
 MIN_STRAIGHT = 256 << 10
@@ -90,7 +91,7 @@ class Chunks:
         Raises `ExecutionError`, which names the chunk, for a damaged chunk.
         """
         height, width = self.chunk
-        if out.size == 0:
+        if out.size == 0 or self._read_cached(rows, cols, out):
             return
         columns = cols[0] // width, -(-cols[1] // width)
         with OpenFile(self.path) as file:
@@ -100,6 +101,27 @@ class Chunks:
                 lines = slice(top - i * height, bottom - i * height)
                 for first, last in self._runs(i, *columns):
                     self._read_run(file, i, (first, last), lines, cols, band)
+
+    @cached_property
+    def _raw(self) -> CachedChunks | None:
+        """The chunks for compiled code, if they are not encoded and the page cache seems to contain them."""
+        offsets, sizes = self.index.offsets, self.index.sizes
+        stored = np.sort(offsets[offsets >= 0])
+        whole = not self.pipeline.filters and (sizes[offsets >= 0] == self._decoded_bytes).all()
+        if not (whole and stored.size and in_page_cache(self.path, stored.tolist())):
+            return None
+        end, itemsize = int(stored[-1]) + self._decoded_bytes, self.dtype.itemsize
+        return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=offsets)
+
+    def _read_cached(self, rows: Range, cols: Range, out: Array) -> bool:
+        """Read a block from the page cache by compiled code. Return whether that was possible.
+
+        On few cores, large chunks are read faster from a mapping.
+        """
+        fast = self._decoded_bytes < MIN_DIRECT or many_cores()
+        if not (fast and self._raw and copies_bytes(self.dtype, out)):
+            return False
+        return self._raw.read(rows, cols, out) == []
 
     def _runs(self, i: int, first: int, last: int) -> Iterator[Range]:
         """Cut columns of the grid into runs of chunks that one call reads, or that are all not stored."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class ObjectMatrix(ZarrMatrix):
         if self._chunks is not None:
             self._chunks = self._chunks.below(self._redo)
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
         """Do nothing: a PUT is durable when it returns."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
+from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
 from oocgemm.stores.opener import Opener
@@ -30,10 +32,8 @@ from oocgemm.stores.zarr.together import (
     MAX_OPEN,
     STORED_BYTES,
     Place,
-    adjacent,
     decode,
     gather,
-    gather_again,
     min_line,
     view,
 )
@@ -186,11 +186,13 @@ class DirectChunks:
         Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
         too little memory to decode a chunk.
         """
-        gathers = self._gathers(out)
-        if gathers and (adjacent(self, (rows, cols), out) or gather_again(self, (rows, cols), out)):
+        left = self._read_cached(rows, cols, out)
+        if left == []:
             return
         needed = list(_cut((rows, cols), self._file_extents))
-        if gathers:
+        if left is not None:
+            needed = [needed[number] for number in left]
+        if self._gathers(out):
             needed = gather(self, needed, (rows, cols), out)
         elif self.decodes_together:
             needed = decode(self, needed, (rows, cols), out)
@@ -229,6 +231,25 @@ class DirectChunks:
         if self.encoding.checksum:
             size = add_checksum(frame, size)
         publish(self.root / self.key(number), frame[: padded(size)], size, self.root)
+
+    @cached_property
+    def _files(self) -> CachedChunks | None:
+        """The chunks for compiled code; None if it cannot read them straight into rows of a destination."""
+        if self.shards or not self.readable_in_place:
+            return None
+        return chunk_files(self.root, self.key, self.chunk, self.encoding.dtype.itemsize)
+
+    def _read_cached(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
+        """Read what the page cache contains of a block by compiled code.
+
+        Returns the numbers of the other chunks, counted row by row; None if such code cannot read the block,
+        or is not the fastest way.
+        """
+        if not (self.cached and self._files and copies_bytes(self.encoding.dtype, out) and out.size):
+            return None
+        if self.chunk_bytes >= MIN_DIRECT and not many_cores():
+            return None  # on few cores, a mapping is faster
+        return self._files.read(rows, cols, out)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""

@@ -29,6 +29,11 @@ CHECKSUM_BYTES = 4
 # A CRC (crc32c) is computed in parts of this many bytes, if a call keeps the GIL: a single call for a whole
 # chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
+# If the rows of a chunk are not adjacent in memory and have fewer bytes than this, they are copied together
+# before they are written: direct I/O takes a segment per row. On two Zen 5 cores with a virtual disk, rows of
+# 2 KiB were written at 1.4 GB/s, and after a copy at 2.9; on a host of an H100 at 1.2 and 1.8. Rows of 8 KiB
+# were written as fast without the copy.
+MIN_DIRECT_ROW = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ class Encoding:
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
-        if unchanged and self.raw and sector_aligned(part):
+        long = part.flags.c_contiguous or part.shape[1] * part.itemsize >= MIN_DIRECT_ROW
+        if unchanged and self.raw and long and sector_aligned(part):
             return part, size
         if unchanged and self.compressor is not None and part.flags.c_contiguous:
             elements = part

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -19,10 +19,11 @@ from oocgemm.planning import Layout
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
-from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
+from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.frames import Fetched
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
+from oocgemm.stores.statuses import chunk_fingerprints
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.compressed import codec_of, coding_of, fetch
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
@@ -196,7 +197,7 @@ class ZarrMatrix:
         self._writer.write_frame(number, frame, size)
 
     def sync(self) -> None:
-        """Do nothing: `sync_block` flushes each block of a local array after it is written."""
+        """Do nothing: `sync_blocks` flushes the blocks of a local array after they are written."""
 
     def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -214,9 +215,9 @@ class ZarrMatrix:
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
         assert self._target is not None
-        sync_files(self._target, self._names(rows, cols))
+        sync_files(self._target, [name for block in blocks for name in self._names(*block)])
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
@@ -226,7 +227,7 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # an earlier call, before a crash, moved it
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_block` has flushed the contents already
+        sync_names(self.folder, names)  # `sync_blocks` has flushed the contents already
 
     def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
         return fingerprint_of(folder / name for name in self._names(rows, cols))
@@ -256,18 +257,17 @@ class ZarrMatrix:
                     os.unlink(os.path.join(folder, name))
 
     def files_fingerprint(self) -> str:
-        return fingerprints(self._spread())["content"]
+        return self._fingerprints()["content"]
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
-    def _spread(self) -> Iterator[str]:
-        """Yield the paths of the chunk files to fingerprint: all, or evenly spread ones if there are many."""
-        grid = (
+    def _fingerprints(self) -> dict[str, str]:
+        """Return the fingerprints of the chunk files, or of some of them if there are many."""
+        down, across = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
-        folder, key = str(self.folder), self._metadata.key
-        return (f"{folder}/{key(number)}" for number in spread(*grid))
+        return chunk_fingerprints(self.folder, self._metadata.key, (down, across))
 
     def reserve(self) -> None:
         """Raise `InputError` if the disk has too little room for all chunks of the array.
@@ -305,7 +305,7 @@ class ZarrMatrix:
         digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
         folder = self._metadata.folder
         place = self._metadata.place if folder is None else os.path.realpath(folder)
-        found = {"content": "", "changes": ""} if folder is None else fingerprints(self._spread())
+        found = {"content": "", "changes": ""} if folder is None else self._fingerprints()
         return {"path": place, "metadata": digest, **found}
 
     @property

@@ -1,14 +1,12 @@
 """Read blocks of many chunk files together, so that Python releases the GIL once for all of them.
 
-`adjacent` and `gather` read uncompressed chunks straight into their destination. `decode` reads the stored
-bytes of small encoded chunks into scratch memory, and then decodes one after the other. All leave unusual
-files, such as missing or damaged ones, to the caller.
+`gather` reads uncompressed chunks straight into their destination. `decode` reads the stored bytes of small
+encoded chunks into scratch memory, and then decodes one after the other. Both leave unusual files, such as
+missing or damaged ones, to the caller.
 """
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +14,9 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS
-from oocgemm.stores.base import Array, pieces
-from oocgemm.stores.files import MIN_DIRECT, MIN_SEGMENT, OpenFile, many_cores, scratch
-from oocgemm.stores.gather import MAX_PART_LINES, Part, Reads, read_parts, read_ranges
+from oocgemm.stores.base import Array
+from oocgemm.stores.files import MIN_SEGMENT, OpenFile, many_cores, scratch
+from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
 from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
 
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 MAX_OPEN = 32
 # Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
 MAX_LINES = 4096
-# A thread keeps the requests for blocks of up to MAX_FORMS forms: it fills two buffers in turn. The requests
-# for a block have at most MAX_KEPT_LINES lines. Fewer than MIN_FILES files are read as fast by other means.
-MAX_FORMS, MAX_KEPT_LINES, MIN_FILES = 3, 16384, 4
 # Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
 # are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
 MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
@@ -45,9 +40,6 @@ MIN_LINE_ON_MANY_CORES = 256
 Block = tuple[Range, Range]
 # A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
 Needed = tuple[tuple[int, int], Block]
-# What blocks have in common if their requests differ in the files only: the shape of the chunks, the first
-# row and column in their chunk, the shape of the block, and the address, pitch and itemsize of its memory.
-Form = tuple[int, ...]
 # The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
 Place = tuple[int | None, int, Block]
 
@@ -110,107 +102,6 @@ def _lines(
         count = min(left, MAX_PART_LINES)
         yield Part(descriptor, start, to, count, size)
         start, to, left = start + count * line, to + count * pitch, left - count
-
-
-class _Prepared(threading.local):
-    """The reads that a thread has prepared, by the form of the block and its place in memory.
-
-    Attributes:
-        reads: for each form, the reads of each group of up to `MAX_OPEN` files.
-    """
-
-    def __init__(self) -> None:
-        self.reads = dict[Form, list[Reads]]()
-
-
-_prepared = _Prepared()
-
-
-def gather_again(chunks: "DirectChunks", block: Block, out: Array) -> bool:
-    """Read a block of uncompressed chunks by requests that are kept for the next block of the same form.
-
-    So a thread that fills the same buffers again and again only opens files and submits requests. Returns
-    whether that was possible. If not, because something about a file is unusual, or because the requests take
-    too much memory to be kept, the caller must read the block in another way.
-    """
-    (top, bottom), (left, right), (height, width) = *block, chunks.chunk
-    place = out.ctypes.data, out.strides[0], out.itemsize
-    form: Form = (*chunks.chunk, top % height, left % width, *out.shape, *place)
-    rows, cols = range(top // height, -(-bottom // height)), range(left // width, -(-right // width))
-    if chunks.shards or len(rows) * len(cols) < MIN_FILES:
-        return False
-    reads = _prepared.reads.get(form)
-    if reads is None:
-        if (reads := _prepare(chunks, block, out)) is None:
-            return False
-        while len(_prepared.reads) >= MAX_FORMS:
-            _prepared.reads.pop(next(iter(_prepared.reads)))
-        _prepared.reads[form] = reads
-    numbers, opened = product(rows, cols), list[int]()
-    try:
-        folder, _ = chunks.opener.open(chunks.root)
-        opened.append(folder)
-        for group in reads:
-            for number in islice(numbers, MAX_OPEN):
-                descriptor, size = chunks.opener.open(chunks.key(number), folder)
-                opened.append(descriptor)
-                if size != chunks.chunk_bytes:
-                    return False
-            if not group.read(opened[1:]).all():
-                return False
-            while len(opened) > 1:
-                chunks.opener.close(opened.pop())
-    except OSError:
-        return False
-    finally:
-        for descriptor in opened:
-            chunks.opener.close(descriptor)
-    return True
-
-
-def _prepare(chunks: "DirectChunks", block: Block, out: Array) -> list[Reads] | None:
-    """Prepare to read a block, in groups of up to `MAX_OPEN` files. Return None if that takes much memory."""
-    needed = pieces(*block, chunks.chunk, 1)
-    line, found, total = chunks.chunk[1] * out.itemsize, list[Reads](), 0
-    while group := list(islice(needed, MAX_OPEN)):
-        parts = [
-            each for at, part in enumerate(group) for each in _lines(chunks.chunk, block, out, part, 0, at)
-        ]
-        total += sum(part.lines for part in parts)
-        if total > MAX_KEPT_LINES:
-            return None
-        found.append(Reads(parts, line, out.strides[0]))
-    return found
-
-
-def adjacent(chunks: "DirectChunks", block: Block, out: Array) -> bool:
-    """Read whole rows of uncompressed chunks that are adjacent in `out`. Return whether that was possible.
-
-    Each chunk is read by one call. Many threads read such blocks at once, so little is done with the GIL. If
-    something about a file is unusual, the caller must read the block in another way.
-    """
-    (top, bottom), (left, right), (height, width) = *block, chunks.chunk
-    if chunks.shards or left % width or right - left != width or not out.flags.c_contiguous:
-        return False
-    if chunks.chunk_bytes < MIN_DIRECT and top // height != (bottom - 1) // height:
-        return False  # many small files are read faster together
-    elements: Any = out.reshape(-1)
-    while top < bottom:
-        end = min(bottom, (top // height + 1) * height)
-        start, size = top % height * width, (end - top) * width
-        try:
-            path = f"{chunks.root}/{chunks.key((top // height, left // width))}"
-            descriptor, length = chunks.opener.open(path)
-            try:
-                read = os.preadv(descriptor, [elements[:size]], start * out.itemsize)
-            finally:
-                Opener.close(descriptor)
-        except OSError:
-            return False
-        if length != chunks.chunk_bytes or read != size * out.itemsize:
-            return False
-        top, elements = end, elements[size:]
-    return True
 
 
 def decode(chunks: "DirectChunks", needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:

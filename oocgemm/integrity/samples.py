@@ -1,0 +1,318 @@
+"""Check samples of what a run made of a product by an epilogue, a selection or a reduction.
+
+Checksums tell that the product itself was right (`oocgemm.integrity.checksums`). What was then made of it is
+checked here. Sampled elements of the product are computed again in float64 from A and B, which are read again
+for it. NumPy bounds what may become of them (`oocgemm.integrity.intervals`), and the result must be within
+these bounds. There are three kinds of samples:
+
+- *Rows*: some rows of C, whole. Of a selection, this tells whether elements are missing in these rows. Of a
+  reduction, it gives the value of these rows.
+- *Columns*: some columns of a C that is stored, whole. So a few elements of each row are checked.
+- *Pairs*: elements that were selected, one of each row or, if there are few, all.
+
+A and B are read once each, or twice if C is not stored.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from oocgemm.backends.base import Array, Finishing
+from oocgemm.errors import ExecutionError
+from oocgemm.integrity.intervals import Elements, Interval, contains
+from oocgemm.integrity.passes import Oriented, Passes
+from oocgemm.integrity.rounding import sum_error
+from oocgemm.integrity.sign_sums import product, row_norms
+from oocgemm.planning import GemmProblem
+from oocgemm.planning.selection import NONE
+from oocgemm.planning.tiling import Range
+
+# The number of sampled rows, and of sampled columns, and the number of runs of neighbors that they are in. A
+# store reads whole chunks, so that a run takes as long as one row.
+LINES, RUNS = 8, 4
+# All selected elements are checked if that takes at most as many products, otherwise one of each row.
+FEW = 1 << 24
+# Elements of op(B) whose columns are in memory for that, at most.
+WINDOW = 1 << 24
+# How often an element of a row is drawn until its column is among them.
+DRAWS = 8
+# Pairs whose columns of op(B) are gathered at a time.
+GATHERED = 1 << 12
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a run made of a product.
+
+    Attributes:
+        stored: C, if it is stored.
+        kept: what is kept of each row: selected elements (`SELECTED`), or results of a reduction.
+        sparse: row starts, columns and scores of the elements at or above a threshold.
+        least, absolute: this threshold, in the dtype of scores, and whether magnitudes are compared.
+        excludes_self: whether elements on the diagonal are left out.
+        factor: V, if `kept` is its product with C.
+    """
+
+    stored: Oriented | None = None
+    kept: Array | None = None
+    sparse: tuple[Array, Array, Array] | None = None
+    least: float = 0.0
+    absolute: bool = False
+    excludes_self: bool = False
+    factor: Array | None = None
+
+
+@dataclass
+class Samples:
+    """Checks samples of a result. Call `check`, which raises `ExecutionError` for a wrong one.
+
+    Attributes:
+        problem: the product and what is made of it.
+        left, right: op(A) and op(B). Their elements are those that were multiplied.
+        d: the further matrix that the epilogue reads, if it does.
+        finishing: the numbers that the epilogue and the selection use.
+        passes: reads the operands.
+        memory: upper bound in bytes for samples.
+        seed: of the choice of samples.
+        elements: the number of elements that were computed again.
+    """
+
+    problem: GemmProblem
+    left: Oriented
+    right: Oriented
+    d: Oriented | None
+    finishing: Finishing
+    passes: Passes
+    memory: int
+    seed: int = 0
+    elements: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self, made: Made) -> None:
+        """Compare samples of a result with the product of A and B. Raise `ExecutionError` if one differs."""
+        self._bounds = Elements(self.problem, self.finishing)
+        m, n = self.problem.m, self.problem.n
+        of_line = 8 * (self.problem.depth + 8 * max(m, n))
+        lines = max(1, min(LINES, self.memory // (2 * of_line)))
+        rng = np.random.default_rng(self.seed)
+        rows = chosen(rng, m, lines)
+        sums, norms = self._products(self.left, self.right, rows)
+        self._check_rows(made, rows, sums, norms)
+        if made.stored is not None:
+            # Rows of a symmetric product are columns.
+            cols = rows
+            if not self.problem.gram:
+                cols = chosen(rng, n, lines)
+                sums, norms = self._products(self.right.transposed(), self.left.transposed(), cols)
+            self._check_columns(made.stored, cols, sums, norms)
+        elif made.sparse is not None or self.problem.topk:
+            self._check_pairs(made, rng)
+
+    def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
+        """Return the products of some rows of `left` and all columns of `right`, and those of their norms.
+
+        Both arrays have a row per line.
+        """
+        depth, across = self.problem.depth, right.shape[1]
+        picked = np.zeros((len(lines), depth))
+        sums, squares = np.zeros((across, len(lines))), np.zeros(across)
+        if depth:
+            for at, line in enumerate(lines):
+                picked[at] = read(left, (line, line + 1), (0, depth))[0]
+
+            def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
+                found, size = product(x.T, picked[:, slice(*rows)].T), np.einsum("ij,ij->j", x, x)
+                with self._lock:
+                    sums[slice(*cols)] += found
+                    squares[slice(*cols)] += size
+
+            self.passes.each(right, (0, depth), (0, across), act, columns=len(lines))
+        self.elements += sums.size
+        with np.errstate(all="ignore"):
+            return sums.T, np.outer(row_norms(picked) if depth else np.zeros(len(lines)), np.sqrt(squares))
+
+    def _check_rows(self, made: Made, rows: Sequence[int], sums: Array, norms: Array) -> None:
+        every, triangle = np.arange(self.problem.n), self.problem.gram
+        for at, i in enumerate(rows):
+            cols = every
+            if made.stored is not None and triangle in ("lower", "upper"):
+                cols = every[: i + 1] if triangle == "lower" else every[i:]
+            d = None if self.d is None else read(self.d, (i, i + 1), (0, self.problem.n))[0, cols]
+            found = self._bounds.bounds(sums[at, cols], norms[at, cols], i, cols, d)
+            if made.stored is not None:
+                row = read(made.stored, (i, i + 1), (0, self.problem.n))[0, cols]
+                self._compare(row, found, i, cols)
+            elif made.sparse is not None:
+                starts, columns, scores = made.sparse
+                part = slice(starts[i], starts[i + 1])
+                self._check_selected(made, i, columns[part], scores[part], found)
+            elif self.problem.topk and made.kept is not None:
+                taken = made.kept[i][
+                    made.kept[i].view(np.uint8).reshape(self.problem.topk, -1).min(1) != NONE
+                ]
+                self._check_selected(made, i, taken["index"].astype(np.int64), taken["score"], found)
+            else:
+                assert made.kept is not None
+                self._check_reduced(made, i, made.kept[i], found)
+
+    def _check_columns(self, stored: Oriented, cols: Sequence[int], sums: Array, norms: Array) -> None:
+        every, triangle = np.arange(self.problem.m), self.problem.gram
+        for at, j in enumerate(cols):
+            rows = every
+            if triangle in ("lower", "upper"):
+                rows = every[j:] if triangle == "lower" else every[: j + 1]
+            d = None if self.d is None else read(self.d, (0, self.problem.m), (j, j + 1))[rows, 0]
+            found = self._bounds.bounds(sums[at, rows], norms[at, rows], rows, j, d)
+            column = read(stored, (0, self.problem.m), (j, j + 1))[rows, 0]
+            self._compare(column, found, rows, j)
+
+    def _check_pairs(self, made: Made, rng: np.random.Generator) -> None:
+        """Check the scores of selected elements whose columns are in a range that fits into `WINDOW`."""
+        n, depth, item = self.problem.n, self.problem.depth, self.right.matrix.dtype.itemsize
+        width = max(1, min(n, min(WINDOW, self.memory // (2 * item)) // max(1, depth)))
+        left = int(rng.integers(n - width + 1))
+        rows, cols, scores = _pairs(made, rng, (left, left + width), FEW // max(1, depth))
+        if not rows.size:
+            return
+        sums, squares = np.zeros(rows.size), [np.zeros(self.problem.m), np.zeros(width)]
+        if depth:
+            window = np.ascontiguousarray(read(self.right, (0, depth), (left, left + width), wide=False).T)
+            norms = [row_norms(window[at : at + GATHERED].astype(float)) for at in range(0, width, GATHERED)]
+            squares[1] = np.concatenate(norms) ** 2
+
+            def act(span: Range, k: Range, x: Array, _: Array | None) -> None:
+                size = np.einsum("ij,ij->i", x, x)
+                with self._lock:
+                    squares[0][slice(*span)] += size
+                first, last = np.searchsorted(rows, span)
+                for at in range(first, last, GATHERED):
+                    part = slice(at, min(last, at + GATHERED))
+                    right = window[cols[part] - left, slice(*k)].astype(np.float64)
+                    found = np.einsum("pk,pk->p", x[rows[part] - span[0]], right)
+                    with self._lock:
+                        sums[part] += found
+
+            self.passes.each(self.left, (0, self.problem.m), (0, depth), act)
+        self.elements += rows.size
+        norm = np.sqrt(squares[0][rows]) * np.sqrt(squares[1][cols - left])
+        self._compare(scores, self._bounds.bounds(sums, norm, rows, cols), rows, cols)
+
+    def _check_selected(self, made: Made, i: int, cols: Array, scores: Array, found: Interval) -> None:
+        """Check the selected elements of row i, and that none is missing. `found` bounds all of the row."""
+        low, high = found
+        self._compare(scores, (low[cols], high[cols]), i, cols)
+        others = np.ones(len(low), bool)
+        others[cols] = False
+        if made.excludes_self and i < len(low):
+            others[i] = False
+        if self.problem.topk:
+            count = min(self.problem.topk, len(low) - (made.excludes_self and i < len(low)))
+            least = scores.min(initial=np.inf)
+            wrong = len(np.unique(cols)) != count
+            missing = others & (low > least)
+        else:
+            large = np.maximum(high, -low) if made.absolute else high
+            wrong = len(np.unique(cols)) != len(cols) or bool((large[cols] < made.least).any())
+            missing = others & ((low >= made.least) | (made.absolute & (high <= -made.least)))
+        if wrong or missing.any():
+            what = f"element {int(missing.argmax())} is missing" if missing.any() else "their number is wrong"
+            raise self._error(f"the elements that were selected of row {i} of C are wrong: {what}")
+
+    def _check_reduced(self, made: Made, i: int, value: Array, found: Interval) -> None:
+        """Check what a reduction, or the product with V, made of row i, whose elements `found` bounds."""
+        low, high = found
+        with np.errstate(all="ignore"):
+            if made.factor is not None:
+                v, unit = made.factor.astype(np.float64), float(np.finfo(made.factor.dtype).eps) / 2
+                middle, size = (low + high) / 2, np.maximum(abs(low), abs(high))
+                error = (high - low) / 2 @ abs(v) + 4 * sum_error(len(low) + 2, unit) * (size @ abs(v))
+                bounds = middle @ v - error, middle @ v + error
+            elif self.problem.reduction == "max":
+                bounds = low.max(keepdims=True), high.max(keepdims=True)
+            else:
+                if self.problem.reduction == "sumsq":
+                    least = np.where((low < 0) & (high > 0), 0, np.minimum(low * low, high * high))
+                    low, high = least, np.maximum(low * low, high * high)
+                error = sum_error(len(low) + 2, 2.0**-53) * np.maximum(abs(low), abs(high)).sum()
+                bounds = np.atleast_1d(low.sum() - error), np.atleast_1d(high.sum() + error)
+        self._compare(value, bounds, i, np.arange(value.size), "result")
+
+    def _compare(
+        self, values: Array, found: Interval, rows: Array | int, cols: Array | int, what: str = "C"
+    ) -> None:
+        """Raise `ExecutionError` if a value is outside its interval. `rows` and `cols` say where they are."""
+        right = contains(found, values.astype(np.float64))
+        if not right.all():
+            at = int(np.argmin(right))
+            i, j = (np.broadcast_to(x, right.shape)[at] for x in (rows, cols))
+            raise self._error(
+                f"{what}[{i}, {j}] is {float(values[at]):.8g}, and A and B give a number from "
+                f"{found[0][at]:.8g} to {found[1][at]:.8g} (one of {int((~right).sum())} such elements)"
+            )
+
+    @staticmethod
+    def _error(what: str) -> ExecutionError:
+        return ExecutionError(
+            f"{what}. The product was right: what the device made of it, or what was stored of that, is not; "
+            "test this machine, then compute C again with --overwrite"
+        )
+
+
+def chosen(rng: np.random.Generator, extent: int, count: int) -> list[int]:
+    """Choose at most `count` of `extent` indices, in `RUNS` runs that are spread over all of them."""
+    if extent <= count:
+        return list(range(extent))
+    runs = min(RUNS, count)
+    length = count // runs
+    starts = (
+        int(
+            rng.integers(
+                extent * run // runs, max(extent * run // runs, extent * (run + 1) // runs - length) + 1
+            )
+        )
+        for run in range(runs)
+    )
+    return sorted({index for start in starts for index in range(start, start + length)})
+
+
+def read(x: Oriented, rows: Range, cols: Range, *, wide: bool = True) -> Array:
+    """Return a block of a real matrix, in float64 if it is to be `wide`."""
+    count = (rows[1] - rows[0]) * (cols[1] - cols[0])
+    block = x.read(rows, cols, np.empty(count * x.matrix.dtype.itemsize, np.uint8))
+    return block.astype(np.float64) if wide else block
+
+
+def _pairs(made: Made, rng: np.random.Generator, window: Range, few: int) -> tuple[Array, Array, Array]:
+    """Choose selected elements in a range of columns. Return their rows, in order, columns and scores.
+
+    If more than `few` were selected, one of each row is chosen. It is drawn `DRAWS` times at most until it is
+    in the range.
+    """
+    if made.sparse is not None:
+        starts, cols, scores = made.sparse
+    else:
+        assert made.kept is not None
+        flat = made.kept.ravel()
+        starts = np.arange(len(made.kept) + 1) * made.kept.shape[1]
+        cols, scores = flat["index"], flat["score"]
+    counts = np.diff(starts)
+    rows = np.arange(len(counts))
+    if starts[-1] <= few:
+        at = np.arange(starts[-1])
+        rows = np.repeat(rows, counts)
+    else:
+        rows = rows[counts > 0]
+        at, outside = starts[rows], np.arange(len(rows))
+        for _ in range(DRAWS):
+            drawn = rows[outside]
+            at[outside] = starts[drawn] + (rng.random(drawn.size) * counts[drawn]).astype(np.int64)
+            outside = np.flatnonzero(~_within(cols[at], window))
+    inside = _within(cols[at], window)
+    at = at[inside]
+    return rows[inside], cols[at].astype(np.int64), scores[at]
+
+
+def _within(indices: Array, window: Range) -> Array:
+    return np.asarray((indices >= window[0]) & (indices < window[1]))

@@ -1,0 +1,57 @@
+"""Compiled code and Python give chunk files the same fingerprints."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oocgemm.stores import durable
+from oocgemm.stores.statuses import chunk_fingerprints
+from oocgemm.system.compiled import compiled
+
+KEYS: dict[str, Callable[[tuple[int, int]], str]] = {
+    "default": lambda at: f"c/{at[0]}/{at[1]}",
+    "version 2": lambda at: f"{at[0]}.{at[1]}",
+    "unknown": lambda at: f"{at[1]}.{at[0]}",
+}
+
+
+@pytest.fixture(params=KEYS)
+def key(request: pytest.FixtureRequest) -> Callable[[tuple[int, int]], str]:
+    return KEYS[request.param]
+
+
+@pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
+@pytest.mark.parametrize("most", [durable.MAX_FINGERPRINTED, 10])
+def test_compiled_code_gives_the_same_fingerprints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: Callable[[tuple[int, int]], str], most: int
+) -> None:
+    monkeypatch.setattr(durable, "MAX_FINGERPRINTED", most)
+    folder = tmp_path / "é %d"
+    for number in range(35):
+        path = folder / key(divmod(number, 7))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number % 5:  # the other chunks are not stored
+            path.write_bytes(bytes(number))
+            os.utime(path, ns=(0, (-1) ** number * 123456789123456789))
+    found = chunk_fingerprints(folder, key, (5, 7))
+    monkeypatch.setattr("oocgemm.stores.statuses.compiled", lambda: None)
+    assert chunk_fingerprints(folder, key, (5, 7)) == found
+    assert chunk_fingerprints(folder, key, (5, 6)) != found
+
+
+def test_any_change_of_a_file_changes_the_fingerprint(
+    tmp_path: Path, key: Callable[[tuple[int, int]], str]
+) -> None:
+    for number in range(6):
+        path = tmp_path / key(divmod(number, 3))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(9))
+        os.utime(path, ns=(0, 5))
+    first = chunk_fingerprints(tmp_path, key, (2, 3))
+    os.utime(path, ns=(0, 6))
+    second = chunk_fingerprints(tmp_path, key, (2, 3))
+    path.unlink()
+    third = chunk_fingerprints(tmp_path, key, (2, 3))
+    assert len({found["content"] for found in (first, second, third)}) == 3
