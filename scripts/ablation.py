@@ -88,7 +88,8 @@ def layout(case: Case, rows: int, cols: int, size: int, *, new: bool = False) ->
 
 def grid_setting(case: Case, backend: str) -> Setting:
     """Return the inputs of the planner for a case of the grid."""
-    accumulator, size = DTYPES[case.dtype].accumulator, ITEM_BYTES[case.dtype]
+    accumulator = "int32" if case.dtype == "int8" else DTYPES[case.dtype].accumulator
+    size = ITEM_BYTES[case.dtype]
     names = case.dtype, case.dtype, accumulator, case.c_dtype
     problem = GemmProblem(case.m, case.n, case.k, *names, compute=case.compute)
     layouts = Layouts(
