@@ -72,14 +72,14 @@ def copying(plan: Plan, rows: int, cols: int) -> float:
 
 
 def test_short_rows_of_wide_arrays_are_copied_slowly_while_the_gpu_multiplies() -> None:
-    """Measured: 16 KiB of rows of 128 KiB at half the rate, and at the full rate of rows of 64 KiB."""
+    """Measured: 16 KiB of rows of 128 KiB at half the rate, those of rows of 64 KiB at nearly the full one."""
     busy = planned(16384, 16384, 16384, "float64")
     assert copying(busy, 1024, 16384) == 1
     assert copying(busy, 1024, 2048) == pytest.approx(0.5)
     assert copying(busy, 1024, 8192) > 0.95
     idle = planned(16384, 8, 16384, "float64")
     assert 0.8 < copying(idle, 1024, 2048) < 0.9
-    assert copying(planned(8192, 8192, 8192, "float64"), 1024, 2048) > 0.95
+    assert copying(planned(8192, 8192, 8192, "float64"), 1024, 2048) > 0.85
     rates = [copying(busy, 1024, cols) for cols in range(16, 16385, 16)]
     assert rates == sorted(rates)
 

@@ -4,6 +4,7 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 `oocgemm.planning.cost.clock` decide which operations overlap.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 from oocgemm.planning.cost.decoding import decoding_rate
@@ -13,21 +14,22 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
 
 # Relative rates of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
-# rate, rate while the GPU multiplies). Measured on an H100, mean of both directions, with kernels of five
-# dtypes. Rows are separate unless a block consists of whole rows of the array. The table is that of arrays
-# whose rows have at least WIDE bytes. Rows of half as many bytes have the rates of blocks four times as wide.
-WIDE = 128 << 10
+# rate, rate from or to a wide array, the same while the GPU multiplies). Rows are separate unless a block
+# consists of whole rows of the array. An array is wide if its rows have at least WIDE bytes; an array of half
+# the width has the rates of rows four times as long. Measured on H100s, mean of both directions; the last
+# column with kernels of five dtypes.
 ROW_RATES = (
-    (128 << 10, 1.0, 1.0),
-    (64 << 10, 1.0, 0.97),
-    (32 << 10, 1.0, 0.85),
-    (24 << 10, 0.98, 0.74),
-    (20 << 10, 0.96, 0.64),
-    (16 << 10, 0.88, 0.5),
-    (8 << 10, 0.67, 0.38),
-    (2 << 10, 0.61, 0.34),
-    (1 << 10, 0.5, 0.32),
+    (128 << 10, 1.0, 1.0, 1.0),
+    (64 << 10, 1.0, 1.0, 0.97),
+    (32 << 10, 0.98, 1.0, 0.85),
+    (24 << 10, 0.88, 0.98, 0.74),
+    (20 << 10, 0.88, 0.96, 0.64),
+    (16 << 10, 0.88, 0.88, 0.5),
+    (8 << 10, 0.88, 0.67, 0.38),
+    (2 << 10, 0.6, 0.61, 0.34),
+    (1 << 10, 0.5, 0.5, 0.32),
 )
+WIDE = 128 << 10
 # Bytes per second at which a GPU copies within its memory: half of the bandwidth of H100s and H200s, which is
 # 3.4 and 4.8 TB/s.
 DEVICE_COPY = 2e12
@@ -203,9 +205,15 @@ class Prices:
         if block[axis] == whole[axis]:
             return rate
         row, line = (float(extent[axis] * self._sizes[operand]) for extent in (block, whole))
-        row *= max(1.0, WIDE / line) ** 2
-        idle, busy = next(((x, y) for least, x, y in ROW_RATES if row >= least), (0.0, 0.0))
-        if not idle:
-            least, idle, busy = ROW_RATES[-1]
-            idle, busy = idle * row / least, busy * row / least
-        return rate / ((1 - self._busy) / idle + self._busy / busy)
+        share, *_ = _row_rates(row)
+        _, idle, busy = _row_rates(row * max(1.0, WIDE / line) ** 2)
+        return rate * min(share, 1 / ((1 - self._busy) / idle + self._busy / busy))
+
+
+def _row_rates(row: float) -> Sequence[float]:
+    """Return the rates of `ROW_RATES` for rows of so many bytes."""
+    for least, *rates in ROW_RATES:
+        if row >= least:
+            return rates
+    least, *rates = ROW_RATES[-1]
+    return [rate * row / least for rate in rates]
