@@ -283,13 +283,13 @@ def default_model(backend: str, cores: int, compiled: bool = False) -> MachineMo
         return MachineModel(
             name="cuda defaults (H200, PCIe 5 x16)",
             kernels={
-                "float16": KernelRate(576e12, 300),
-                "bfloat16": KernelRate(576e12, 300),
+                "float16": KernelRate(700e12, 300),
+                "bfloat16": KernelRate(700e12, 300),
                 # `half_depth` is large, because each step also adds its int32 sums to C in float64.
                 "int8": KernelRate(1056e12, 4500),
                 "float32": KernelRate(52.5e12, 70),
                 "float64": KernelRate(55.8e12, 25),
-                "complex64": KernelRate(48e12, 90),
+                "complex64": KernelRate(55e12, 90),
                 "complex128": KernelRate(52.8e12, 25),
                 "emulated float32": KernelRate(226e12, 1300),
                 "emulated float64": KernelRate(110e12, 1100),
