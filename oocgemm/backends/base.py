@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
-from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
-from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
 
@@ -46,6 +45,8 @@ class Pageable:
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
         chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
         origin: row and column of the block's first element in its chunk.
+        memory: the block itself, if it is in memory as on the device, but for gaps between its rows: `move`
+            only copies. None otherwise.
     """
 
     shape: Shape
@@ -53,6 +54,7 @@ class Pageable:
     move: Callable[[Range, Range, Array], None]
     chunk: Shape = (1, 1)
     origin: Shape = (0, 0)
+    memory: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -187,37 +189,6 @@ class DoneToken:
 
     def interval(self) -> tuple[int, int]:
         return self.start, self.end
-
-
-class Checksums(Protocol):
-    """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
-
-    Attributes:
-        expected: the host's digests of the next Multiply's two panels. The engine sets them before it submits
-            the Multiply. The device compares them with digests of the panels that it received.
-        busy: the time that the device spends on checksums.
-        room: the memory layout of the checksums of one strip of C.
-    """
-
-    expected: tuple[int, int]
-    busy: BusyTime
-    room: StripOffsets
-
-    def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that the checksums of later operations use."""
-
-
-class SumsOfStrips(Protocol):
-    """The sums of strips that a device takes of the accumulator before a Finish changes its elements."""
-
-    def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that later sums use."""
-
-    def take(self, operation: Operation) -> tuple[Array, Array]:
-        """Return the sums and the norms of the blocks of a strip, once.
-
-        `operation` is the Finish of the strip, which has ended, or another operation on the same rows.
-        """
 
 
 class Session(Protocol):

@@ -8,12 +8,10 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, nvrtc, runtime
 
-from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.errors import BackendError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import C_TYPES, Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
-from oocgemm.planning import Plan, Region
 
 _MAP_BYTES = 128
 # Values of the enumerations that cuTensorMapEncodeTiled takes, from cuda.h.
@@ -155,45 +153,6 @@ class Kernels:
             self.device.shared_bytes - static,
         )
         return function
-
-
-class SumsDevice:
-    """Launches the checksum kernels and copies device memory, on cupy's current stream.
-
-    Implements `oocgemm.backends.checksums.Device`.
-    """
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def load(self, entry: str, macros: tuple[str, ...]) -> None:
-        self._kernels.plain("check_sums", entry, macros)
-
-    def launch(
-        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
-    ) -> None:
-        self._kernels.plain("check_sums", entry, macros)(grid, given)
-
-    def zero(self, address: int, size: int) -> None:
-        cuda_calls.make(cuda_calls.fill(address, size, cupy.cuda.get_current_stream()))
-
-    def copy(self, to: int, source: int, size: int) -> None:
-        cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
-
-
-def open_sums(
-    plan: Plan, kernels: Kernels, address: Callable[[Region], int]
-) -> tuple[DeviceChecksums | None, DeviceStripSums | None]:
-    """Load the kernels for the sums that a device takes to verify C, as far as a plan asks for them.
-
-    `address` returns the device address of a region.
-    """
-    device, pinned = SumsDevice(kernels), cupy.cuda.alloc_pinned_memory
-    of_panels, of_strips = plan.problem.checked == "device", plan.problem.checks_sums
-    return (
-        DeviceChecksums(plan, address, device) if of_panels else None,
-        DeviceStripSums(plan, address, device, pinned) if of_strips else None,
-    )
 
 
 @cache

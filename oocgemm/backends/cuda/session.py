@@ -32,11 +32,11 @@ from oocgemm.backends.base import (
 from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda import sums
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
-from oocgemm.backends.cuda.launch import open_sums
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.peers import Places, connected
@@ -94,7 +94,7 @@ class CudaSession:
                 self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
-                self.checksums, self.strip_sums = open_sums(plan, self._multiplier.kernels, self._address)
+                self.checksums, self.strip_sums = sums.opened(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)

@@ -116,6 +116,7 @@ class MachineModel:
     - `shares_cores`: reads, writes and multiplications use the same CPU cores.
     - `unified`: device and host memory are the same, so that nothing is uploaded or downloaded.
     - `device_reserve`, `host_reserve`: bytes that libraries take of the budgets.
+    - `compiled`: compiled threads copy between arrays in host memory and pinned buffers, not Python's.
     - `casts_panels`: operands narrower than the accumulator are cast before they are multiplied.
     """
 
@@ -153,6 +154,7 @@ class MachineModel:
     device_reserve: int = 0
     host_reserve: int = 0
     casts_panels: bool = False
+    compiled: bool = False
     calibrated: bool = False
     storage_calibrated: bool = False
 
@@ -272,19 +274,22 @@ class MachineModel:
 
 
 @lru_cache(16)
-def default_model(backend: str, cores: int) -> MachineModel:
-    """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host"."""
+def default_model(backend: str, cores: int, compiled: bool = False) -> MachineModel:
+    """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host".
+
+    `compiled` is that field of the model.
+    """
     if backend == "cuda":
         return MachineModel(
             name="cuda defaults (H200, PCIe 5 x16)",
             kernels={
-                "float16": KernelRate(576e12, 300),
-                "bfloat16": KernelRate(576e12, 300),
+                "float16": KernelRate(700e12, 300),
+                "bfloat16": KernelRate(700e12, 300),
                 # `half_depth` is large, because each step also adds its int32 sums to C in float64.
                 "int8": KernelRate(1056e12, 4500),
                 "float32": KernelRate(52.5e12, 70),
                 "float64": KernelRate(55.8e12, 25),
-                "complex64": KernelRate(48e12, 90),
+                "complex64": KernelRate(55e12, 90),
                 "complex128": KernelRate(52.8e12, 25),
                 "emulated float32": KernelRate(226e12, 1300),
                 "emulated float64": KernelRate(110e12, 1100),
@@ -294,7 +299,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(32e9, 2.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(36e9, 4.2e9 * cores),
+            memory=min(44e9, 6e9 * cores) if compiled else min(36e9, 4.2e9 * cores),
             step_latency=60e-6,
             issue=150e-6,
             write=1.6e9,
@@ -308,6 +313,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200.
             device_reserve=80 << 20,
             host_reserve=1 << 20,
+            compiled=compiled,
         )
     fp64 = 55e9 * cores
     return MachineModel(
