@@ -72,7 +72,7 @@ def copying(plan: Plan, rows: int, cols: int) -> float:
 
 
 def test_short_rows_of_wide_arrays_are_copied_slowly_while_the_gpu_multiplies() -> None:
-    """Measured: 16 KiB of rows of 128 KiB at half the rate, those of rows of 64 KiB at nearly the full one."""
+    """Measured: 16 KiB of rows of 128 KiB at half the rate, of rows of 64 KiB at nearly the full one."""
     busy = planned(16384, 16384, 16384, "float64")
     assert copying(busy, 1024, 16384) == 1
     assert copying(busy, 1024, 2048) == pytest.approx(0.5)
