@@ -4,12 +4,14 @@ Each figure is the best of several numbers of threads, in bytes per second, with
 the caches of the processor.
 """
 
+import ctypes
 import mmap
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import numpy as np
 from grid_cases import Case
 from grid_data import block
 from grid_loop import DOWN, UP, multiplier
+
+from oocgemm.system.compiled import compiled
 
 PIECE = 16 << 20
 THREADS = (1, 4, 8, 12, 16)
@@ -26,14 +30,16 @@ MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
 CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
 KERNEL_SECONDS = 0.2
+Copy = Callable[[Any, Any], object]  # copies bytes to the first array from the second
 
 
 def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
     """Return the rates of all links; `size` bytes are copied for each sample.
 
     Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; `stage`, `unstage`: between pageable and
-    pinned memory; `stage_small`, `unstage_small`: the same for fewer bytes, by bytes; `page_read`: from the
-    page cache to pinned memory; `disk_write`: to the disk, synced. `threads` holds every sample.
+    pinned memory, by NumPy or by compiled code; `stage_small`, `unstage_small`: the same for fewer bytes, by
+    bytes; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk, synced. `threads`
+    holds every sample.
     """
     memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
     pageable = np.ones(2 * size, np.uint8)
@@ -41,19 +47,22 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     threads: dict[str, dict[Any, float]] = {}
     pieces, half = range(0, size, PIECE), range(0, size // 2, PIECE)
 
-    def sweep(name: str, work: Callable[[int], object], numbers: Iterable[int], total: int) -> None:
-        threads[name] = {number: total / _best(work, number) for number in numbers}
-        found[name] = max(threads[name].values())
+    def sweep(
+        name: str, work: Callable[[int], object], numbers: Iterable[int], total: int, how: str = ""
+    ) -> None:
+        rates = threads[name + how] = {number: total / _best(work, number) for number in numbers}
+        found[name] = max(found.get(name, 0.0), *rates.values())
 
-    def stage(number: int, back: bool = False) -> None:
-        def copy(at: int) -> None:
+    def stage(copy: Copy, back: bool, number: int) -> None:
+        def work(at: int) -> None:
             here = pageable[at : at + PIECE], memory[at % size : at % size + PIECE]
-            np.copyto(*(here if back else here[::-1]))
+            copy(*(here if back else here[::-1]))
 
-        _parallel(copy, range(0, 2 * size, PIECE), number)
+        _parallel(work, range(0, 2 * size, PIECE), number)
 
-    sweep("stage", stage, THREADS, 2 * size)
-    sweep("unstage", lambda number: stage(number, back=True), THREADS, 2 * size)
+    for how, copy in copies().items():
+        sweep("stage", partial(stage, copy, False), THREADS, 2 * size, how)
+        sweep("unstage", partial(stage, copy, True), THREADS, 2 * size, how)
     fitting = [few for few in SMALL_STAGES if few <= size]
     for name, back in (("stage_small", False), ("unstage_small", True)):
         found[name] = {few: few / _stage_seconds(pageable, memory, few, back) for few in fitting}
@@ -86,17 +95,31 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
 def _stage_seconds(pageable: Any, memory: Any, size: int, back: bool) -> float:
     """Return the least seconds of copying `size` bytes once, by threads that wait for the work already."""
 
-    def timed(threads: int) -> float:
+    def timed(copy: Copy, threads: int) -> float:
         piece = max(MIN_STAGED, size // threads)
 
-        def copy(at: int) -> None:
+        def work(at: int) -> None:
             here = pageable[at : min(at + piece, size)], memory[at : min(at + piece, size)]
-            np.copyto(*(here if back else here[::-1]))
+            copy(*(here if back else here[::-1]))
 
         with ThreadPoolExecutor(threads) as pool:
-            return _best(lambda _: list(pool.map(copy, range(0, size, piece))), 0, repeats=8)
+            return _best(lambda _: list(pool.map(work, range(0, size, piece))), 0, repeats=8)
 
-    return float(min(map(timed, THREADS)))
+    return min(timed(copy, threads) for copy in copies().values() for threads in THREADS)
+
+
+def copies() -> dict[str, Copy]:
+    """Return the functions that copy bytes, by name: NumPy's, and oocgemm's compiled one, if there is one."""
+    found: dict[str, Copy] = {"": np.copyto}
+    if (library := compiled()) is not None:
+        rows = library.ooc_copy_rows
+        rows.restype, rows.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t] * 2 + [ctypes.c_size_t] * 2
+
+        def copy(to: Any, source: Any) -> None:
+            rows(to.ctypes.data, to.nbytes, source.ctypes.data, source.nbytes, source.nbytes, 1)
+
+        found[" compiled"] = copy
+    return found
 
 
 def disk_read(files: list[Path]) -> float:

@@ -51,7 +51,9 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
         "from oocgemm.cli import main as cli, reporting\n"
         "from oocgemm.backends import registry\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(registry, '_any_exists', "
+        "real = ctypes.CDLL\n"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver() if 'cuda' in name else real(name)), "
+        "patch.object(registry, '_any_exists', "
         "lambda paths: True):\n    cli.cli(['info', '--json'])"
     )
     environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}

@@ -11,6 +11,7 @@ import pytest
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.planning.cost.ring import RingShape
 from oocgemm.planning.tiling import Range
+from oocgemm.system import pool
 from tests.backends_here import needs_gpu
 from tests.fake_cuda import fake_cuda
 
@@ -26,11 +27,16 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield cupy.cuda
 
 
-@pytest.fixture
-def ring(cuda: Any) -> Iterator[Any]:
+@pytest.fixture(params=["compiled", "python"])
+def ring(cuda: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from oocgemm.backends.cuda.ring import Ring
 
+    if request.param == "python":
+        monkeypatch.setattr("oocgemm.system.pool.compiled", lambda: None)
+    elif not pool.available():
+        pytest.skip("there is no compiled host code")
     made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
+    assert (made._direction("upload").compiled is None) == (request.param == "python")
     yield made
     made.close()
 
@@ -43,15 +49,16 @@ def address(cuda: Any) -> Iterator[int]:
     cuda.runtime.free(found)
 
 
-def block(x: Array, *, uploads: bool = False, before: Callable[[], object] = lambda: None) -> Pageable:
-    """Return an array as a block. `before` is called before each copy of a piece."""
+def block(x: Array, *, uploads: bool = False, before: Callable[[], object] | None = None) -> Pageable:
+    """Return an array as a block. `before` is called before each copy of a piece, by a thread of Python."""
 
     def move(rows: Range, cols: Range, part: Array) -> None:
-        before()
+        if before is not None:
+            before()
         inside = x[slice(*rows), slice(*cols)]
         np.copyto(*((part, inside) if uploads else (inside, part)))
 
-    return Pageable(SHAPE, DTYPE, move)
+    return Pageable(SHAPE, DTYPE, move, memory=x if before is None else None)
 
 
 def test_the_device_may_overwrite_a_block_that_the_host_still_writes(ring: Any, address: int) -> None:
@@ -74,12 +81,27 @@ def test_an_error_of_the_host_is_raised_when_it_is_waited_for(ring: Any, address
         ring.download(address, block(np.ones(SHAPE), before=fail), [uploaded.end])().finish()
 
 
-def test_many_blocks_are_copied_at_a_time(ring: Any, address: int) -> None:
+@pytest.mark.parametrize("moved", [0, 2])
+def test_many_blocks_are_copied_at_a_time(ring: Any, address: int, moved: int) -> None:
+    """Every second block is copied by a thread of Python if `moved` is 2."""
+
+    def some(x: Array, i: int, *, uploads: bool = False) -> Pageable:
+        return block(x, uploads=uploads, before=(lambda: None) if moved and i % moved else None)
+
     there, back = np.random.default_rng(1).random((8, *SHAPE)), np.zeros((8, *SHAPE))
     places = [address + i * there[0].nbytes for i in range(8)]
-    uploads = [ring.upload(at, block(x, uploads=True), []) for at, x in zip(places, there, strict=True)]
+    uploads = [ring.upload(places[i], some(x, i, uploads=True), []) for i, x in enumerate(there)]
     ends = [upload().end for upload in uploads]
-    downloads = [ring.download(at, block(x), ends) for at, x in zip(places, back, strict=True)]
+    downloads = [ring.download(places[i], some(x, i), ends) for i, x in enumerate(back)]
     for download in downloads:
         download().finish()
     np.testing.assert_array_equal(back, there)
+
+
+def test_a_block_that_nobody_waits_for_stays_in_memory(ring: Any, cuda: Any, address: int) -> None:
+    there = np.random.default_rng(1).random(SHAPE)
+    uploaded = ring.upload(address, block(there.copy(), uploads=True), [])().end
+    back = np.zeros(SHAPE)
+    ring.download(address, block(back), [uploaded])
+    ring.download(address, block(again := np.zeros(SHAPE)), [uploaded])().finish()
+    np.testing.assert_array_equal(again, there)

@@ -1,15 +1,107 @@
-/* Functions that the package calls by ctypes, without the GIL. They keep no state between calls, and need no
- * part of Python or CUDA at build time. */
+/* Functions that the package calls by ctypes, without the GIL. They need no part of Python or CUDA at build
+ * time. */
 
 #ifndef OOC_HOST_H
 #define OOC_HOST_H
 
 #include <stddef.h>
+#include <stdint.h>
+
+/* The version of the sources that the library was compiled from (`scripts/build_host.py`). */
+extern const char ooc_sources[];
 
 /* Copies `rows` rows of `size` bytes. Rows start `to_pitch` and `from_pitch` bytes apart. They do not overlap. */
 void ooc_copy_rows(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t from_pitch, size_t size, size_t rows);
 
-/* The version of the sources that the library was compiled from (`scripts/build_host.py`). */
-extern const char ooc_sources[];
+/* A part of a block that one thread copies at a time: `rows` rows from number `row` on, of which `size` bytes
+ * each, from byte `at` on. */
+struct ooc_piece {
+  size_t row, rows, at, size;
+};
+
+/* Moves a piece between its place on the host and a pinned buffer, in which its rows follow each other. `place`
+ * says where the block is, and `number` is the piece's number in its block. Returns 0 or an errno. Several threads
+ * call it at once. */
+typedef int (*ooc_move)(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
+
+/* A place in memory: rows that start `pitch` bytes apart. */
+struct ooc_memory {
+  char *address;
+  ptrdiff_t pitch;
+};
+
+/* `ooc_move` from and to an `ooc_memory`. */
+int ooc_from_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
+int ooc_to_memory(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
+
+/* CUDA's struct CUDA_MEMCPY2D: a copy of `height` rows of `width` bytes. */
+struct ooc_end {
+  size_t x, y;
+  unsigned kind;
+  const void *host;
+  uint64_t address;
+  void *array;
+  size_t pitch;
+};
+struct ooc_rectangle {
+  struct ooc_end from, to;
+  size_t width, height;
+};
+
+/* The functions of the CUDA driver that a pool calls: cuCtxSetCurrent, cuMemcpyAsync, cuMemcpy2DAsync,
+ * cuStreamWriteValue32, cuStreamQuery and cuEventRecord. Each returns 0 or an error. */
+struct ooc_driver {
+  int (*enter)(void *context);
+  int (*copy)(uint64_t to, uint64_t from, size_t size, void *stream);
+  int (*copy_rows)(const struct ooc_rectangle *rectangle, void *stream);
+  int (*write)(void *stream, uint64_t address, uint32_t value, unsigned flags);
+  int (*query)(void *stream);
+  int (*record)(void *event, void *stream);
+};
+
+/* A block that is copied. The caller sets the first fields, and keeps all of it, and what it points to, until the
+ * block is finished. */
+struct ooc_block {
+  ooc_move move;
+  const void *place;
+  const struct ooc_piece *pieces;
+  size_t count;     /* of pieces, at least 1 */
+  uint64_t device;  /* address of the block on the device, where its rows follow each other */
+  size_t row_bytes; /* of the whole block */
+  void *stream;     /* of the copies */
+  void *end;        /* an event, which is recorded when the last copy has been issued */
+  /* Set by the pool. An error is that of the driver if positive, an errno if negative. No piece is copied after the
+   * first error. */
+  int error;
+  int issued;        /* whether all copies have been issued */
+  int64_t issued_at; /* when the first copy was issued, in nanoseconds of the monotonic clock */
+  size_t taken, unissued, unfinished;
+  struct ooc_block *next;
+};
+
+/* Threads that copy blocks in one direction. Each has a lane: some pinned buffers. */
+struct ooc_pool;
+
+/* Starts `lanes` threads. Lane i has the buffers `memory` + (i * `buffers` + j) * `size` of `size` bytes each. The pool
+ * also uses OOC_MARK bytes per buffer at `marks`, in pinned memory, too. Returns NULL if a thread cannot be started. */
+#define OOC_MARK 64
+struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
+                          char *memory, size_t size, char *marks);
+
+/* Begins to copy a block. Its stream must be waiting for what the copies depend on. */
+void ooc_begin(struct ooc_pool *pool, struct ooc_block *block);
+
+/* Waits until all copies of a block have been issued (`ooc_issued`), or until all pieces have also been written to
+ * their place on the host (`ooc_finished`). With `wait` 0, they return at once. They return whether that is so. */
+int ooc_issued(struct ooc_pool *pool, struct ooc_block *block, int wait);
+int ooc_finished(struct ooc_pool *pool, struct ooc_block *block, int wait);
+
+/* Another thread takes a lane, whose own thread then copies nothing. No copy from or to its buffers is in flight
+ * then, nor when the same thread gives the lane back. */
+void ooc_take_lane(struct ooc_pool *pool, size_t lane);
+void ooc_give_lane(struct ooc_pool *pool, size_t lane);
+
+/* Ends the threads. All blocks must be finished. In a process that was forked since, it does nothing. */
+void ooc_close(struct ooc_pool *pool);
 
 #endif

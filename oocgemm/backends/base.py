@@ -46,6 +46,8 @@ class Pageable:
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
         chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
         origin: row and column of the block's first element in its chunk.
+        memory: the block itself, if it is in memory as on the device, but for gaps between its rows: `move`
+            only copies. None otherwise.
     """
 
     shape: Shape
@@ -53,6 +55,7 @@ class Pageable:
     move: Callable[[Range, Range, Array], None]
     chunk: Shape = (1, 1)
     origin: Shape = (0, 0)
+    memory: Array | None = None
 
     @property
     def nbytes(self) -> int:

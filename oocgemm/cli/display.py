@@ -332,7 +332,8 @@ def print_info(found: dict[str, Any]) -> None:
     for name, text in {
         "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
         "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
-        f"{format_size(here['available'])} available; {here['platform']}",
+        f"{format_size(here['available'])} available; {here['platform']}; "
+        f"{'with' if here['compiled'] else 'without'} compiled host code",
         **{name: _engine(engine) for name, engine in engines.items()},
     }.items():
         out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)

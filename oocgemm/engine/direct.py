@@ -42,7 +42,8 @@ def host_block(
             found = array[slice(*rows), slice(*cols)]
             np.copyto(*((part, found) if uploading else (found, part)), casting="equiv")
 
-        return Pageable(shape, dtype, copy)
+        contiguous = array.dtype == dtype and array.strides[1] == dtype.itemsize
+        return Pageable(shape, dtype, copy, memory=array if contiguous else None)
 
     def move(rows: Range, cols: Range, part: Array) -> None:
         transfer(matrix, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), part)

@@ -17,6 +17,7 @@ from oocgemm.planning import MachineModel, StoreRates
 from oocgemm.planning.cost.learned import Learned
 from oocgemm.planning.cost.links import link_rates
 from oocgemm.system import cache
+from oocgemm.system.compiled import compiled
 from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__, installed_versions
 
@@ -32,6 +33,9 @@ OPTIONAL = {
     "isal": ("faster decompression of gzip", "hdf5"),
 }
 
+# Compiles the host code, if there is a C compiler.
+REINSTALL = "pip install --force-reinstall --no-deps --no-binary oocgemm oocgemm"
+
 
 def info() -> dict[str, Any]:
     """Return information on this machine as plain data.
@@ -40,7 +44,7 @@ def info() -> dict[str, Any]:
         A dictionary with these keys. Sizes are in bytes, rates in bytes per second or flop/s.
 
         - "versions": of Python, oocgemm and packages;
-        - "machine": processor and memory;
+        - "machine": processor and memory, and whether there is "compiled" code for copies on the host;
         - "host_backend", "cuda_backend": the backend's properties and the rates that predict run times, for
           the file system of the current folder;
         - "missing": packages and measurements that this machine lacks, each with the command that adds it.
@@ -129,6 +133,9 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
     extra = backends.cuda_extra()
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")
+    if not found["machine"]["compiled"]:
+        purpose = "fast copies of arrays in memory to a GPU; needs a C compiler"
+        yield _lacking("compiled host code", purpose, REINSTALL)
     for package, (purpose, extra) in OPTIONAL.items():
         if find_spec(package) is None:
             yield _lacking(package, purpose, f"pip install 'oocgemm[{extra}]'")
@@ -148,12 +155,16 @@ def _lacking(what: str, purpose: str, command: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, the processor, the number of cores for this process, and the RAM in bytes."""
+    """Return the platform, the processor, the number of cores for this process, and the RAM in bytes.
+
+    "compiled" tells whether there is compiled code for copies on the host.
+    """
     return {
         "platform": _platform(),
         "processor": cache.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "compiled": compiled() is not None,
     }
 
 

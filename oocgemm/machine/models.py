@@ -15,6 +15,7 @@ from oocgemm.planning.cost.learned import ON_HOST, Learned
 from oocgemm.stores import Matrix
 from oocgemm.stores.objects.address import bucket_of
 from oocgemm.system import cache, learning
+from oocgemm.system.compiled import compiled
 from oocgemm.timeline import Recorder
 from oocgemm.timeline.observed import observed_rates
 
@@ -83,7 +84,7 @@ def models(backend: str, device: str | None = None, places: Places | None = None
     places = places or Places()
     hashable = Places(*map(frozenset, (places.reads, places.writes, places.codecs, places.buckets)))
     versions = cache.version(), learning.version()
-    defaults = default_model(backend, len(os.sched_getaffinity(0)))
+    defaults = default_model(backend, len(os.sched_getaffinity(0)), compiled() is not None)
     return _models(backend, device, hashable, defaults, versions)
 
 
@@ -127,7 +128,7 @@ def learn(plan: Plan, log: Recorder, operands: Mapping[str, Matrix], kernel: str
     try:
         places = {name: place_of(matrix) for name, matrix in operands.items()}
         rates = _observed(plan, log, places, kernel in ("auto", "cublas", "blas"))
-        defaults = default_model(engine.name, plan.machine.cores)
+        defaults = default_model(engine.name, plan.machine.cores, plan.machine.compiled)
         learning.update(
             engine.name,
             backends.identity(engine),

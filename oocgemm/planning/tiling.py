@@ -311,6 +311,11 @@ class Layout:
         short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
         return self.scratch_bytes if self.line or short or self.segment_bytes(panel) < inf else 0
 
+    @property
+    def contiguous_rows(self) -> bool:
+        """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
+        return self.in_memory and self.zero_copy_width > 0
+
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.
 

@@ -64,7 +64,8 @@ class Arrays(Store):
         Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
         """
         refuse_zarr_options("an ndarray", chunks, compressor)
-        return _layout(problem.itemsizes["C"], 0, True)
+        size = problem.itemsizes["C"]
+        return _layout(size, min(problem.n, -(-MIN_ROW_BYTES // size)), True)
 
 
 class ArrayLikes(Store):

@@ -93,11 +93,22 @@ class Queue:
     busy_until: float = 0.0
 
 
-class Current(threading.local):
-    """The numbers of the devices that a thread has entered with `with`, the innermost last."""
+class Current:
+    """The numbers of the devices that each thread has entered with `with`, the innermost last.
+
+    To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
+    """
 
     def __init__(self) -> None:
-        self.devices = [0]
+        self._devices = dict[int, list[int]]()
+
+    @property
+    def devices(self) -> list[int]:
+        return self._devices.setdefault(threading.get_ident(), [0])
+
+    def use(self, device: int) -> None:
+        """Make a device the current one of a thread of C code."""
+        self._devices[threading.get_ident()] = [device]
 
 
 class Device:
@@ -204,6 +215,24 @@ class Device:
             queue = self._append(stream, Command("record", records=recording))
             recording.clock = dict(queue.clock)
             return recording
+
+    def write_value(self, stream: int, write: Callable[[], None], fault: Fault | None) -> None:
+        """Write a value that the host polls. Then the host knows that the work before it is done."""
+        with self.lock:
+            recording = self.record(stream)
+
+            def run() -> None:
+                write()
+                _merge(self._host, recording.clock)
+
+            self._append(stream, Command("write", run, fault=fault))
+
+    def idle(self, stream: int) -> bool:
+        """Return whether a stream is idle, after running some commands, since a device works meanwhile."""
+        with self.lock:
+            for _ in range(100):
+                self._step()
+            return not self._queues[stream].commands
 
     def await_(self, stream: int, recording: Recording | None) -> None:
         """Make a stream wait for an event. An event that was never recorded counts as done."""

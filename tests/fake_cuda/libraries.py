@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from tests.fake_cuda.memory import BASE, INVALID_VALUE, Block, StatusError
 from tests.fake_cuda.objects import Objects
 
 CUBLAS_VERSION = 130000
+UNKNOWN = 999  # the status CUDA_ERROR_UNKNOWN
 NOT_SUPPORTED = 15  # the status CUBLAS_STATUS_NOT_SUPPORTED
 
 _DTYPES = {2: "float16", 14: "bfloat16", 0: "float32", 1: "float64", 4: "complex64", 5: "complex128"}
@@ -32,6 +35,9 @@ class Function:
     def __init__(self, act: Callable[..., int | None]) -> None:
         self.argtypes: Any = ()
         self._act = act
+        # Passed to C code. All arguments are integers or addresses.
+        numbers = [ctypes.c_size_t] * len(signature(act).parameters)
+        self._as_parameter_ = ctypes.CFUNCTYPE(ctypes.c_int, *numbers)(self._called_by_c)
 
     def __call__(self, *arguments: Any) -> int:
         assert len(self.argtypes) == len(arguments), f"{len(arguments)} arguments for {self.argtypes}"
@@ -41,6 +47,14 @@ class Function:
             return self._act(*map(_plain, arguments)) or 0
         except StatusError as error:
             return error.status
+
+    def _called_by_c(self, *arguments: int) -> int:
+        try:
+            return self._act(*arguments) or 0
+        except StatusError as error:
+            return error.status
+        except Exception:  # a misuse, which `Device.check` raises later
+            return UNKNOWN
 
 
 class Library:
@@ -70,6 +84,21 @@ class Driver(Library):
         self._device.enter("cuEventQuery", event)
         return 0 if self._device.done(self._objects.event(event).recording) else NOT_READY
 
+    def _cuStreamWriteValue32_v2(self, stream: int, to: int, value: int, flags: int) -> None:  # noqa: N802
+        fault = self._device.enter("cuStreamWriteValue32", stream, to, value, flags)
+        into = self._device.memory.bytes_of(Block(to, 4)).view(np.uint32)
+        self._device.write_value(stream, partial(into.fill, value), fault)
+
+    def _cuStreamQuery(self, stream: int) -> int:  # noqa: N802
+        self._device.enter("cuStreamQuery", stream)
+        return 0 if self._device.idle(stream) else NOT_READY
+
+    def _cuCtxGetCurrent(self, to: int) -> None:  # noqa: N802
+        ctypes.c_size_t.from_address(to).value = self._device.number + 1
+
+    def _cuCtxSetCurrent(self, context: int) -> None:  # noqa: N802
+        self._device.current.use(context - 1)
+
     def _cuEventElapsedTime(self, to: int, start: int, end: int) -> None:  # noqa: N802
         self._device.enter("cuEventElapsedTime", start, end)
         ctypes.c_float.from_address(to).value = self._objects.elapsed(start, end)
@@ -92,6 +121,8 @@ class Driver(Library):
         self._copy("cuMemcpyAsync", Block(to, size), Block(source, size), stream, fault)
 
     def _cuMemcpy2DAsync_v2(self, r: Any, stream: int) -> None:  # noqa: N802
+        if isinstance(r, int):
+            r = import_module("oocgemm.backends.cuda.calls").Rectangle.from_address(r)
         fault = self._device.enter("cuMemcpy2DAsync_v2", r, stream)
         to, source = (
             Block(getattr(r, f"{end}_address"), r.width, r.height, getattr(r, f"{end}_pitch"))

@@ -115,6 +115,27 @@ def check(status: int) -> None:
         driver.check_status(status)
 
 
+def address(name: str) -> int:
+    """Return the address of a function of the driver."""
+    found = ctypes.cast(getattr(ctypes.PyDLL("libcuda.so.1"), name), _AT).value
+    assert found is not None
+    return found
+
+
+def context() -> int:
+    """Return the handle of the context of the current device."""
+    found = _AT()
+    driver.check_status(_cuda("cuCtxGetCurrent", _AT)(ctypes.addressof(found)))
+    assert found.value is not None
+    return found.value
+
+
+def writes_values(address: int, stream: Any) -> bool:
+    """Return whether the device can write a number to pinned memory, in the order of a stream. Writes 0."""
+    write = _cuda("cuStreamWriteValue32_v2", _AT, _AT, _UNSIGNED, _UNSIGNED)
+    return not write(stream.ptr, address, 0, 0)
+
+
 def pinned_bytes(address: int) -> int:
     """Return the number of bytes from an address to the end of the pinned range that contains it.
 
@@ -152,7 +173,7 @@ def copy(to: int, source: int, size: int, stream: Any) -> Launch:
     return made, driver.check_status
 
 
-class _Rectangle(ctypes.Structure):
+class Rectangle(ctypes.Structure):
     """CUDA's struct CUDA_MEMCPY2D. With unified addresses, the driver itself finds out which address is host
     memory."""
 
@@ -169,11 +190,11 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
     `to` and `source` each consist of an address and a pitch: the bytes from the start of a row to the start
     of the next.
     """
-    given = _Rectangle(
+    given = Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
         to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
     )  # fmt: skip
-    made = partial(_cuda("cuMemcpy2DAsync_v2", ctypes.POINTER(_Rectangle), _AT), given, stream.ptr)
+    made = partial(_cuda("cuMemcpy2DAsync_v2", ctypes.POINTER(Rectangle), _AT), given, stream.ptr)
     return made, driver.check_status
 
 

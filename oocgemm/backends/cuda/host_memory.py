@@ -25,7 +25,7 @@ from oocgemm.errors import BackendError
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.decoding import decoding_shape
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
-from oocgemm.planning.cost.ring import ring_shape
+from oocgemm.planning.cost.ring import RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
 from oocgemm.system.memory import allocate
@@ -107,7 +107,7 @@ class HostMemory:
         unfit = Kept()
         if kept.arena is not None and (not 0 < size <= MAX_KEPT or not size <= kept.arena.nbytes <= budget):
             unfit.arena, kept.arena = kept.arena, None
-        if kept.ring is not None and kept.ring.shape != shape:
+        if kept.ring is not None and not _suits(kept.ring.shape, plan, shape):
             unfit.ring, kept.ring = kept.ring, None
         self._own = kept
         unfit.free(self._device)
@@ -186,6 +186,17 @@ class HostMemory:
                 with suppress(Exception):
                     runtime.hostUnregister(begin)
         self._slots = {}
+
+
+def _suits(kept: RingShape, plan: Plan, shape: RingShape | None) -> bool:
+    """Return whether a kept ring can be the one of a plan, which wants `shape`; None if it wants no ring.
+
+    A larger ring is as good, if the budget has room for it.
+    """
+    if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece:
+        return False
+    more = plan.devices * (kept.bytes - shape.bytes)
+    return plan.footprint.host_total + more <= plan.budgets.host
 
 
 def keeps(device: int) -> bool:

@@ -58,7 +58,8 @@ class Lane:
         self.block = -1  # number of the block that the stream has waited for
         size = (end - start) // BUFFERS
         parts = range(start, end, size)
-        self._buffers = cycle([Buffer(memory[at : at + size], at) for at in parts])
+        self._buffers = [Buffer(memory[at : at + size], at) for at in parts]
+        self._turns = cycle(self._buffers)
         self.pending: Callable[[], None] | None = None  # finishes the latest piece
 
     @cached_property
@@ -75,9 +76,14 @@ class Lane:
         if pending is not None:
             pending()
 
+    def drain(self) -> None:
+        """Wait until all copies from and to the buffers have ended."""
+        for buffer in self._buffers:
+            buffer.wait()
+
     def next_buffer(self) -> Buffer:
         """Return a buffer, when the latest copy from or to the buffer has ended."""
-        buffer = next(self._buffers)
+        buffer = next(self._turns)
         buffer.wait()
         return buffer
 

@@ -13,9 +13,9 @@ costs tens of microseconds. So pieces are large, and no other call of a piece re
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +30,7 @@ from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.lanes import Copying, Lane, Move
 from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
+from oocgemm.backends.cuda.pooled import MAX_STREAMS, CompiledThreads
 from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
@@ -39,9 +40,6 @@ from oocgemm.system.memory import allocate
 from oocgemm.system.threads import start
 
 PAGE = 4096
-# Maximum number of blocks per direction that have streams of their own while they are copied. The pieces of
-# other blocks are on the streams of the lanes.
-MAX_STREAMS = 4
 
 
 class Direction:
@@ -49,7 +47,7 @@ class Direction:
 
     def __init__(self, device: Any, shape: RingShape, name: str) -> None:
         self._device = device
-        self._memory = allocate(shape.lanes * BUFFERS * shape.piece)
+        self._memory = allocate(shape.bytes // 2)
         with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
             list(pool.map(partial(_touch, self._memory, shape.lanes), range(shape.lanes)))
         try:
@@ -64,6 +62,7 @@ class Direction:
         self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
         self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self.compiled: CompiledThreads | None = None
         try:
             self._start(shape, name)
         except BaseException:
@@ -71,19 +70,28 @@ class Direction:
             raise
 
     def _start(self, shape: RingShape, name: str) -> None:
-        """Create the lanes, and start a thread for each but the last one."""
+        """Create the lanes, and start the compiled threads, if there are any, or Python's."""
         size = BUFFERS * shape.piece
         with self._device:
             self._join = cupy.cuda.Stream(non_blocking=True)
-            lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
-        self._piece = shape.piece
-        self._blocks: list[Pageable] = []  # as many as are being copied, in any order
-        self._single, self._using_single = lanes.pop(), threading.Lock()
-        for i, lane in enumerate(lanes):
-            serve = partial(self._serve, lane)
-            thread = threading.Thread(target=serve, name=f"oocgemm-{name}-{i}", daemon=True)
-            start(thread)
-            self._threads.append(thread)
+            self._lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
+        self._piece, self._name, self._starting = shape.piece, name, threading.Lock()
+        self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
+        self._single, self._using_single = self._lanes.pop(), threading.Lock()
+        with self._device:
+            if CompiledThreads.possible(self._memory, self._join):
+                self.compiled = CompiledThreads(self._memory, shape, uploads=name == "upload")
+        if self.compiled is None:
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Start the threads for blocks that Python moves, if they do not run yet."""
+        with self._starting:
+            for i in range(len(self._threads), len(self._lanes)):
+                serve, name = partial(self._serve, i), f"oocgemm-{self._name}-{i}"
+                thread = threading.Thread(target=serve, name=name, daemon=True)
+                start(thread)
+                self._threads.append(thread)
 
     def begin(
         self, block: Pageable, move: Move, waits: Sequence[Any], *, apart: bool = False
@@ -97,7 +105,7 @@ class Direction:
         try:
             stream = self._free_stream()
             least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
-            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._threads)))))
+            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._lanes)))))
             join = self._join if stream is None else stream
             ended, apart = partial(self._ended, stream), apart or stream is None
             copying = Copying(move, waits, join, len(parts), ended, apart=apart)
@@ -111,6 +119,7 @@ class Direction:
             finally:
                 self._using_single.release()
         else:
+            self._start_threads()
             for piece in parts:
                 self._queue.put((copying, piece))
         return copying.work
@@ -132,20 +141,36 @@ class Direction:
             return cupy.cuda.Stream(non_blocking=True, priority=-1)
         return None
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, number: int) -> None:
+        lane = self._lanes[number]
         with self._device:
-            while True:
-                try:
-                    item = self._queue.get_nowait()
-                except Empty:
+            while (item := self._queue.get()) is not None:
+                with self._using(number):
+                    while item is not None:
+                        copying, piece = item
+                        copying.copy(lane, piece)
+                        del copying  # while it waits, the thread shall keep no block alive
+                        try:
+                            item = self._queue.get_nowait()
+                        except Empty:
+                            break
                     lane.finish()
-                    item = self._queue.get()
                 if item is None:
                     break
-                copying, piece = item
-                copying.copy(lane, piece)
-                del item, copying  # while it waits, the thread shall keep no block alive
-            lane.finish()
+                del item
+
+    @contextmanager
+    def _using(self, lane: int) -> Iterator[None]:
+        """Use the buffers of a lane, which the lane's compiled thread does not use meanwhile."""
+        if self.compiled is None:
+            yield
+            return
+        self.compiled.take(lane)
+        try:
+            yield
+        finally:
+            self._lanes[lane].drain()
+            self.compiled.give(lane)
 
     def close(self) -> None:
         """Join the threads, and unpin and free the buffers. No copy may be in flight."""
@@ -153,6 +178,8 @@ class Direction:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        if self.compiled is not None:
+            self.compiled.close()
         unpin(self._device, self._memory)
 
 
@@ -170,7 +197,10 @@ class Ring:
 
         The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
-        dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
+        direction, dtype = self._direction("upload"), block.dtype
+        if block.memory is not None and direction.compiled is not None:
+            return direction.compiled.begin(address, block.memory, waits)
+        row = block.shape[1] * dtype.itemsize
 
         def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
             rows, cols, at = piece
@@ -180,7 +210,7 @@ class Ring:
             _copy((address + at, row), (buffer.address, size), height, size, stream)
             return buffer.record(stream), None
 
-        return self._direction("upload").begin(block, move, waits)
+        return direction.begin(block, move, waits)
 
     def download(
         self, address: int, block: Pageable, waits: Sequence[Any], turn: Turn | None = None
@@ -191,8 +221,14 @@ class Ring:
         to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
         the errors of `block.move`. So the device may overwrite the block while the host still writes.
         """
-
-        dtype, row = block.dtype, block.shape[1] * block.dtype.itemsize
+        direction, dtype, row = (
+            self._direction("download"),
+            block.dtype,
+            block.shape[1] * block.dtype.itemsize,
+        )
+        if block.memory is not None and turn is None and direction.compiled is not None:
+            return direction.compiled.begin(address, block.memory, waits)
+        row = block.shape[1] * dtype.itemsize
 
         def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
             rows, cols, at = piece
@@ -211,7 +247,7 @@ class Ring:
 
             return event, write
 
-        return self._direction("download").begin(block, move, waits, apart=turn is not None)
+        return direction.begin(block, move, waits, apart=turn is not None)
 
     def _direction(self, name: str) -> Direction:
         with self._opening:

@@ -156,7 +156,7 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
     def move(rows: tuple[int, int], cols: tuple[int, int], part: Array) -> None:
         array[slice(*cols)] = part[0]
 
-    work = ring.download(address, Pageable((1, array.size), array.dtype, move), ())()
+    work = ring.download(address, Pageable((1, array.size), array.dtype, move, memory=array[None]), ())()
     assert work.finish is not None
     work.finish()
     return work

@@ -45,6 +45,7 @@ from oocgemm.planning import (
     fit_link,
 )
 from oocgemm.system import cache
+from oocgemm.system.compiled import compiled
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
 
@@ -89,7 +90,7 @@ def calibrate(
         )
     engine = backends.open_backend(backend, device)
     say = _with_backend(engine, say)
-    machine = default_model(engine.name, len(os.sched_getaffinity(0)))
+    machine = default_model(engine.name, len(os.sched_getaffinity(0)), compiled() is not None)
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     block = _affordable(sizes.block)

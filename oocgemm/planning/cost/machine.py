@@ -116,6 +116,7 @@ class MachineModel:
     - `shares_cores`: reads, writes and multiplications use the same CPU cores.
     - `unified`: device and host memory are the same, so that nothing is uploaded or downloaded.
     - `device_reserve`, `host_reserve`: bytes that libraries take of the budgets.
+    - `compiled`: compiled threads copy between arrays in host memory and pinned buffers, not Python's.
     - `casts_panels`: operands narrower than the accumulator are cast before they are multiplied.
     """
 
@@ -153,6 +154,7 @@ class MachineModel:
     device_reserve: int = 0
     host_reserve: int = 0
     casts_panels: bool = False
+    compiled: bool = False
     calibrated: bool = False
     storage_calibrated: bool = False
 
@@ -272,8 +274,11 @@ class MachineModel:
 
 
 @lru_cache(16)
-def default_model(backend: str, cores: int) -> MachineModel:
-    """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host"."""
+def default_model(backend: str, cores: int, compiled: bool = False) -> MachineModel:
+    """Return the uncalibrated model of a backend: an H200 on PCIe 5 for "cuda", AVX-512 cores for "host".
+
+    `compiled` is that field of the model.
+    """
     if backend == "cuda":
         return MachineModel(
             name="cuda defaults (H200, PCIe 5 x16)",
@@ -308,6 +313,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200.
             device_reserve=80 << 20,
             host_reserve=1 << 20,
+            compiled=compiled,
         )
     fp64 = 55e9 * cores
     return MachineModel(

@@ -1,0 +1,196 @@
+"""Runs the compiled threads that copy blocks between the host and a device (`kernels/host/host.h`)."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm.errors import ExecutionError
+from oocgemm.system.compiled import compiled
+from oocgemm.system.threads import refusal
+
+_INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+# The functions of the CUDA driver that the threads call, in the order of struct ooc_driver.
+DRIVER = (
+    "cuCtxSetCurrent",
+    "cuMemcpyAsync",
+    "cuMemcpy2DAsync_v2",
+    "cuStreamWriteValue32_v2",
+    "cuStreamQuery",
+    "cuEventRecord",
+)
+# The pieces of a block, one per row: first row, number of rows, first byte of a row, and bytes of each row.
+Pieces = NDArray[np.uintp]
+
+
+class _Memory(ctypes.Structure):
+    """struct ooc_memory."""
+
+    _fields_ = (("address", _AT), ("pitch", ctypes.c_ssize_t))
+
+
+class Block(ctypes.Structure):
+    """struct ooc_block: a block that is copied. Its owner keeps it until it is finished.
+
+    Attributes:
+        error: a status of the driver if positive, an errno if negative, 0 if nothing has failed.
+        issued_at: when the first copy was issued, in nanoseconds of `perf_counter_ns`.
+    """
+
+    _fields_ = (
+        *(("move", _AT), ("place", _AT), ("pieces", _AT), ("count", _SIZE)),
+        *(("device", ctypes.c_uint64), ("row_bytes", _SIZE), ("stream", _AT), ("end", _AT)),
+        *(("error", _INT), ("issued", _INT), ("issued_at", ctypes.c_int64)),
+        *(("taken", _SIZE), ("unissued", _SIZE), ("unfinished", _SIZE), ("next", _AT)),
+    )
+    error: int
+    issued_at: int
+    owned: tuple[object, ...]  # what its addresses point to
+
+
+def available() -> bool:
+    """Return whether there is compiled code for the threads."""
+    return compiled() is not None
+
+
+@lru_cache(64)
+def row_pieces(rows: int, row: int, size: int) -> Pieces:
+    """Cut `rows` rows of `row` bytes into pieces of at most `size` bytes: whole rows, or parts of one row.
+
+    >>> row_pieces(3, 16, 32).tolist(), row_pieces(1, 40, 32).tolist()
+    ([[0, 2, 0, 16], [2, 1, 0, 16]], [[0, 1, 0, 32], [0, 1, 32, 8]])
+    """
+    height, width = max(1, size // row), min(row, size)
+    tops, lefts = np.arange(0, rows, height), np.arange(0, row, width)
+    pieces = np.empty((len(tops), len(lefts), 4), np.uintp)
+    pieces[..., 0], pieces[..., 2] = tops[:, None], lefts
+    pieces[..., 1], pieces[..., 3] = np.minimum(height, rows - tops)[:, None], np.minimum(width, row - lefts)
+    return pieces.reshape(-1, 4)
+
+
+def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: bool) -> Block:
+    """Return the block that is an array with contiguous rows. `device` is its address on the device."""
+    place = _Memory(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)
+    found = Block(
+        move=_library().from_memory if uploads else _library().to_memory,
+        place=ctypes.addressof(place),
+        pieces=pieces.ctypes.data,
+        count=len(pieces),
+        device=device,
+        row_bytes=array.shape[1] * array.itemsize,
+    )
+    found.owned = place, pieces, array
+    return found
+
+
+class Pool:
+    """Threads that copy blocks in one direction, each through pinned buffers of its own."""
+
+    def __init__(
+        self,
+        driver: Sequence[int],
+        context: int,
+        memory: tuple[int, int, int],
+        shape: tuple[int, int],
+        *,
+        uploads: bool,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            driver: addresses of the functions in `DRIVER`.
+            context: what each thread passes to the first of them.
+            memory: address of the first pinned buffer, bytes of each buffer, and address of 64 pinned bytes
+                per buffer. Buffers follow each other, and so do marks.
+            shape: number of threads, and of the buffers of each.
+            uploads: whether the blocks are copied to the device.
+
+        Raises:
+            ExecutionError: the system cannot start a thread.
+        """
+        functions = (_AT * len(DRIVER))(*driver)
+        self._library = _library()
+        self._pool = self._library.open(functions, context, uploads, *shape, *memory)
+        if not self._pool:
+            why = refusal(RuntimeError("can't start new thread"))
+            raise ExecutionError(f"the system cannot start a thread that copies blocks: {why}")
+
+    def begin(self, block: Block, stream: int, end: int) -> None:
+        """Begin to copy a block on a stream. Record the event `end` when its last copy has been issued.
+
+        The caller keeps `block` until it is finished.
+        """
+        block.stream, block.end = stream, end
+        self._library.begin(self._pool, ctypes.byref(block))
+
+    def wait_issued(self, block: Block) -> None:
+        """Wait until all copies of a block have been issued."""
+        # The first call keeps the GIL. To get it back may take longer than to wait.
+        if not self._library.is_issued(self._pool, ctypes.byref(block), 0):
+            self._library.wait_issued(self._pool, ctypes.byref(block), 1)
+
+    def wait_finished(self, block: Block) -> None:
+        """Wait until all pieces of a block have been copied."""
+        if not self.is_finished(block):
+            self._library.wait_finished(self._pool, ctypes.byref(block), 1)
+
+    def is_finished(self, block: Block) -> bool:
+        """Return whether all pieces of a block have been copied."""
+        return bool(self._library.is_finished(self._pool, ctypes.byref(block), 0))
+
+    def take(self, lane: int) -> None:
+        """Take the buffers of a thread, which copies nothing until the calling thread has given them back.
+
+        No copy from or to the buffers may be in flight then, nor is one now.
+        """
+        self._library.take(self._pool, lane)
+
+    def give(self, lane: int) -> None:
+        """Give the buffers of a thread back."""
+        self._library.give(self._pool, lane)
+
+    def close(self) -> None:
+        """End the threads. All blocks must be finished."""
+        if self._pool:
+            self._library.close(self._pool)
+            self._pool = None
+
+
+class _Library:
+    """The functions of the compiled library, with the types of their arguments."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, *types: Any, keep_gil: bool = False, result: Any = None) -> Any:
+            kind = ctypes.PYFUNCTYPE if keep_gil else ctypes.CFUNCTYPE
+            return kind(result, *types)((f"ooc_{name}", library))
+
+        block = _AT, ctypes.POINTER(Block)
+        self.open = function("open", _AT, _AT, _INT, _SIZE, _SIZE, _AT, _SIZE, _AT, result=_AT)
+        self.begin = function("begin", *block)
+        self.wait_issued, self.wait_finished = (
+            function(name, *block, _INT, result=_INT) for name in ("issued", "finished")
+        )
+        self.is_issued, self.is_finished = (
+            function(name, *block, _INT, result=_INT, keep_gil=True) for name in ("issued", "finished")
+        )
+        self.take, self.give = (function(f"{name}_lane", _AT, _SIZE) for name in ("take", "give"))
+        self.close = function("close", _AT)
+        self.from_memory, self.to_memory = (
+            ctypes.cast(getattr(library, f"ooc_{name}_memory"), _AT).value for name in ("from", "to")
+        )
+
+
+@cache
+def _library() -> _Library:
+    library = compiled()
+    assert library is not None
+    return _Library(library)
+
+
+def error_of(block: Block) -> OSError | None:
+    """Return the error of the system that has stopped the copies of a block; None if there is none."""
+    return OSError(-block.error, os.strerror(-block.error)) if block.error < 0 else None
