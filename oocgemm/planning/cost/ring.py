@@ -16,6 +16,8 @@ MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
 # slowly to buffers that are in the caches of cores: with two of 512 KiB for each of 12 threads, downloads ran
 # at 15 GB/s on an H100, with two of 4 MiB at 49 GB/s.
 COMPILED_PIECE, MIN_COMPILED_PIECE = 4 << 20, 256 << 10
+# The same for blocks in files. To find and to open a file takes some of the time of a piece.
+STORED_PIECE, MIN_STORED_PIECE = 4 << 20, 512 << 10
 # Maximum number of such threads. More of them only wait for the driver's lock.
 COMPILED_LANES = 8
 # Buffers have at least this many bytes, and a multiple of them: a page.
