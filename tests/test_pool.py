@@ -39,7 +39,7 @@ def driver(seed: int = 0, function: int = 0, first: int = 0) -> Any:
 def pool(library: Any, lanes: int = 3, buffers: int = 2, *, uploads: bool) -> Iterator[Pool]:
     memory, marks = np.zeros(lanes * buffers * SIZE, np.uint8), np.ones(lanes * buffers * 64, np.uint8)
     functions = (ctypes.c_void_p * len(DRIVER)).in_dll(library, "fake_driver")
-    places = memory.ctypes.data, SIZE, marks.ctypes.data
+    places = memory.ctypes.data, buffers * SIZE, marks.ctypes.data
     made = Pool([at or 0 for at in functions], 1, places, (lanes, buffers), uploads=uploads)
     try:
         yield made

@@ -79,11 +79,12 @@ struct ooc_block {
   struct ooc_block *next;
 };
 
-/* Threads that copy blocks in one direction. Each has a lane: some pinned buffers. */
+/* Threads that copy blocks in one direction. Each has a lane: pinned memory for the buffers of its pieces. */
 struct ooc_pool;
 
-/* Starts `lanes` threads. Lane i has the buffers `memory` + (i * `buffers` + j) * `size` of `size` bytes each. The pool
- * also uses OOC_MARK bytes per buffer at `marks`, in pinned memory, too. Returns NULL if a thread cannot be started. */
+/* Starts `lanes` threads. Lane i has the `size` bytes from `memory` + i * `size` on. They have room for `buffers`
+ * pieces of at most `size` / `buffers` bytes. The pool also uses OOC_MARK bytes per buffer at `marks`, in pinned
+ * memory, too. Returns NULL if a thread cannot be started. */
 #define OOC_MARK 64
 struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
                           char *memory, size_t size, char *marks);

@@ -4,6 +4,9 @@
  * copies, the thread fills its next buffer. To download, a thread issues copies to all of its buffers, and moves
  * pieces to their place as the copies end.
  *
+ * Buffers of a lane go through its memory, so that a buffer is no more in the caches of the core when the link copies
+ * to its memory again. Such copies would be three times as slow.
+ *
  * After each copy, the device writes a number to the mark of the buffer, in host memory. A thread that waits for the
  * copy reads the mark. To ask the driver would make all threads wait that call it, since it has one lock.
  *
@@ -39,7 +42,8 @@
 enum { NOT_READY = 600, UNIFIED = 4 };
 
 struct buffer {
-  char *memory;
+  char *memory; /* of the latest piece */
+  size_t size;
   _Atomic uint32_t *mark; /* the device writes the number of the latest copy to it, when that has ended */
   uint32_t copies;
   void *stream;            /* of the latest copy */
@@ -52,7 +56,9 @@ struct lane {
   pthread_t thread;
   pthread_mutex_t used; /* held by the thread that uses the buffers */
   struct buffer *buffers;
-  size_t next;
+  size_t next; /* number of the buffer to use */
+  char *memory;
+  size_t size, at; /* bytes of the memory, and where in it the next buffer is */
 };
 
 struct ooc_pool {
@@ -187,6 +193,25 @@ static struct buffer *next_buffer(struct lane *lane) {
   return buffer;
 }
 
+/* Finds room for a piece in the memory of a lane, behind the latest one. Waits for the pieces that are there. */
+static int place(struct lane *lane, struct buffer *buffer, size_t size) {
+  if (lane->at + size > lane->size)
+    lane->at = 0;
+  buffer->memory = lane->memory + lane->at;
+  buffer->size = size;
+  lane->at += (size + 63) & ~(size_t)63;
+  for (size_t i = 0; i < lane->pool->buffers; ++i) {
+    struct buffer *other = lane->buffers + i;
+    if (other == buffer || other->memory >= buffer->memory + size || buffer->memory >= other->memory + other->size)
+      continue;
+    finish(lane->pool, other);
+    int error = await(lane->pool, other);
+    if (error)
+      return error;
+  }
+  return 0;
+}
+
 /* Copies a piece by the means of a lane; to download, up to where its copy is issued. */
 static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
   struct ooc_pool *pool = lane->pool;
@@ -195,6 +220,8 @@ static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
   int error = 0;
   if (!has_failed(pool, block)) {
     error = await(pool, buffer);
+    if (!error)
+      error = place(lane, buffer, block->pieces[number].rows * block->pieces[number].size);
     if (!error && pool->uploads)
       error = -block->move(block->place, number, block->pieces + number, buffer->memory);
     if (number == 0)
@@ -281,14 +308,15 @@ struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int up
   for (size_t i = 0; i < lanes * buffers && !error; ++i) {
     _Atomic uint32_t *mark = (void *)(marks + i * OOC_MARK);
     atomic_store(mark, 0);
-    pool->buffer[i] = (struct buffer){.memory = memory + i * size, .mark = mark};
+    pool->buffer[i] = (struct buffer){.memory = memory, .mark = mark};
   }
   sigset_t all, before; /* signals go to the threads of Python */
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   for (size_t i = 0; i < lanes && !error; ++i) {
     struct lane *lane = pool->lane + i;
-    *lane = (struct lane){.pool = pool, .buffers = pool->buffer + i * buffers};
+    *lane = (struct lane){
+        .pool = pool, .buffers = pool->buffer + i * buffers, .memory = memory + i * size, .size = size};
     pthread_mutex_init(&lane->used, NULL);
     error = pthread_create(&lane->thread, NULL, serve, lane);
     pool->lanes += !error;

@@ -128,9 +128,10 @@ class Pool:
         Args:
             driver: addresses of the functions in `DRIVER`.
             context: what each thread passes to the first of them.
-            memory: address of the first pinned buffer, bytes of each buffer, and address of 64 pinned bytes
-                per buffer. Buffers follow each other, and so do marks.
-            shape: number of threads, and of the buffers of each.
+            memory: address of pinned memory, its bytes per thread, and the address of 64 pinned bytes per
+                buffer.
+            shape: number of threads, and of the buffers of each. A piece has at most the bytes of a thread
+                divided by the number of its buffers.
             uploads: whether the blocks are copied to the device.
 
         Raises:

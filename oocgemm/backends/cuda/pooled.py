@@ -54,7 +54,7 @@ class CompiledThreads:
         """
         start, threads = memory.ctypes.data, (shape.lanes - 1, BUFFERS)
         driver = [cuda_calls.address(name) for name in DRIVER]
-        places = start, shape.piece, start + shape.lanes * BUFFERS * shape.piece
+        places = start, BUFFERS * shape.piece, start + shape.lanes * BUFFERS * shape.piece
         self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
         self._shape, self._uploads = shape, uploads
