@@ -123,8 +123,9 @@ def test_a_block_of_files_is_uploaded_by_compiled_threads_as_far_as_they_can(
         moved.append(rows)
         out[...] = part[slice(*rows), slice(*cols)]
 
-    given = Pageable(SHAPE, DTYPE, move, stored=Stored(chunks, 3, 5))
+    given, compiled = Pageable(SHAPE, DTYPE, move, stored=Stored(chunks, 3, 5)), pool.available()
     uploaded, back = ring.upload(address, given, [])(), np.zeros(SHAPE)
     ring.download(address, block(back), [uploaded.end])().finish()
     np.testing.assert_array_equal(back, part)
-    assert bool(moved) == (lacking or not pool.available())
+    assert bool(moved) == (lacking or not compiled)
+    assert chunks.incomplete == (lacking and compiled)

@@ -49,7 +49,10 @@ class _Area(ctypes.Structure):
 class CachedChunks:
     """The chunks of a matrix, row by row, whose stored bytes are those of their elements.
 
-    `address` is that of the `struct ooc_chunks`, for compiled code that reads blocks itself.
+    Attributes:
+        address: of the `struct ooc_chunks`, for compiled code that reads blocks itself.
+        incomplete: whether that could not read a block, because of a missing chunk, for example. Further
+            blocks are likely to have such chunks, too. So Python reads them, with `read`.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class CachedChunks:
             MIN_SCATTERED_ON_MANY_CORES if many_cores() else MIN_SCATTERED,
         )
         self.address = ctypes.addressof(self._chunks)
+        self.incomplete = False
 
     def read(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
         """Read a block into an array with contiguous rows.
@@ -118,9 +122,9 @@ class Stored(NamedTuple):
 
 
 def cached_chunks(matrix: Matrix) -> CachedChunks | None:
-    """Return the chunks of a matrix whose blocks compiled code can read; None if Python must read them."""
+    """Return the chunks of a matrix if compiled code can read whole blocks; None if Python must read them."""
     found: CachedChunks | None = getattr(matrix, "cached_chunks", None)
-    return found
+    return None if found is None or found.incomplete else found
 
 
 def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:

@@ -223,6 +223,8 @@ class Ring:
         try:
             return copied.work()
         except OSError:
+            if block.stored is not None:
+                block.stored.chunks.incomplete = True
             with self._device:
                 return direction.begin(block, move, [copied.end])()
 
