@@ -1,6 +1,7 @@
 """Schedules: all waits are derived, and every order that the waits allow gives the right result."""
 
 import itertools
+import pickle
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -234,6 +235,14 @@ def test_threads_share_a_program() -> None:
     program, expected = Program(schedule), waits_of(schedule)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda _: list(program) == expected, range(8)))
+
+
+def test_a_program_can_be_pickled() -> None:
+    p = problem(9, 9, 9)
+    grid = TileGrid.of(p, TileShape(4, 4, 4))
+    program = Program(Schedule(p, grid, walk(Traversal(), *grid.shape), Slots()))
+    next(iter(program))
+    assert list(pickle.loads(pickle.dumps(program))) == list(program)
 
 
 def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:

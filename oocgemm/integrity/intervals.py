@@ -35,10 +35,9 @@ class Elements:
         depth = problem.depth
         # At most one rounded operation per index along k, and two per panel.
         self._rounding = Rounding(problem.as_summed, 3 * depth, depth)
-        exact = problem.exact and problem.acc_dtype == "int32"
         stored = problem.acc_dtype if problem.selects else problem.c_dtype
         scores = {SELECTED[name]: name for name in ("float32", "float64")}.get(problem.c_dtype, "")
-        limits = limits_of(scores or ("float64" if exact else stored))
+        limits = limits_of(scores or (stored if stored != "int32" else "float64"))
         self._unit, self._largest = float(limits.eps) / 2, float(limits.max) * 0.99
         wide = "float32" if problem.acc_dtype == "float32" else "float64"
         tiny = float(np.finfo(wide).tiny)  # devices may replace smaller numbers by 0

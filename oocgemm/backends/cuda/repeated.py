@@ -21,8 +21,8 @@ from oocgemm.planning import Kind, Operation, Plan
 
 def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
-    problem = plan.problem
-    depends = problem.prepares or problem.gram or problem.centered or problem.epilogue or problem.selects
+    p = plan.problem
+    depends = p.prepares or p.gram or p.centered or p.epilogue or p.selects or p.chained
     return plan.devices == 1 and spins(plan) and not depends
 
 

@@ -103,6 +103,9 @@ class Program(Sequence[tuple[Operation, list[int]]]):
         self._known: list[tuple[Operation, list[int]]] = []
         self._lock = Lock()
 
+    def __reduce__(self) -> tuple[type["Program"], tuple[list[Operation]]]:
+        return Program, ([operation for operation, _ in self],)  # neither a lock nor an iterator is pickled
+
     def _derive(self, stop: int | None = None) -> None:
         """Derive the waits of the operations before index `stop`, as far as there are any; None for all."""
         with self._lock:
