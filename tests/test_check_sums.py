@@ -324,7 +324,8 @@ def test_the_kernels_are_what_numpy_does(dtype: str, build: Callable[[], Built])
 def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable[[], Built]) -> None:
     import cupy
 
-    from oocgemm.backends.cuda.launch import Kernels, SumsDevice
+    from oocgemm.backends.cuda.launch import Kernels
+    from oocgemm.backends.cuda.sums import SumsDevice
 
     def run(case: Case, given: Callable[[int], ctypes.Structure]) -> Array:
         memory = cupy.asarray(case.memory)

@@ -21,7 +21,7 @@ from tests.native import built
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiled host code")
 
-SIZE = 256  # bytes of a buffer
+SIZE = 256  # maximum bytes of a piece
 # The functions of the driver that may fail, by number, and the status of a failure.
 COPY, COPY_ROWS, WRITE, QUERY, RECORD = 1, 2, 3, 4, 5
 FAILED = 719
@@ -37,9 +37,9 @@ def driver(seed: int = 0, function: int = 0, first: int = 0) -> Any:
 
 @contextmanager
 def pool(library: Any, lanes: int = 3, buffers: int = 2, *, uploads: bool) -> Iterator[Pool]:
-    memory, marks = np.zeros(lanes * buffers * SIZE, np.uint8), np.ones(lanes * buffers * 64, np.uint8)
+    memory, marks = np.zeros(lanes * 3 * SIZE, np.uint8), np.ones(lanes * buffers * 64, np.uint8)
     functions = (ctypes.c_void_p * len(DRIVER)).in_dll(library, "fake_driver")
-    places = memory.ctypes.data, buffers * SIZE, marks.ctypes.data
+    places = memory.ctypes.data, 3 * SIZE, 2 * SIZE, marks.ctypes.data
     made = Pool([at or 0 for at in functions], 1, places, (lanes, buffers), uploads=uploads)
     try:
         yield made
@@ -96,7 +96,7 @@ def copy(made: Pool, library: Any, blocks: Sequence[Copied]) -> None:
         st.integers(1, 32),
         st.booleans(),
         st.integers(1, 4),
-        st.integers(1, 3),
+        st.integers(1, 5),
         st.integers(0, 9),
     ),
 )
@@ -179,6 +179,27 @@ def test_a_thread_that_has_taken_a_lane_is_waited_for() -> None:
         made.give(0)
         waiting.join()
         library.fake_wait(ctypes.c_void_p(END))
+        copied.check()
+
+
+def test_no_copy_is_in_flight_on_a_lane_that_is_taken() -> None:
+    library = driver()
+    library.fake_hold(ctypes.c_void_p(1))
+    with pool(library, lanes=1, uploads=True) as made:
+        copied = Copied(4, 50, 0, 2, 50, uploads=True)
+        made.begin(copied.block, 1, END)
+        made.wait_issued(copied.block)
+
+        def use() -> None:
+            made.take(0)
+            made.give(0)
+
+        taking = threading.Thread(target=use)
+        taking.start()
+        taking.join(0.05)
+        assert taking.is_alive()
+        library.fake_hold(None)
+        taking.join()
         copied.check()
 
 

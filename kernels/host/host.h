@@ -82,12 +82,12 @@ struct ooc_block {
 /* Threads that copy blocks in one direction. Each has a lane: pinned memory for the buffers of its pieces. */
 struct ooc_pool;
 
-/* Starts `lanes` threads. Lane i has the `size` bytes from `memory` + i * `size` on. They have room for `buffers`
- * pieces of at most `size` / `buffers` bytes. The pool also uses OOC_MARK bytes per buffer at `marks`, in pinned
- * memory, too. Returns NULL if a thread cannot be started. */
+/* Starts `lanes` threads. Lane i has the `size` bytes from `memory` + i * `pitch` on, for at most `buffers` pieces at a
+ * time. A piece has at most half of these bytes. The pool also uses OOC_MARK bytes per buffer of each lane at `marks`,
+ * in pinned memory, too. Returns NULL if a thread cannot be started. */
 #define OOC_MARK 64
 struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
-                          char *memory, size_t size, char *marks);
+                          char *memory, size_t pitch, size_t size, char *marks);
 
 /* Begins to copy a block. Its stream must be waiting for what the copies depend on. */
 void ooc_begin(struct ooc_pool *pool, struct ooc_block *block);

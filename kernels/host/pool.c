@@ -1,8 +1,8 @@
 /* Threads that copy blocks between the host and the device, piece by piece through pinned buffers.
  *
  * To upload, a thread moves a piece into one of its buffers, and issues the copy to the device. While the device
- * copies, the thread fills its next buffer. To download, a thread issues copies to all of its buffers, and moves
- * pieces to their place as the copies end.
+ * copies, the thread fills its next buffer. To download, a thread issues copies to several buffers, and moves the
+ * pieces to their places as the copies end.
  *
  * Buffers of a lane go through its memory, so that a buffer is no more in the caches of the core when the link copies
  * to its memory again. Such copies would be three times as slow.
@@ -20,6 +20,9 @@
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 #include "host.h"
 
@@ -30,14 +33,11 @@
 #endif
 
 /* Nanoseconds for which a thread that waits keeps its core busy before it sleeps. To wake it takes as long. */
-#ifndef SPIN
 #define SPIN 50000
-#endif
-#ifndef SLEEP
-#define SLEEP(waited) sleep_for(waited < 40 * SPIN ? SPIN / 2 : 2 * SPIN)
-#endif
 /* Nanoseconds between questions to the driver whether the device has failed. */
 #define CHECK 2000000
+/* A thread with at least this many pieces to finish leaves a block's last ones to others: this many for each. */
+#define FEW 2
 /* CUDA_ERROR_NOT_READY, and CU_MEMORYTYPE_UNIFIED: the driver itself finds out whether an address is on the host. */
 enum { NOT_READY = 600, UNIFIED = 4 };
 
@@ -56,7 +56,8 @@ struct lane {
   pthread_t thread;
   pthread_mutex_t used; /* held by the thread that uses the buffers */
   struct buffer *buffers;
-  size_t next; /* number of the buffer to use */
+  size_t next;    /* number of the buffer to use */
+  size_t pending; /* pieces that are left to finish */
   char *memory;
   size_t size, at; /* bytes of the memory, and where in it the next buffer is */
 };
@@ -140,7 +141,7 @@ static int await(struct ooc_pool *pool, struct buffer *buffer) {
         return status;
       checked = now();
     }
-    SLEEP(waited);
+    sleep_for(waited < 40 * SPIN ? SPIN / 2 : 2 * SPIN);
   }
   return 0;
 }
@@ -174,11 +175,13 @@ static int copy(struct ooc_pool *pool, struct ooc_block *block, size_t number, s
 }
 
 /* Moves the piece that was downloaded to a buffer to its place, if there is one. */
-static void finish(struct ooc_pool *pool, struct buffer *buffer) {
+static void finish(struct lane *lane, struct buffer *buffer) {
+  struct ooc_pool *pool = lane->pool;
   struct ooc_block *block = buffer->block;
   if (!block)
     return;
   buffer->block = NULL;
+  --lane->pending;
   int error = await(pool, buffer);
   if (!error && !has_failed(pool, block))
     error = -block->move(block->place, buffer->piece, block->pieces + buffer->piece, buffer->memory);
@@ -187,10 +190,11 @@ static void finish(struct ooc_pool *pool, struct buffer *buffer) {
   count_finished(pool, block);
 }
 
-static struct buffer *next_buffer(struct lane *lane) {
-  struct buffer *buffer = lane->buffers + lane->next;
-  lane->next = (lane->next + 1) % lane->pool->buffers;
-  return buffer;
+/* Finishes the piece whose copy was issued first, of those that are left to finish. */
+static void finish_oldest(struct lane *lane) {
+  size_t before = lane->pending;
+  for (size_t i = lane->next; lane->pending == before; i = (i + 1) % lane->pool->buffers)
+    finish(lane, lane->buffers + i);
 }
 
 /* Finds room for a piece in the memory of a lane, behind the latest one. Waits for the pieces that are there. */
@@ -204,7 +208,7 @@ static int place(struct lane *lane, struct buffer *buffer, size_t size) {
     struct buffer *other = lane->buffers + i;
     if (other == buffer || other->memory >= buffer->memory + size || buffer->memory >= other->memory + other->size)
       continue;
-    finish(lane->pool, other);
+    finish(lane, other);
     int error = await(lane->pool, other);
     if (error)
       return error;
@@ -215,8 +219,9 @@ static int place(struct lane *lane, struct buffer *buffer, size_t size) {
 /* Copies a piece by the means of a lane; to download, up to where its copy is issued. */
 static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
   struct ooc_pool *pool = lane->pool;
-  struct buffer *buffer = next_buffer(lane);
-  finish(pool, buffer);
+  struct buffer *buffer = lane->buffers + lane->next;
+  lane->next = (lane->next + 1) % pool->buffers;
+  finish(lane, buffer);
   int error = 0;
   if (!has_failed(pool, block)) {
     error = await(pool, buffer);
@@ -231,6 +236,7 @@ static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
     if (!error && !pool->uploads) {
       buffer->block = block;
       buffer->piece = number;
+      ++lane->pending;
     }
   }
   if (error)
@@ -241,10 +247,14 @@ static void handle(struct lane *lane, struct ooc_block *block, size_t number) {
     count_finished(pool, block);
 }
 
-/* Takes a piece that no thread has taken; returns its block, or NULL. */
-static struct ooc_block *take(struct ooc_pool *pool, size_t *number) {
+/* Takes a piece that no thread has taken; returns its block, or NULL. The last pieces of a block are left to threads
+ * that have fewer pieces to finish. */
+static struct ooc_block *take(struct lane *lane, size_t *number) {
+  struct ooc_pool *pool = lane->pool;
   pthread_mutex_lock(&pool->mutex);
   struct ooc_block *block = pool->first;
+  if (block && lane->pending >= FEW && block->count - block->taken < FEW * pool->lanes)
+    block = NULL;
   if (block) {
     *number = block->taken++;
     if (block->taken == block->count) {
@@ -273,19 +283,21 @@ static void *serve(void *given) {
   struct lane *lane = given;
   struct ooc_pool *pool = lane->pool;
   int entered = pool->driver.enter(pool->context);
+#ifdef __linux__
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* nanoseconds by which a sleep may last longer */
+#endif
   while (wait_for_work(pool)) {
     struct ooc_block *block;
     size_t number;
     pthread_mutex_lock(&lane->used);
-    while ((block = take(pool, &number))) {
+    while ((block = take(lane, &number)) || lane->pending) {
+      if (!block) {
+        finish_oldest(lane);
+        continue;
+      }
       if (entered)
         fail(pool, block, entered);
       handle(lane, block, number);
-    }
-    for (size_t i = 0; i < pool->buffers; ++i) {
-      struct buffer *buffer = next_buffer(lane);
-      finish(pool, buffer);
-      await(pool, buffer); /* an error is that of the next copy, too */
     }
     pthread_mutex_unlock(&lane->used);
   }
@@ -293,7 +305,7 @@ static void *serve(void *given) {
 }
 
 struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int uploads, size_t lanes, size_t buffers,
-                          char *memory, size_t size, char *marks) {
+                          char *memory, size_t pitch, size_t size, char *marks) {
   struct ooc_pool *pool = calloc(1, sizeof *pool);
   if (!pool)
     return NULL;
@@ -316,7 +328,7 @@ struct ooc_pool *ooc_open(const struct ooc_driver *driver, void *context, int up
   for (size_t i = 0; i < lanes && !error; ++i) {
     struct lane *lane = pool->lane + i;
     *lane = (struct lane){
-        .pool = pool, .buffers = pool->buffer + i * buffers, .memory = memory + i * size, .size = size};
+        .pool = pool, .buffers = pool->buffer + i * buffers, .memory = memory + i * pitch, .size = size};
     pthread_mutex_init(&lane->used, NULL);
     error = pthread_create(&lane->thread, NULL, serve, lane);
     pool->lanes += !error;
@@ -360,9 +372,14 @@ int ooc_issued(struct ooc_pool *pool, struct ooc_block *block, int wait) { retur
 
 int ooc_finished(struct ooc_pool *pool, struct ooc_block *block, int wait) { return reached(pool, block, true, wait); }
 
-void ooc_take_lane(struct ooc_pool *pool, size_t lane) { pthread_mutex_lock(&pool->lane[lane].used); }
+void ooc_take_lane(struct ooc_pool *pool, size_t number) {
+  struct lane *lane = pool->lane + number;
+  pthread_mutex_lock(&lane->used);
+  for (size_t i = 0; i < pool->buffers; ++i)
+    await(pool, lane->buffers + i); /* an error is that of the next copy, too */
+}
 
-void ooc_give_lane(struct ooc_pool *pool, size_t lane) { pthread_mutex_unlock(&pool->lane[lane].used); }
+void ooc_give_lane(struct ooc_pool *pool, size_t number) { pthread_mutex_unlock(&pool->lane[number].used); }
 
 void ooc_close(struct ooc_pool *pool) {
   if (pool->owner != getpid())

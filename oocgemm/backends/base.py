@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
-from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
 from oocgemm.stores.cached import Stored
-from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
 
@@ -193,37 +192,6 @@ class DoneToken:
 
     def interval(self) -> tuple[int, int]:
         return self.start, self.end
-
-
-class Checksums(Protocol):
-    """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
-
-    Attributes:
-        expected: the host's digests of the next Multiply's two panels. The engine sets them before it submits
-            the Multiply. The device compares them with digests of the panels that it received.
-        busy: the time that the device spends on checksums.
-        room: the memory layout of the checksums of one strip of C.
-    """
-
-    expected: tuple[int, int]
-    busy: BusyTime
-    room: StripOffsets
-
-    def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that the checksums of later operations use."""
-
-
-class SumsOfStrips(Protocol):
-    """The sums of strips that a device takes of the accumulator before a Finish changes its elements."""
-
-    def begin(self, seed: int) -> None:
-        """Set the seed of the random signs that later sums use."""
-
-    def take(self, operation: Operation) -> tuple[Array, Array]:
-        """Return the sums and the norms of the blocks of a strip, once.
-
-        `operation` is the Finish of the strip, which has ended, or another operation on the same rows.
-        """
 
 
 class Session(Protocol):

@@ -256,7 +256,7 @@ class Samples:
     def _error(what: str) -> ExecutionError:
         return ExecutionError(
             f"{what}. The product was right: what the device made of it, or what was stored of that, is not; "
-            "test this machine, then compute C again with --overwrite"
+            "test this machine, then run again, with --overwrite if C is stored"
         )
 
 

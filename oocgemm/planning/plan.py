@@ -256,8 +256,7 @@ class Plan:
     def _direct(self) -> frozenset[str]:
         """The operands whose blocks the device copies directly."""
         panels = self._panels.items()
-        direct = (x for x, (layout, panel) in panels if self.slots.streams(x) and layout.is_direct(panel))
-        return frozenset(direct)
+        return frozenset(x for x, (y, panel) in panels if self.slots.streams(x) and y.is_direct(panel))
 
     @property
     def in_place(self) -> set[str]:

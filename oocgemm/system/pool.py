@@ -118,7 +118,7 @@ class Pool:
         self,
         driver: Sequence[int],
         context: int,
-        memory: tuple[int, int, int],
+        memory: tuple[int, int, int, int],
         shape: tuple[int, int],
         *,
         uploads: bool,
@@ -128,10 +128,10 @@ class Pool:
         Args:
             driver: addresses of the functions in `DRIVER`.
             context: what each thread passes to the first of them.
-            memory: address of pinned memory, its bytes per thread, and the address of 64 pinned bytes per
-                buffer.
-            shape: number of threads, and of the buffers of each. A piece has at most the bytes of a thread
-                divided by the number of its buffers.
+            memory: address of the pinned memory of the first thread, bytes from there to that of the next
+                one, bytes of each, and address of 64 pinned bytes for each buffer of all threads.
+            shape: number of threads, and the maximum number of pieces that each copies at a time. A piece has
+                at most half of the bytes of a thread.
             uploads: whether the blocks are copied to the device.
 
         Raises:
@@ -194,7 +194,7 @@ class _Library:
             return kind(result, *types)((f"ooc_{name}", library))
 
         block = _AT, ctypes.POINTER(Block)
-        self.open = function("open", _AT, _AT, _INT, _SIZE, _SIZE, _AT, _SIZE, _AT, result=_AT)
+        self.open = function("open", _AT, _AT, _INT, _SIZE, _SIZE, _AT, _SIZE, _SIZE, _AT, result=_AT)
         self.begin = function("begin", *block)
         self.wait_issued, self.wait_finished = (
             function(name, *block, _INT, result=_INT) for name in ("issued", "finished")

@@ -155,30 +155,6 @@ class Kernels:
         return function
 
 
-class SumsDevice:
-    """Launches the checksum kernels and copies device memory, on cupy's current stream.
-
-    Implements `oocgemm.backends.checksums.Device`.
-    """
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def load(self, entry: str, macros: tuple[str, ...]) -> None:
-        self._kernels.plain("check_sums", entry, macros)
-
-    def launch(
-        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
-    ) -> None:
-        self._kernels.plain("check_sums", entry, macros)(grid, given)
-
-    def zero(self, address: int, size: int) -> None:
-        cuda_calls.make(cuda_calls.fill(address, size, cupy.cuda.get_current_stream()))
-
-    def copy(self, to: int, source: int, size: int) -> None:
-        cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
-
-
 @cache
 def properties(device: int) -> Mapping[str, Any]:
     """Return CUDA's properties of a device. To query them takes a millisecond, so they are queried once."""

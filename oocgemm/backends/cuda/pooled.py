@@ -17,12 +17,11 @@ from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.pieces import pieces
 from oocgemm.planning.cost.ring import (
     BUFFERS,
-    COMPILED_PIECE,
-    MARK,
+    MARKS,
+    MAX_COMPILED_PIECE,
     MIN_COMPILED_PIECE,
     MIN_STORED_PIECE,
     PAGE,
-    STORED_PIECE,
     RingShape,
 )
 from oocgemm.planning.tiling import ceil_div, round_up
@@ -37,8 +36,12 @@ from oocgemm.system.pool import (
     stored_block,
 )
 
-# A block is cut into at least this many pieces per thread, unless they would be too small.
-PIECES_PER_THREAD = 2
+# A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
+# copies soon. Else it is cut into MANY_PIECES per thread, but not into smaller pieces than that.
+FEW_PIECES, LARGE_PIECE, MANY_PIECES = 2, 1 << 20, 8
+# Maximum number of pieces of a thread that are in flight. Downloads drain a strip of C from the device, while
+# threads still write the one before.
+UPLOADING, DOWNLOADING = 2, 8
 # Maximum number of blocks per direction that have streams of their own while they are copied.
 MAX_STREAMS = 4
 
@@ -52,19 +55,22 @@ class CompiledThreads:
         `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
         must be the current one.
         """
-        start, threads = memory.ctypes.data, (shape.lanes - 1, BUFFERS)
         driver = [cuda_calls.address(name) for name in DRIVER]
-        places = start, BUFFERS * shape.piece, start + shape.lanes * BUFFERS * shape.piece
+        lane, start = BUFFERS * shape.piece, memory.ctypes.data
+        self._most = min(shape.piece, MAX_COMPILED_PIECE)
+        size = 2 * self._most if uploads else lane
+        places = start, lane, size, start + shape.lanes * lane
+        threads = shape.lanes - 1, UPLOADING if uploads else DOWNLOADING
         self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
         self.take, self.give = self._pool.take, self._pool.give
-        self._shape, self._uploads = shape, uploads
+        self._threads, self._uploads = threads[0], uploads
         self._copied = list[PooledCopying]()  # blocks that may still be being copied
         self._streams, self._choosing = list[Any](), threading.Lock()
 
     @staticmethod
     def possible(memory: Array, stream: Any) -> bool:
         """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
-        return available() and cuda_calls.writes_values(memory[-MARK:].ctypes.data, stream)
+        return available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)
 
     def begin(self, address: int, given: Pageable, waits: Sequence[Any]) -> "PooledCopying":
         """Begin to copy a block to or from a device address, once the events in `waits` have completed.
@@ -81,25 +87,27 @@ class CompiledThreads:
 
     def _block(self, address: int, given: Pageable) -> Block:
         """Cut a block into pieces."""
-        least, most = MIN_COMPILED_PIECE, COMPILED_PIECE
-        if given.memory is None:
-            least, most = MIN_STORED_PIECE, STORED_PIECE
-        size = max(least, ceil_div(given.nbytes, (self._shape.lanes - 1) * PIECES_PER_THREAD))
-        size = min(self._shape.piece, most, round_up(size, PAGE))
-        row_bytes = given.shape[1] * given.dtype.itemsize
+        itemsize = given.dtype.itemsize
+        row_bytes = given.shape[1] * itemsize
         if given.memory is not None:
-            cut = row_pieces(given.shape[0], row_bytes, size)
+            cut = row_pieces(given.shape[0], row_bytes, self._piece(given.nbytes))
             return memory_block(given.memory, cut, address, uploads=self._uploads)
         assert given.stored is not None
-        (chunks, *_), itemsize = given.stored, given.dtype.itemsize
+        chunks, corner = given.stored.chunks, (given.stored.row, given.stored.left)
+        size = round_up(max(MIN_STORED_PIECE, ceil_div(given.nbytes, FEW_PIECES * self._threads)), PAGE)
         found = [
             (top, end - top, left * itemsize, (right - left) * itemsize)
-            for (top, end), (left, right), _ in pieces(given, size)
+            for (top, end), (left, right), _ in pieces(given, min(self._most, size))
         ]
-        corner = given.stored.row, given.stored.left
         block = stored_block(chunks.address, corner, np.array(found, np.uintp), address, row_bytes)
         block.owned += (chunks,)
         return block
+
+    def _piece(self, size: int) -> int:
+        """Return the maximum bytes of a piece of a block of `size` bytes."""
+        small = ceil_div(size, FEW_PIECES * self._threads)
+        piece = min(small, max(LARGE_PIECE, ceil_div(size, MANY_PIECES * self._threads)))
+        return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
 
     def _stream(self) -> Any:
         """Return the stream of the fewest blocks.

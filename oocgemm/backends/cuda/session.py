@@ -32,11 +32,11 @@ from oocgemm.backends.base import (
 from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
 from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda import sums
 from oocgemm.backends.cuda.copies import array_copy, slot_copies
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
 from oocgemm.backends.cuda.host_memory import HostMemory
-from oocgemm.backends.cuda.launch import SumsDevice
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.peers import Places, connected
@@ -94,7 +94,7 @@ class CudaSession:
                 self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
-                self._open_sums(plan)
+                self.checksums, self.strip_sums = sums.opened(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
                     self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
@@ -121,15 +121,6 @@ class CudaSession:
         # All launches go to cupy's current stream.
         with self._device, self._streams[stream.lane]:
             yield
-
-    def _open_sums(self, plan: Plan) -> None:
-        """Load the kernels for the sums that the device takes to verify C, if there are any."""
-        device = SumsDevice(self._multiplier.kernels)
-        if self._problem.checked == "device":
-            self.checksums = DeviceChecksums(plan, self._address, device)
-        if self._problem.checks_sums:
-            pinned = cupy.cuda.alloc_pinned_memory
-            self.strip_sums = DeviceStripSums(plan, self._address, device, pinned)
 
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""

@@ -16,7 +16,6 @@ import numpy as np
 from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
-    Checksums,
     DoneToken,
     Finishing,
     Found,
@@ -25,7 +24,6 @@ from oocgemm.backends.base import (
     Pinned,
     Session,
     Stream,
-    SumsOfStrips,
     Token,
     Transforms,
     numpy_dtype,
@@ -36,6 +34,7 @@ from oocgemm.backends.host.epilogue import reduce_rows, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.host.selection import select
 from oocgemm.backends.integers import finish
+from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets
