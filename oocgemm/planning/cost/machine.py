@@ -296,7 +296,8 @@ def default_model(backend: str, cores: int, compiled: bool = False) -> MachineMo
             },
             h2d=55e9,
             d2h=55e9,
-            read=min(32e9, 2.5e9 * cores),
+            # On the host of an H100, 12 compiled threads read 46 to 48 GB/s while the GPU copied.
+            read=min(42e9, 3e9 * cores) if compiled else min(32e9, 2.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
             memory=min(44e9, 6e9 * cores) if compiled else min(36e9, 4.2e9 * cores),
