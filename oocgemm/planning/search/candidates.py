@@ -21,7 +21,7 @@ SCARCE_MEMORY = 1 << 20
 # MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
 CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
 # A tile shape is skipped if a lower bound on its time exceeds the least bound of a candidate by this factor.
-PRUNE_FACTOR = 1.05
+PRUNE_FACTOR = 1.3
 
 
 def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Iterator[tuple[float, Candidate]]:
