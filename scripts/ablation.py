@@ -88,7 +88,8 @@ def layout(case: Case, rows: int, cols: int, size: int, *, new: bool = False) ->
 
 def grid_setting(case: Case, backend: str) -> Setting:
     """Return the inputs of the planner for a case of the grid."""
-    accumulator, size = DTYPES[case.dtype].accumulator, ITEM_BYTES[case.dtype]
+    accumulator = "int32" if case.dtype == "int8" else DTYPES[case.dtype].accumulator
+    size = ITEM_BYTES[case.dtype]
     names = case.dtype, case.dtype, accumulator, case.c_dtype
     problem = GemmProblem(case.m, case.n, case.k, *names, compute=case.compute)
     layouts = Layouts(
@@ -125,6 +126,12 @@ def nothing(*_: Any, **__: Any) -> Iterator[Any]:
     return iter(())
 
 
+def once(search: Any, reached: set[Any], descend: Any = planner._Search._descend) -> None:
+    """Improve the best candidate, but do not do so again from another one."""
+    if not reached:
+        descend(search, reached)
+
+
 Patch = tuple[Any, str, Any]
 # Per part of the planner: the attributes to replace to switch it off.
 PARTS: dict[str, list[Patch]] = {
@@ -135,7 +142,7 @@ PARTS: dict[str, list[Patch]] = {
     "bands": [(slot_counts, "_bands", lambda *_1, **_2: [1])],
     "rules for cached panels": [(slot_counts, "PRIORITIES", slot_counts.PRIORITIES[:1])],
     "shapes that read few bytes": [(shapes, "_reading_shapes", nothing)],
-    "thin tiles": [(shapes, "THIN_EXTENT", 1 << 40)],
+    "a second search from another shape": [(planner._Search, "_descend", once)],
     "two sizes of tiles": [(shapes, "BINS", 1)],
     "multiples of 32 rows": [(shapes, "LARGE_EXTENT", 1 << 40)],
     "four depths": [(depths, "BEST_DEPTHS", 2)],

@@ -278,6 +278,15 @@ def test_default_budgets_ignore_small_changes_of_free_memory(monkeypatch: pytest
     assert 0.96 * (60.5 * 2**30) <= before.host <= 60.5 * 2**30
 
 
+def test_default_budgets_of_two_devices_do_not_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
+    frees = [
+        (size << 30) * 10 // 9 + change for change in (-(1 << 20), 1 << 20, -(1 << 20)) for size in (64, 32)
+    ]
+    found = [budgets.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
+    assert len(set(found)) == 2
+
+
 def test_default_budgets_do_not_alternate_between_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
     frees = [(64 << 30) * 10 // 9 + change for change in (1 << 20, -(1 << 20)) * 4]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm import Add, Cast, Correlation, Divide, Gaussian, MatVec, RankOne, Reduce, Scale, Threshold, TopK
+from oocgemm.backends.checksums import DeviceStripSums
 from oocgemm.backends.host import backend as host_backend
 from oocgemm.backends.host.epilogue import run_chain
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.integrity import samples
 from oocgemm.planning import Kind
 from oocgemm.stores.sparse import SparseMatrix
-from tests.backends_here import ENGINES, Engine, running_on
+from tests.backends_here import BACKENDS, ENGINES, Engine, running_on
 from tests.problems import Array
 from tests.suite import examples
 from tests.tampering import checked, in_threads, on_device
@@ -193,6 +194,31 @@ def test_a_wrong_element_of_the_accumulator_is_found(engine: str, name: str) -> 
     assert checked(run)["recomputed"] == [[1, 0]]
     for right, array in zip(arrays(plain), arrays(found), strict=True):
         np.testing.assert_array_equal(array, right)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", ["scale", "gram", "centered", "similarity", "pairs", "sum", "kernel"])
+def test_wrong_sums_of_a_gpu_are_found(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, changed = DeviceStripSums.take, False
+
+    def take(self: DeviceStripSums, operation: Any) -> tuple[Array, Array]:
+        nonlocal changed
+        sums, norms = right(self, operation)
+        if operation.tile == (1, 0) and not changed:
+            changed, sums[0, 0] = True, sums[0, 0] + 1
+        return sums, norms
+
+    with running_on(backend) as options:
+        plain = RESULTS[name](tile=TILE, **options)
+        monkeypatch.setattr(DeviceStripSums, "take", take)
+        if name not in ("scale", "gram", "centered"):
+            with pytest.raises(ExecutionError, match="differs from its checksums"):
+                RESULTS[name](tile=TILE, verify=True, **options)
+            assert changed
+            return
+        found = RESULTS[name](tile=TILE, verify=True, **options)
+    assert checked(found)["recomputed"] == [[1, 0]]
+    np.testing.assert_array_equal(found.out, plain.out)
 
 
 def test_a_tile_that_is_wrong_twice_ends_the_run() -> None:

@@ -137,7 +137,7 @@ def test_rows_of_pinned_arrays_that_are_too_short_pass_through_the_ring() -> Non
         problem(8192, 8192, 65_536), default_model("cuda", 16), Layouts(layout, layout, layout), BUDGETS
     )
     prices, machine = Prices(setting), setting.machine
-    whole, wide, narrow = (prices.rate("h2d", "A", 8192, k) for k in (65_536, 8192, 2048))
+    whole, wide, narrow = (prices.rate("h2d", "A", 8192, k) for k in (65_536, 16_384, 2048))
     assert machine.h2d == whole == wide > narrow
     assert prices.rate("h2d", "A", 8192, 1024) == machine.copy_rate(layout, (8192, 1024))
     assert prices.staged("A", 8192, 1024) > 0 == prices.staged("A", 8192, 2048)

@@ -103,9 +103,10 @@ def test_the_rates_of_a_run_are_those_of_its_machine(seed: int) -> None:
         found = observed_rates(plan, spans, PLACES)
         assert {("h2d", ""), (setting.problem.rate, "")} <= found.keys()
         for (name, _), one in found.items():
-            # The old C is read while panels are: both together are faster than one.
-            tolerance = 0.25 if name == "read" and setting.problem.reads_c else 0.1
-            assert one.rate == pytest.approx(value_of(true, name), rel=tolerance), name
+            rate = value_of(true, name)
+            # The old C is read while panels are. On the virtual machine, both have the whole rate.
+            together = 2 if name == "read" and setting.problem.reads_c else 1
+            assert 0.9 * rate <= one.rate <= 1.1 * together * rate, name
 
 
 def test_a_disturbance_of_a_run_does_not_change_its_rates() -> None:

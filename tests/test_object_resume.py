@@ -72,7 +72,8 @@ def test_a_killed_run_is_resumed_to_the_same_bits(s3: Proxy, kills: int, beta: f
         with start(*line) as process:
             kill.started(process.pid)
             process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL
+        # How many tiles are recorded by one PUT varies, so that the last PUTs may be missing.
+        assert process.returncode == -signal.SIGKILL or last > 2 * writes // 3
         s3.at, s3.lose = (lambda method, path: None), (lambda method, path: False)
         product(beta=beta, resume=True)
         assert content("C") == right, f"after PUT {last} of {writes}"

@@ -43,8 +43,19 @@ def test_components_are_stored() -> None:
 
 
 def test_options_reach_the_function() -> None:
-    given = "--components", "2", "--no-center", "--seed", "3", "--oversampling", "1", "--iterations", "2"
-    transform = "--transform", "log1p,scale=k"
+    given = (
+        "--components",
+        "2",
+        "--no-center",
+        "--seed",
+        "3",
+        "--oversampling",
+        "1",
+        "--iterations",
+        "2",
+        "--verify",
+    )
+    transform = "--transform", "log1p,scale=k", "--verify"
     np.save("y.npy", np.abs(X))
     done = command("pca", "y.npy", "p.zarr", *given, *transform, "--backend", "host", "--json")
     options: dict[str, Any] = {"center": False, "seed": 3, "oversampling": 1, "iterations": 2}

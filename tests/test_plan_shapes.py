@@ -193,3 +193,13 @@ def test_chunks_are_read_whole_by_deep_panels() -> None:
     plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
     assert plan.tile.k > max(depths.DEPTHS)
     assert plan.tile.k % 3000 == 0
+
+
+def test_a_search_does_not_end_in_a_shape_that_only_several_changes_improve() -> None:
+    """From 1368 x 4096 x 4096, every single change makes this product slower."""
+    memory = Layout(in_memory=True, itemsize=4, zero_copy_width=4096)
+    of = problem(4096, 4096, 4096, "float32"), Budgets(70 * GIB, 60 * GIB), default_model("cuda", 16)
+    plan, other = (
+        make_plan(*of, Layouts(memory, memory, memory), tile=x) for x in (None, TileShape(1024, 4096, 4096))
+    )
+    assert plan.prediction.total <= 1.02 * other.prediction.total

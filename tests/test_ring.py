@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.planning.cost.ring import RingShape
 from oocgemm.planning.tiling import Range
+from oocgemm.stores.cached import CachedChunks, Stored
 from oocgemm.system import pool
 from tests.backends_here import needs_gpu
 from tests.fake_cuda import fake_cuda
@@ -105,3 +107,25 @@ def test_a_block_that_nobody_waits_for_stays_in_memory(ring: Any, cuda: Any, add
     ring.download(address, block(back), [uploaded])
     ring.download(address, block(again := np.zeros(SHAPE)), [uploaded])().finish()
     np.testing.assert_array_equal(again, there)
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_block_of_files_is_uploaded_by_compiled_threads_as_far_as_they_can(
+    ring: Any, address: int, tmp_path: Path, lacking: bool
+) -> None:
+    x, moved = np.random.default_rng(1).random((2 * SHAPE[0], 2 * SHAPE[1])), list[Range]()
+    (tmp_path / "x").write_bytes(b"head" + x.tobytes())
+    size = x.nbytes + 4 + lacking  # a shorter file is left to Python
+    chunks = CachedChunks(tmp_path / "x", None, x.shape, 8, size, offset=4)
+    part = x[3 : 3 + SHAPE[0], 5 : 5 + SHAPE[1]]
+
+    def move(rows: Range, cols: Range, out: Array) -> None:
+        moved.append(rows)
+        out[...] = part[slice(*rows), slice(*cols)]
+
+    given, compiled = Pageable(SHAPE, DTYPE, move, stored=Stored(chunks, 3, 5)), pool.available()
+    uploaded, back = ring.upload(address, given, [])(), np.zeros(SHAPE)
+    ring.download(address, block(back), [uploaded.end])().finish()
+    np.testing.assert_array_equal(back, part)
+    assert bool(moved) == (lacking or not compiled)
+    assert chunks.incomplete == (lacking and compiled)

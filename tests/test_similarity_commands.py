@@ -1,5 +1,6 @@
 """The commands similarity, corr and cov."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_correlations_and_covariances_are_stored() -> None:
     np.testing.assert_allclose(saved(".", "v.zarr"), np.cov(X.T, ddof=0), atol=1e-12)
     assert saved("pairs.zarr", "indptr").shape == (61,)
     assert saved("best.zarr", "indices").shape == (60, 2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("similarity", "x.zarr", "o.zarr", "--topk", "4"),
+        ("similarity", "x.zarr", "o.zarr", "--threshold", "0.4"),
+        ("corr", "x.zarr", "o.zarr", "--topk", "4"),
+        ("corr", "x.zarr", "o.zarr", "--threshold", "0.4"),
+    ],
+)
+def test_a_verified_selection_says_what_was_computed_again(given: tuple[str, ...]) -> None:
+    done = command(*given, "--backend", "host", "--verify")
+    assert done.code == 0, done.err
+    assert "checked 1 tiles in 1 blocks; recomputed 0" in done.out
+    assert re.search(r"computed \d+ elements again in ", done.out)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
 from oocgemm.stores import aio, files
+from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr import together
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.system.compiled import compiled
 from tests.backends_here import running_on
 from tests.problems import integers
 
@@ -263,18 +265,33 @@ def test_a_file_that_changes_during_a_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[str], None], message: str
 ) -> None:
     place = stored(tmp_path, integers(rng, SHAPE, "float64"))
-    right, calls = DirectChunks.read, list[int]()
+    right, calls = Staging.upload_source, list[int]()
 
-    def read(*given: Any) -> None:
+    def upload_source(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             change(f"{place}/c/5/4")
-        right(*given)
+        return right(*given)
 
-    monkeypatch.setattr(DirectChunks, "read", read)
+    monkeypatch.setattr(Staging, "upload_source", upload_source)
     with running_on("fake-cuda") as chosen, pytest.raises(ExecutionError, match=message) as raised:
         oocgemm.gemm(place, np.ones((SHAPE[1], 70)), tile="70x40x90", **chosen)
     assert "c/5/4" in str(raised.value)
+
+
+@pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
+@pytest.mark.parametrize("kind", ["zarr", "npy"])
+def test_python_reads_nothing_that_compiled_threads_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
+    np.save(tmp_path / "A.npy", values)
+    place = stored(tmp_path, values) if kind == "zarr" else str(tmp_path / "A.npy")
+    monkeypatch.setattr(DirectChunks, "read", None)
+    monkeypatch.setattr(NpyMatrix, "read", None)
+    with running_on("fake-cuda") as chosen:
+        result = oocgemm.gemm(place, b, tile="70x40x90", **chosen)
+    np.testing.assert_array_equal(result.out, values @ b)
 
 
 @st.composite

@@ -144,14 +144,25 @@ int64_t ooc_read_chunks(const struct ooc_chunks *x, const struct ooc_area *area,
     for (int64_t j = area->left / x->width; j * x->width < area->right; ++j, ++number) {
       int file = x->separator ? open_chunk(x, i, j) : shared;
       int64_t offset = x->offsets ? x->offsets[i * x->across + j] : x->offset;
-      if (file < 0 || offset < 0 || !read_chunk(x, file, offset, i, j, area))
-        failed[failures++] = number;
+      if (file < 0 || offset < 0 || !read_chunk(x, file, offset, i, j, area)) {
+        if (failed)
+          failed[failures] = number;
+        ++failures;
+      }
       if (x->separator && file >= 0)
         close(file);
     }
   if (shared >= 0)
     close(shared);
   return failures;
+}
+
+int ooc_from_chunks(const void *given, size_t number, const struct ooc_piece *piece, char *buffer) {
+  (void)number;
+  const struct ooc_stored *place = given;
+  int64_t top = place->top + (int64_t)piece->row, left = place->left + (int64_t)piece->at, size = (int64_t)piece->size;
+  struct ooc_area area = {top, top + (int64_t)piece->rows, left, left + size, buffer, size};
+  return ooc_read_chunks(place->chunks, &area, NULL) ? EAGAIN : 0;
 }
 
 static long long nanoseconds(struct timespec at) { return at.tv_sec * 1000000000LL + at.tv_nsec; }

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "host.h"
+
 /* Where the chunks of a matrix are. Each has `height` rows of `width` bytes, without gaps. */
 struct ooc_chunks {
   const char *path;       /* of the file with all chunks; or the beginning of the paths of files of one chunk each */
@@ -25,9 +27,18 @@ struct ooc_area {
 };
 
 /* Reads a block of a matrix from the page cache. Returns how many chunks it could not read, because their bytes are
- * not there, or because a file is missing or has another size, or for another reason. `failed` gets their numbers:
- * the chunks of the block are counted row by row. */
+ * not there, or because a file is missing or has another size, or for another reason. `failed`, if it is not NULL, gets
+ * their numbers: the chunks of the block are counted row by row. */
 int64_t ooc_read_chunks(const struct ooc_chunks *chunks, const struct ooc_area *area, int64_t *failed);
+
+/* A block that begins in row `top` of a matrix, at byte `left` of the row. */
+struct ooc_stored {
+  const struct ooc_chunks *chunks;
+  int64_t top, left;
+};
+
+/* `ooc_move` from an `ooc_stored`. Returns EAGAIN if it could not read a chunk. */
+int ooc_from_chunks(const void *place, size_t number, const struct ooc_piece *piece, char *buffer);
 
 /* Writes the sizes and modification times of files of chunks to `content`, as "SIZE TIME;", and the change times of
  * their inodes to `changes`, as "TIME;", in nanoseconds; for a file whose status is unknown, "-". The files are

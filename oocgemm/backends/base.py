@@ -20,6 +20,7 @@ from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
+from oocgemm.stores.cached import Stored
 
 Array = NDArray[Any]
 
@@ -45,6 +46,7 @@ class Pageable:
             Upload, or from an array for a Download. The array is contiguous. Many threads call this.
         chunk: rows and columns of the chunks that the block is stored in; (1, 1) if it is not in chunks.
         origin: row and column of the block's first element in its chunk.
+        stored: the block in files, if compiled code can read it; None otherwise.
         memory: the block itself, if it is in memory as on the device, but for gaps between its rows: `move`
             only copies. None otherwise.
     """
@@ -55,6 +57,7 @@ class Pageable:
     chunk: Shape = (1, 1)
     origin: Shape = (0, 0)
     memory: Array | None = None
+    stored: Stored | None = None
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from oocgemm.engine.blocks import stored_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
+from oocgemm.stores.cached import Stored, cached_chunks
 from oocgemm.stores.frames import Codec, Fetched
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.zarr.matrix import ZarrMatrix
@@ -52,7 +53,9 @@ def host_block(
     place = chunk, (top % chunk[0], left % chunk[1])
     decoded = plan.layouts.by_operand[operation.operand].decoded
     if not decoded:
-        return Pageable(shape, dtype, move, *place)
+        chunks = cached_chunks(matrix) if operation.kind is Kind.UPLOAD else None
+        stored = None if chunks is None else Stored(chunks, top, left)
+        return Pageable(shape, dtype, move, *place, stored=stored)
     assert isinstance(matrix, ZarrMatrix)
 
     def fetch(rows: Range, cols: Range, out: Array) -> list[Fetched]:

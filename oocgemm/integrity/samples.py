@@ -14,8 +14,10 @@ A and B are read once each, or twice if C is not stored.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -99,15 +101,17 @@ class Samples:
         rng = np.random.default_rng(self.seed)
         rows = chosen(rng, m, lines)
         sums, norms = self._products(self.left, self.right, rows)
-        self._check_rows(made, rows, sums, norms)
-        if made.stored is not None:
+        if made.stored is None:
+            self._check_rows(made, rows, sums, norms)
+        else:
+            self._check_lines(made.stored, rows, sums, norms, of_rows=True)
             # Rows of a symmetric product are columns.
             cols = rows
             if not self.problem.gram:
                 cols = chosen(rng, n, lines)
                 sums, norms = self._products(self.right.transposed(), self.left.transposed(), cols)
-            self._check_columns(made.stored, cols, sums, norms)
-        elif made.sparse is not None or self.problem.topk:
+            self._check_lines(made.stored.transposed(), cols, sums, norms, of_rows=False)
+        if made.sparse is not None or self.problem.topk:
             self._check_pairs(made, rng)
 
     def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
@@ -119,8 +123,8 @@ class Samples:
         picked = np.zeros((len(lines), depth))
         sums, squares = np.zeros((across, len(lines))), np.zeros(across)
         if depth:
-            for at, line in enumerate(lines):
-                picked[at] = read(left, (line, line + 1), (0, depth))[0]
+            for at, line in enumerate(read_lines(left, lines)):
+                picked[at] = line
 
             def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
                 found, size = product(x.T, picked[:, slice(*rows)].T), np.einsum("ij,ij->j", x, x)
@@ -133,40 +137,41 @@ class Samples:
         with np.errstate(all="ignore"):
             return sums.T, np.outer(row_norms(picked) if depth else np.zeros(len(lines)), np.sqrt(squares))
 
+    def _check_lines(
+        self, stored: Oriented, lines: Sequence[int], sums: Array, norms: Array, *, of_rows: bool
+    ) -> None:
+        """Check some rows of C, or some of its columns, which are the rows of `stored` then."""
+        every, triangle = np.arange(stored.shape[1]), self.problem.gram
+        d = None if self.d is None else self.d if of_rows else self.d.transposed()
+        further = [None] * len(lines) if d is None else read_lines(d, lines)
+        for at, (line, values, more) in enumerate(
+            zip(lines, read_lines(stored, lines), further, strict=True)
+        ):
+            others = every
+            if triangle in ("lower", "upper"):
+                others = every[: line + 1] if of_rows == (triangle == "lower") else every[line:]
+            where: tuple[Any, Any] = (line, others) if of_rows else (others, line)
+            of_d = None if more is None else more[others]
+            found = self._bounds.bounds(sums[at, others], norms[at, others], *where, of_d)
+            self._compare(values[others], found, *where)
+
     def _check_rows(self, made: Made, rows: Sequence[int], sums: Array, norms: Array) -> None:
-        every, triangle = np.arange(self.problem.n), self.problem.gram
+        """Check what was selected of some rows of C, or made of them by a reduction."""
+        cols = np.arange(self.problem.n)
         for at, i in enumerate(rows):
-            cols = every
-            if made.stored is not None and triangle in ("lower", "upper"):
-                cols = every[: i + 1] if triangle == "lower" else every[i:]
-            d = None if self.d is None else read(self.d, (i, i + 1), (0, self.problem.n))[0, cols]
-            found = self._bounds.bounds(sums[at, cols], norms[at, cols], i, cols, d)
-            if made.stored is not None:
-                row = read(made.stored, (i, i + 1), (0, self.problem.n))[0, cols]
-                self._compare(row, found, i, cols)
-            elif made.sparse is not None:
+            found = self._bounds.bounds(sums[at], norms[at], i, cols)
+            if made.sparse is not None:
                 starts, columns, scores = made.sparse
                 part = slice(starts[i], starts[i + 1])
                 self._check_selected(made, i, columns[part], scores[part], found)
-            elif self.problem.topk and made.kept is not None:
-                taken = made.kept[i][
-                    made.kept[i].view(np.uint8).reshape(self.problem.topk, -1).min(1) != NONE
-                ]
+                continue
+            assert made.kept is not None
+            kept = made.kept[i]
+            if self.problem.topk:
+                taken = kept[kept.view(np.uint8).reshape(self.problem.topk, -1).min(1) != NONE]
                 self._check_selected(made, i, taken["index"].astype(np.int64), taken["score"], found)
             else:
-                assert made.kept is not None
-                self._check_reduced(made, i, made.kept[i], found)
-
-    def _check_columns(self, stored: Oriented, cols: Sequence[int], sums: Array, norms: Array) -> None:
-        every, triangle = np.arange(self.problem.m), self.problem.gram
-        for at, j in enumerate(cols):
-            rows = every
-            if triangle in ("lower", "upper"):
-                rows = every[j:] if triangle == "lower" else every[: j + 1]
-            d = None if self.d is None else read(self.d, (0, self.problem.m), (j, j + 1))[rows, 0]
-            found = self._bounds.bounds(sums[at, rows], norms[at, rows], rows, j, d)
-            column = read(stored, (0, self.problem.m), (j, j + 1))[rows, 0]
-            self._compare(column, found, rows, j)
+                self._check_reduced(made, i, kept, found)
 
     def _check_pairs(self, made: Made, rng: np.random.Generator) -> None:
         """Check the scores of selected elements whose columns are in a range that fits into `WINDOW`."""
@@ -256,7 +261,7 @@ class Samples:
     def _error(what: str) -> ExecutionError:
         return ExecutionError(
             f"{what}. The product was right: what the device made of it, or what was stored of that, is not; "
-            "test this machine, then compute C again with --overwrite"
+            "test this machine, then run again, with --overwrite if C is stored"
         )
 
 
@@ -275,6 +280,13 @@ def chosen(rng: np.random.Generator, extent: int, count: int) -> list[int]:
         for run in range(runs)
     )
     return sorted({index for start in starts for index in range(start, start + length)})
+
+
+def read_lines(x: Oriented, lines: Sequence[int]) -> Iterator[Array]:
+    """Yield some rows of a real matrix in float64. Neighbors are read together."""
+    starts = [at for at, line in enumerate(lines) if at == 0 or line != lines[at - 1] + 1]
+    for first, last in pairwise([*starts, len(lines)]):
+        yield from read(x, (lines[first], lines[last - 1] + 1), (0, x.shape[1]))
 
 
 def read(x: Oriented, rows: Range, cols: Range, *, wide: bool = True) -> Array:

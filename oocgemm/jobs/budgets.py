@@ -4,6 +4,7 @@ The caller passes both budgets, or one bound on all memory, which is divided bet
 budget is a share of the free memory.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 from oocgemm.errors import BudgetError, InputError, OutOfMemoryError
@@ -31,28 +32,30 @@ def budgets_of(
     if device_memory is not None:
         device = parse_size(device_memory)
     else:
-        device = _steady("device", free() * 3 // 8 if on_host else free() * 9 // 10)
+        device = _steady(free() * 3 // 8 if on_host else free() * 9 // 10)
     if host_memory is not None:
         return Budgets(device, parse_size(host_memory))
     available = available_memory(RECENT) if available is None else available
-    return Budgets(device, _steady("host", available // (8 if on_host else 2)))
+    return Budgets(device, _steady(available // (8 if on_host else 2)))
 
 
-# The latest default budgets in bytes, by tier.
-_latest: dict[str, int] = {}
+# The latest default budgets in bytes, of devices and of hosts, the latest first. Runs on several devices may
+# take turns.
+_latest: deque[int] = deque(maxlen=16)
 
 
-def _steady(tier: str, size: int) -> int:
-    """Return the latest default budget of a tier if it is at most 4% smaller than `size`, and not larger.
+def _steady(size: int) -> int:
+    """Return one of the latest default budgets that is at most 4% smaller than `size`, and not larger.
 
-    Otherwise round `size` down to 6 significant bits, by 3% at most. Free memory differs a little from call
-    to call. If the budgets do not, the later calls find their plans in the cache.
+    If there is none, round `size` down to 6 significant bits, by 3% at most. Free memory differs a little
+    from call to call. If the budgets do not, the later calls find their plans in the cache.
     """
-    latest = _latest.get(tier, 0)
-    if not 0.96 * size <= latest <= size:
-        excess = max(0, size.bit_length() - 6)
-        latest = _latest[tier] = size >> excess << excess
-    return latest
+    for latest in _latest:
+        if 0.96 * size <= latest <= size:
+            return latest
+    excess = max(0, size.bit_length() - 6)
+    _latest.appendleft(size >> excess << excess)
+    return _latest[0]
 
 
 def within_budgets(

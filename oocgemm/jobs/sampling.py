@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from oocgemm import stores
+from oocgemm.integrity.blocks import MIN_PIECE
 from oocgemm.integrity.chained import check_chained
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.samples import Made, Samples
@@ -49,9 +50,11 @@ def check_samples(job: Job, result: Matrix) -> dict[str, Any]:
     elif problem.kept:
         excludes = selection is not None and selection.excludes_self
         made = Made(kept=stores.memory(result), excludes_self=excludes, factor=job.factor)
-    threads = _threads()
+    piece = max(MIN_PIECE, min(PIECE, memory // (32 * _threads())))
+    room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
+    threads = max(1, min(_threads(), memory // room))
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool:
-        passes = Passes(pool, threads, PIECE)
+        passes = Passes(pool, threads, piece)
         further = None if job.d is None else Oriented(job.d)
         samples = Samples(problem, a, b, further, job.finishing, passes, memory)
         samples.check(made)

@@ -8,11 +8,12 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array
+from oocgemm.stores.base import Array, Matrix
 from oocgemm.stores.files import OpenFile, many_cores
 from oocgemm.system.compiled import compiled
 
@@ -48,7 +49,10 @@ class _Area(ctypes.Structure):
 class CachedChunks:
     """The chunks of a matrix, row by row, whose stored bytes are those of their elements.
 
-    `address` is that of the `struct ooc_chunks`, for compiled code that reads blocks itself.
+    Attributes:
+        address: of the `struct ooc_chunks`, for compiled code that reads blocks itself.
+        incomplete: whether that could not read a block, because of a missing chunk, for example. Further
+            blocks are likely to have such chunks, too. So Python reads them, with `read`.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class CachedChunks:
             offsets: the first bytes of all chunks in the one file, as an int64 array of the shape of the
                 grid; negative for chunks that are not stored.
         """
-        self._chunk, self._itemsize = chunk, itemsize
+        self._chunk, self.itemsize = chunk, itemsize
         across = 0 if offsets is None else offsets.shape[1]
         self._offsets = None if offsets is None else np.ascontiguousarray(offsets, np.int64)
         place = None if self._offsets is None else self._offsets.ctypes.data
@@ -85,6 +89,7 @@ class CachedChunks:
             MIN_SCATTERED_ON_MANY_CORES if many_cores() else MIN_SCATTERED,
         )
         self.address = ctypes.addressof(self._chunks)
+        self.incomplete = False
 
     def read(self, rows: Range, cols: Range, out: Array) -> list[int] | None:
         """Read a block into an array with contiguous rows.
@@ -95,12 +100,31 @@ class CachedChunks:
         library = compiled()
         if library is None:
             return None
-        (top, bottom), (left, right), (height, width), size = rows, cols, self._chunk, self._itemsize
+        (top, bottom), (left, right), (height, width), size = rows, cols, self._chunk, self.itemsize
         area = _Area(top, bottom, left * size, right * size, out.ctypes.data, out.strides[0])
         count = (-(-bottom // height) - top // height) * (-(-right // width) - left // width)
         failed = (_Int * count)()
         found = library.ooc_read_chunks(ctypes.byref(self._chunks), ctypes.byref(area), failed)
         return failed[:found]
+
+
+class Stored(NamedTuple):
+    """A block that begins at a row and a column of a matrix, whose chunks the page cache seems to contain."""
+
+    chunks: CachedChunks
+    row: int
+    column: int
+
+    @property
+    def left(self) -> int:
+        """The first byte of the block in each of its rows."""
+        return self.column * self.chunks.itemsize
+
+
+def cached_chunks(matrix: Matrix) -> CachedChunks | None:
+    """Return the chunks of a matrix if compiled code can read whole blocks; None if Python must read them."""
+    found: CachedChunks | None = getattr(matrix, "cached_chunks", None)
+    return None if found is None or found.incomplete else found
 
 
 def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:

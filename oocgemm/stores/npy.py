@@ -144,6 +144,11 @@ class NpyMatrix:
         chunk = self.shape[1 if self._by_columns else 0], self._line
         return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
 
+    @property
+    def cached_chunks(self) -> CachedChunks | None:
+        """The file for compiled code (`oocgemm.stores.cached`)."""
+        return self._file if self._stored.isnative and not self._by_columns else None
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         lines, part, block = self._oriented(rows, cols, out)
         # On few cores, a mapping is faster for whole lines.

@@ -33,6 +33,12 @@ class _Memory(ctypes.Structure):
     _fields_ = (("address", _AT), ("pitch", ctypes.c_ssize_t))
 
 
+class _Stored(ctypes.Structure):
+    """struct ooc_stored."""
+
+    _fields_ = (("chunks", _AT), ("top", ctypes.c_int64), ("left", ctypes.c_int64))
+
+
 class Block(ctypes.Structure):
     """struct ooc_block: a block that is copied. Its owner keeps it until it is finished.
 
@@ -84,6 +90,24 @@ def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: b
         row_bytes=array.shape[1] * array.itemsize,
     )
     found.owned = place, pieces, array
+    return found
+
+
+def stored_block(chunks: int, corner: tuple[int, int], pieces: Pieces, device: int, row_bytes: int) -> Block:
+    """Return a block of a matrix in files. The caller keeps the struct ooc_chunks at the address `chunks`.
+
+    `corner` is the first row of the block and its first byte in each row. `row_bytes` are those of the block.
+    """
+    place = _Stored(chunks, *corner)
+    found = Block(
+        move=_library().from_chunks,
+        place=ctypes.addressof(place),
+        pieces=pieces.ctypes.data,
+        count=len(pieces),
+        device=device,
+        row_bytes=row_bytes,
+    )
+    found.owned = place, pieces
     return found
 
 
@@ -183,6 +207,7 @@ class _Library:
         self.from_memory, self.to_memory = (
             ctypes.cast(getattr(library, f"ooc_{name}_memory"), _AT).value for name in ("from", "to")
         )
+        self.from_chunks = ctypes.cast(library.ooc_from_chunks, _AT).value
 
 
 @cache

@@ -1,28 +1,40 @@
-"""Copies blocks of arrays with contiguous rows by compiled threads, through the buffers of the ring (`ring`).
+"""Copies arrays with contiguous rows, or blocks of files, by compiled threads through buffers of the ring.
 
 They need no GIL. So pieces may be small: the device gets the first one sooner, and the last one of a download
 takes the host less time.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
+import numpy as np
 
-from oocgemm.backends.base import Array
+from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
+from oocgemm.backends.cuda.pieces import pieces
 from oocgemm.planning.cost.ring import (
     BUFFERS,
     MARKS,
     MAX_COMPILED_PIECE,
     MIN_COMPILED_PIECE,
+    MIN_STORED_PIECE,
     PAGE,
     RingShape,
 )
 from oocgemm.planning.tiling import ceil_div, round_up
-from oocgemm.system.pool import DRIVER, Pool, available, error_of, memory_block, row_pieces
+from oocgemm.system.pool import (
+    DRIVER,
+    Block,
+    Pool,
+    available,
+    error_of,
+    memory_block,
+    row_pieces,
+    stored_block,
+)
 
 # A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
 # copies soon. Else it is cut into MANY_PIECES per thread, but not into smaller pieces than that.
@@ -60,20 +72,36 @@ class CompiledThreads:
         """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
         return available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)
 
-    def begin(self, address: int, array: Array, waits: Sequence[Any]) -> Callable[[], Work]:
-        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
+    def begin(self, address: int, given: Pageable, waits: Sequence[Any]) -> "PooledCopying":
+        """Begin to copy a block to or from a device address, once the events in `waits` have completed.
 
-        The returned function waits until the last copy is issued.
+        The block is in memory with contiguous rows, or it is uploaded from files that compiled code reads.
         """
         with self._choosing:
             # What is being copied must stay in memory, even if nobody waits for it.
             self._copied = [copying for copying in self._copied if not copying.ended]
-            stream = self._stream()
-            copying = PooledCopying(
-                self._pool, array, address, stream, waits, self._piece(array.nbytes), uploads=self._uploads
-            )
+            block, stream = self._block(address, given), self._stream()
+            copying = PooledCopying(self._pool, block, stream, waits, uploads=self._uploads)
             self._copied.append(copying)
-        return copying.work
+        return copying
+
+    def _block(self, address: int, given: Pageable) -> Block:
+        """Cut a block into pieces."""
+        itemsize = given.dtype.itemsize
+        row_bytes = given.shape[1] * itemsize
+        if given.memory is not None:
+            cut = row_pieces(given.shape[0], row_bytes, self._piece(given.nbytes))
+            return memory_block(given.memory, cut, address, uploads=self._uploads)
+        assert given.stored is not None
+        chunks, corner = given.stored.chunks, (given.stored.row, given.stored.left)
+        size = round_up(max(MIN_STORED_PIECE, ceil_div(given.nbytes, FEW_PIECES * self._threads)), PAGE)
+        found = [
+            (top, end - top, left * itemsize, (right - left) * itemsize)
+            for (top, end), (left, right), _ in pieces(given, min(self._most, size))
+        ]
+        block = stored_block(chunks.address, corner, np.array(found, np.uintp), address, row_bytes)
+        block.owned += (chunks,)
+        return block
 
     def _piece(self, size: int) -> int:
         """Return the maximum bytes of a piece of a block of `size` bytes."""
@@ -103,31 +131,18 @@ class PooledCopying:
 
     Attributes:
         stream: of the copies.
+        end: the event after the last one.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        array: Array,
-        address: int,
-        stream: Any,
-        waits: Sequence[Any],
-        piece: int,
-        *,
-        uploads: bool,
-    ) -> None:
-        """Begin to copy an array to or from a device address, once the events in `waits` have completed.
-
-        It is copied in pieces of at most `piece` bytes.
-        """
+    def __init__(self, pool: Pool, block: Block, stream: Any, waits: Sequence[Any], *, uploads: bool) -> None:
+        """Begin to copy a block once the events in `waits` have completed."""
         self.stream, self._pool, self._uploads = stream, pool, uploads
         for event in waits:
             cuda_calls.wait(stream, event)
-        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+        self._start, self.end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         cuda_calls.record(self._start, stream)
-        pieces = row_pieces(array.shape[0], array.shape[1] * array.itemsize, piece)
-        self._block = memory_block(array, pieces, address, uploads=uploads)
-        pool.begin(self._block, stream.ptr, self._end.ptr)
+        self._block = block
+        pool.begin(self._block, stream.ptr, self.end.ptr)
 
     def work(self) -> Work:
         """Wait until the last copy has been issued; raise the first error.
@@ -137,7 +152,7 @@ class PooledCopying:
         self._pool.wait_issued(self._block)
         if self._uploads or self._block.error:
             self._finish()
-        return Work(self._start, self._block.issued_at, self._end, self._finish)
+        return Work(self._start, self._block.issued_at, self.end, self._finish)
 
     def _finish(self) -> None:
         self._pool.wait_finished(self._block)

@@ -30,7 +30,7 @@ from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.lanes import Copying, Lane, Move
 from oocgemm.backends.cuda.pieces import Piece, pieces
 from oocgemm.backends.cuda.pinned import unpin
-from oocgemm.backends.cuda.pooled import MAX_STREAMS, CompiledThreads
+from oocgemm.backends.cuda.pooled import MAX_STREAMS, CompiledThreads, PooledCopying
 from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
@@ -198,8 +198,9 @@ class Ring:
         The returned function waits until the block has been read. It raises the errors of `block.move`.
         """
         direction, dtype = self._direction("upload"), block.dtype
-        if block.memory is not None and direction.compiled is not None:
-            return direction.compiled.begin(address, block.memory, waits)
+        copied = None
+        if direction.compiled is not None and (block.memory is not None or block.stored is not None):
+            copied = direction.compiled.begin(address, block, waits)
         row = block.shape[1] * dtype.itemsize
 
         def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
@@ -210,7 +211,22 @@ class Ring:
             _copy((address + at, row), (buffer.address, size), height, size, stream)
             return buffer.record(stream), None
 
-        return direction.begin(block, move, waits)
+        if copied is None:
+            return direction.begin(block, move, waits)
+        return copied.work if block.stored is None else partial(self._work, copied, direction, block, move)
+
+    def _work(self, copied: PooledCopying, direction: Direction, block: Pageable, move: Move) -> Work:
+        """Wait until an upload from files is issued. If compiled code cannot read a piece, Python reads all.
+
+        Python can read more. Or it raises an error that says what is wrong.
+        """
+        try:
+            return copied.work()
+        except OSError:
+            if block.stored is not None:
+                block.stored.chunks.incomplete = True
+            with self._device:
+                return direction.begin(block, move, [copied.end])()
 
     def download(
         self, address: int, block: Pageable, waits: Sequence[Any], turn: Turn | None = None
@@ -227,7 +243,7 @@ class Ring:
             block.shape[1] * block.dtype.itemsize,
         )
         if block.memory is not None and turn is None and direction.compiled is not None:
-            return direction.compiled.begin(address, block.memory, waits)
+            return direction.compiled.begin(address, block, waits).work
         row = block.shape[1] * dtype.itemsize
 
         def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:

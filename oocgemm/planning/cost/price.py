@@ -4,7 +4,8 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 `oocgemm.planning.cost.clock` decide which operations overlap.
 """
 
-from math import inf, prod
+from collections.abc import Sequence
+from math import prod
 
 from oocgemm.planning.cost.decoding import decoding_rate
 from oocgemm.planning.cost.encoding import RATE
@@ -12,15 +13,23 @@ from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRI
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape
 
-# Relative rate of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
-# rate), measured on an H100. Rows are separate unless a block consists of whole rows of the array.
+# Relative rates of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
+# rate, rate from or to a wide array, the same while the GPU multiplies). Rows are separate unless a block
+# consists of whole rows of the array. An array is wide if its rows have at least WIDE bytes; an array of half
+# the width has the rates of rows four times as long. Measured on H100s, mean of both directions; the last
+# column with kernels of five dtypes.
 ROW_RATES = (
-    (64 << 10, 1.0),
-    (32 << 10, 0.98),
-    (8 << 10, 0.88),
-    (2 << 10, 0.6),
-    (1 << 10, 0.5),
+    (128 << 10, 1.0, 1.0, 1.0),
+    (64 << 10, 1.0, 1.0, 0.97),
+    (32 << 10, 0.98, 1.0, 0.85),
+    (24 << 10, 0.88, 0.98, 0.74),
+    (20 << 10, 0.88, 0.96, 0.64),
+    (16 << 10, 0.88, 0.88, 0.5),
+    (8 << 10, 0.88, 0.67, 0.38),
+    (2 << 10, 0.6, 0.61, 0.34),
+    (1 << 10, 0.5, 0.5, 0.32),
 )
+WIDE = 128 << 10
 # Bytes per second at which a GPU copies within its memory: half of the bandwidth of H100s and H200s, which is
 # 3.4 and 4.8 TB/s.
 DEVICE_COPY = 2e12
@@ -53,6 +62,12 @@ class Prices:
         }
         # The part of a Write in which it keeps a CPU core busy. In the rest, the core waits for the disk.
         self.write_cpu_share = 1.0 if layouts.c.in_memory else WRITE_CPU_SHARE
+        # The part of the copies during which the GPU multiplies, if each element is copied once.
+        machine, sizes = setting.machine, self._sizes
+        multiplying = machine.multiply_seconds(problem.rate, problem.flops, max(1, m), max(1, n), max(1, k))
+        up = k * (m * sizes["A"] + n * sizes["B"]) / machine.h2d
+        copying = max(up, m * n * sizes["C"] / machine.d2h)
+        self._busy = min(1.0, multiplying / copying) if copying else 1.0
         self._rates: dict[tuple[str, str, int, int], float] = {}
         self._multiply: dict[tuple[int, int, int, int], float] = {}
 
@@ -187,7 +202,18 @@ class Prices:
         if not layout.is_direct(block):
             return min(rate, machine.copy_rate(layout, block))
         axis = layout.contiguous
-        row = inf if block[axis] == whole[axis] else block[axis] * self._sizes[operand]
-        least, share = ROW_RATES[-1]
-        share *= min(1.0, row / least)
-        return rate * next((found for enough, found in ROW_RATES if row >= enough), share)
+        if block[axis] == whole[axis]:
+            return rate
+        row, line = (float(extent[axis] * self._sizes[operand]) for extent in (block, whole))
+        share, *_ = _row_rates(row)
+        _, idle, busy = _row_rates(row * max(1.0, WIDE / line) ** 2)
+        return rate * min(share, 1 / ((1 - self._busy) / idle + self._busy / busy))
+
+
+def _row_rates(row: float) -> Sequence[float]:
+    """Return the rates of `ROW_RATES` for rows of so many bytes."""
+    for least, *rates in ROW_RATES:
+        if row >= least:
+            return rates
+    least, *rates = ROW_RATES[-1]
+    return [rate * row / least for rate in rates]

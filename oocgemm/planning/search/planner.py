@@ -1,7 +1,9 @@
 """Choose how to run a product: enumerate candidates, and run the best of them on the virtual clock.
 
 A lower bound orders the candidates. The clock runs them in this order, until no other one can be faster. Then
-the planner changes one decision of the best candidate at a time, and keeps each change that saves time.
+the planner changes one decision of the best candidate at a time, and keeps each change that saves time. It
+does so once more from the best candidate of a shape that it has not reached: several changes may only save
+time together.
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
@@ -200,11 +202,7 @@ class _Search:
         self._prices, self._effort = prices, effort
         self._found: dict[Candidate, Prediction] = {}
         self._spent, self._limit = 0.0, MIN_EFFORT
-
-    @property
-    def best(self) -> Scored:
-        """The candidate that is predicted to be fastest."""
-        return min((Scored(*item) for item in self._found.items()), key=_rank)
+        self._first: Scored | None = None  # what the first descent chose
 
     def run_best(self, found: Sequence[tuple[float, Candidate]]) -> None:
         """Run candidates in ascending order of their lower bounds, until no other one can be faster.
@@ -228,19 +226,29 @@ class _Search:
             self._limit = min(usual, max(SHORT_EFFORT, self._effort * usual))
 
     def improve(self) -> None:
-        """Change one decision of the best candidate at a time. Keep changes that save time."""
-        improved = True
-        while improved and self._spent < self._limit:
-            improved = False
-            start = self.best
-            limit = (1 - MIN_GAIN) * start.prediction.total
-            for least, candidate in moves(self._prices, start.candidate):
-                if self._spent >= self._limit:
-                    break
-                if least < limit and candidate not in self._found:
-                    improved = self._run(candidate).total < limit
-                    if improved:
-                        break
+        """Change one decision of the best candidate at a time. Keep changes that save time. Repeat once."""
+        reached: set[TileShape] = set()
+        self._descend(reached)
+        self._first = self.ranked()[0]
+        self._descend(reached)
+
+    def _descend(self, reached: set[TileShape]) -> None:
+        """Improve the best candidate of a shape not in `reached` as far as possible, and add its shapes."""
+        left = [Scored(*item) for item in self._found.items() if item[0].tile not in reached]
+        now = min(left, key=_rank, default=None)
+        while now is not None:
+            reached.add(now.candidate.tile)
+            now = self._changed(now)
+
+    def _changed(self, start: Scored) -> Scored | None:
+        """Return a faster candidate that differs from `start` in one decision; None if none is found."""
+        limit = (1 - MIN_GAIN) * start.prediction.total
+        for least, candidate in moves(self._prices, start.candidate):
+            if self._spent >= self._limit:
+                return None
+            if least < limit and candidate not in self._found and self._run(candidate).total < limit:
+                return Scored(candidate, self._found[candidate])
+        return None
 
     def ranked(self) -> list[Scored]:
         """Return the chosen candidate, then all others that have run, best first."""
@@ -250,6 +258,8 @@ class _Search:
         serial = (1 + ALIKE) * min(s.prediction.serial for s in close)
         alike = [s for s in close if s.prediction.serial <= serial]
         chosen = min(alike, key=lambda s: (s.prediction.start_up, s.prediction.serial, _rank(s)))
+        if self._first and chosen.prediction.total >= (1 - CLOSE) * self._first.prediction.total:
+            chosen = self._first
         return [chosen, *(s for s in scored if s is not chosen)]
 
     def _run(self, candidate: Candidate) -> Prediction:

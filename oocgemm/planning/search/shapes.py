@@ -31,8 +31,6 @@ BINS = 2
 DENSE_COUNTS = 12
 # `_reading_shapes` divides C into at most this many rows of tiles. With more, planning would take longer.
 MAX_READING_COUNT = 48
-# A tile.m and a tile.n of this size are tried too. Such thin tiles leave nearly all memory to cached panels.
-THIN_EXTENT = 16
 # Numbers of strips of C to try if A, B and C are pinned: see `strip_shapes`.
 STRIP_COUNTS = (8, 16)
 
@@ -83,8 +81,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     # Tiles with fewer rows would use less than 1/16 of the device memory. They are not tried, since larger
     # tiles load fewer bytes.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
-    thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
-    extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
+    extents_m = [x for x in _extents(m, units_m, _counts(m)) if x >= narrowest]
     depths = best_depths(setting, memory, every_depth=every_depth)
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
@@ -109,8 +106,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                     max_n = min(n, (memory - panels_a) // (c * tile_m * acc + per_column))
                     if max_n < 1:
                         continue
-                    extents_n = _long_extents(n, units_n, max_n)
-                    for tile_n in (*extents_n, thin_n) if kept == 1 and thin_n < max_n else extents_n:
+                    for tile_n in _long_extents(n, units_n, max_n):
                         across = ceil_div(n, tile_n)
                         free = memory - tile_n * (c * tile_m * acc + column_work)
                         free -= (tile_m + tile_n) * tile_k * work

@@ -233,9 +233,9 @@ class DirectChunks:
         publish(self.root / self.key(number), frame[: padded(size)], size, self.root)
 
     @cached_property
-    def _files(self) -> CachedChunks | None:
-        """The chunks for compiled code; None if it cannot read them straight into rows of a destination."""
-        if self.shards or not self.readable_in_place:
+    def cached_files(self) -> CachedChunks | None:
+        """The chunks for compiled code; None if it cannot read them, or not straight into a destination."""
+        if self.shards or not (self.cached and self.readable_in_place):
             return None
         return chunk_files(self.root, self.key, self.chunk, self.encoding.dtype.itemsize)
 
@@ -245,11 +245,11 @@ class DirectChunks:
         Returns the numbers of the other chunks, counted row by row; None if such code cannot read the block,
         or is not the fastest way.
         """
-        if not (self.cached and self._files and copies_bytes(self.encoding.dtype, out) and out.size):
+        if not (self.cached_files and copies_bytes(self.encoding.dtype, out) and out.size):
             return None
         if self.chunk_bytes >= MIN_DIRECT and not many_cores():
             return None  # on few cores, a mapping is faster
-        return self._files.read(rows, cols, out)
+        return self.cached_files.read(rows, cols, out)
 
     def _gathers(self, out: Array) -> bool:
         """Return whether `gather` can read chunks into an array, and is the fastest way to do so."""

@@ -19,6 +19,7 @@ from oocgemm.planning import Layout
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
+from oocgemm.stores.cached import CachedChunks
 from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.frames import Fetched
@@ -169,6 +170,11 @@ class ZarrMatrix:
         """Read the stored bytes of the chunks of a block, for a GPU that decodes them (`coding`)."""
         assert self.direct is not None
         return fetch(self.direct, rows, cols, out)
+
+    @property
+    def cached_chunks(self) -> CachedChunks | None:
+        """The chunk files for compiled code (`oocgemm.stores.cached`)."""
+        return self.direct.cached_files if self.direct else None
 
     @property
     def coding(self) -> Coding | None:
