@@ -84,6 +84,14 @@ def test_short_rows_of_wide_arrays_are_copied_slowly_while_the_gpu_multiplies() 
     assert rates == sorted(rates)
 
 
+def test_outer_products_are_computed_in_strips_of_whole_rows_where_memory_is_scarce() -> None:
+    """Parts of rows of C would be copied at less than half the rate."""
+    p = problem(10304, 37272, 128, "bfloat16")
+    a, c = (Layout(in_memory=True, itemsize=2, zero_copy_width=width, pinned=True) for width in (128, 16384))
+    plan = make_plan(p, Budgets(GIB // 4, 8 * GIB), GPU, Layouts(a, c, c))
+    assert plan.tile.n == p.n
+
+
 def test_tiles_of_wide_arrays_have_long_rows() -> None:
     """With panels of 2048 columns, 16384^3 took 275 ms on an H100, with panels of 4096 columns 209 ms."""
     n = 16384
