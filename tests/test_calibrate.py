@@ -129,8 +129,8 @@ def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
 def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host backend gets separate host and device memory, as a GPU has, so there are links to measure."""
 
-    def staged(*given: Any) -> MachineModel:
-        return replace(default_model(*given), unified=False)
+    def staged(backend: str, cores: int, compiled: bool) -> MachineModel:
+        return replace(default_model(backend, cores, compiled), unified=False)
 
     monkeypatch.setattr(module, "default_model", staged)
     found = calibrate("host", path=here)
