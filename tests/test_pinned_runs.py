@@ -338,7 +338,7 @@ def test_checked_runs_have_host_slots_for_what_the_host_checks(checked: str) -> 
     )
 
 
-@pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 1 << 20, 128 << 10])
+@pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 1 << 20, 136 << 10])
 def test_the_ring_is_within_the_host_budget(budget: int) -> None:
     memory = Layout(in_memory=True)
     problem = GemmProblem(600, 600, 600, "float64", "float64", "float64", "float64")

@@ -49,7 +49,7 @@ class RingShape:
 def ring_shape(setting: Setting) -> RingShape | None:
     """Choose the shape of the ring of each device; None if no operand is copied through it.
 
-    All rings together take at most a quarter of the host budget, unless that is below 32 KiB per device. If
+    All rings together take at most a quarter of the host budget, unless that is below 34 KiB per device. If
     the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
     layouts, machine, devices = setting.layouts, setting.machine, setting.devices
