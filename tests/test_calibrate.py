@@ -129,8 +129,8 @@ def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
 def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host backend gets separate host and device memory, as a GPU has, so there are links to measure."""
 
-    def staged(backend: str, cores: int) -> MachineModel:
-        return replace(default_model(backend, cores), unified=False)
+    def staged(backend: str, cores: int, compiled: bool) -> MachineModel:
+        return replace(default_model(backend, cores, compiled), unified=False)
 
     monkeypatch.setattr(module, "default_model", staged)
     found = calibrate("host", path=here)
@@ -143,9 +143,7 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
 @pytest.fixture
 def one_byte_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the host backend a link to a device that can carry at most one byte per second."""
-    monkeypatch.setattr(
-        module, "default_model", lambda name, cores: replace(default_model(name, cores), unified=False)
-    )
+    monkeypatch.setattr(module, "default_model", lambda *given: replace(default_model(*given), unified=False))
     monkeypatch.setattr(HostBackend, "link_limit", lambda self: 1.0)
 
 
