@@ -12,6 +12,7 @@ import pytest
 import oocgemm
 from oocgemm import Plan, backends
 from oocgemm.planning.cost.ring import ring_shape
+from oocgemm.system import pool
 from tests.command import own_threads
 from tests.fake_cuda import fake_cuda
 from tests.fake_cuda.device import Device, Fault
@@ -192,7 +193,7 @@ def test_a_ring_that_cannot_be_opened_leaves_nothing(device: Device, name: str) 
 def test_threads_that_the_system_refuses_leave_nothing(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oocgemm.system.pool.compiled", lambda: None)
+    monkeypatch.setattr(pool, "compiled", lambda: None)
     right, shape = threading.Thread.start, ring_shape(a_plan().setting)
     assert shape is not None
     last = f"oocgemm-upload-{shape.lanes - 2}"

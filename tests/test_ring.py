@@ -34,7 +34,7 @@ def ring(cuda: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     from oocgemm.backends.cuda.ring import Ring
 
     if request.param == "python":
-        monkeypatch.setattr("oocgemm.system.pool.compiled", lambda: None)
+        monkeypatch.setattr(pool, "compiled", lambda: None)
     elif not pool.available():
         pytest.skip("there is no compiled host code")
     made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
