@@ -26,7 +26,7 @@ FLAGS = ("-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=default", "-pthrea
 
 def build() -> bool:
     """Compile the library. Return whether there is a compiler that can."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         print(
             f"build_host: there is no C compiler {compiler[0]!r}: copies on the host are slower",

@@ -226,3 +226,17 @@ def test_a_run_with_large_slots_frees_what_was_kept(
     assert not device.memory.pinned
     session.close()
     device.check()
+
+
+def test_a_larger_ring_is_not_used_if_the_device_transposes(device: Device) -> None:
+    """The device has a buffer for each pinned buffer of the ring that the plan wants."""
+    x = np.random.default_rng(0).integers(-3, 4, (300, 40)).astype("float64")
+    options: dict[str, Any] = {
+        "backend": "cuda",
+        "kernel": "cublas",
+        "device_memory": "80.6MiB",
+        "host_memory": "2GiB",
+    }
+    oocgemm.gemm(x, x.T.copy(), **options)
+    np.testing.assert_array_equal(oocgemm.gram(x, uplo="full", **options).out, x @ x.T)
+    device.check()

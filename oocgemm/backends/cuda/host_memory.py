@@ -191,11 +191,18 @@ class HostMemory:
 def _suits(kept: RingShape, plan: Plan, shape: RingShape | None) -> bool:
     """Return whether a kept ring can be the one of a plan, which wants `shape`; None if it wants no ring.
 
-    A larger ring is as good, if the budget has room for it.
+    A larger ring is as good, if the budget has room for it, and if the device does not transpose strips: it
+    has a buffer per pinned buffer of `shape` then, at the same offset.
     """
+    if kept == shape:
+        return True
     if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece:
         return False
-    more = plan.devices * (kept.bytes - shape.bytes)
+    if plan.setting.turns_on_device:
+        return False
+    # A thread per lane reads files, with memory of its own.
+    files = [x.scratch_bytes for x in (plan.layouts.a, plan.layouts.b) if x.page_cached]
+    more = plan.devices * (kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * max(files, default=0))
     return plan.footprint.host_total + more <= plan.budgets.host
 
 
