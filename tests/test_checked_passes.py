@@ -75,11 +75,11 @@ def test_rounding_is_not_an_error(dtype: str, shape: tuple[int, int], offset: fl
         product += band.T @ (band @ factor + row)
     matrix = oocgemm.stores.open_matrix("X", x)
     for band_rows in (64, 10**6):
-        check_chained(Oriented(matrix), factor, row, product, band=band_rows, threads=2)
+        check_chained(Oriented(matrix), factor, row, product, band=band_rows, threads=2, report=lambda: None)
     # No element is larger than this.
     product[cols // 2, 3] += np.linalg.norm(x[:, cols // 2]) * np.linalg.norm(x) * np.linalg.norm(factor)
     with pytest.raises(ExecutionError, match=f"row {cols // 2} of a product"):
-        check_chained(Oriented(matrix), factor, row, product, band=64, threads=2)
+        check_chained(Oriented(matrix), factor, row, product, band=64, threads=2, report=lambda: None)
 
 
 def test_without_verify_x_is_not_read_again() -> None:

@@ -378,6 +378,35 @@ def test_a_resumed_run_checks_all_of_c(tmp_path: Path) -> None:
     assert checked(found)["sampled"] > 0
 
 
+@pytest.mark.parametrize("name", ["c.npy", "c.zarr"])
+def test_a_result_that_is_wrong_is_not_completed_by_resuming(tmp_path: Path, name: str) -> None:
+    """Nothing is left to compute, since all tiles are recorded. But the samples are checked again."""
+    a, b, c = (str(tmp_path / part) for part in ("a.npy", "b.npy", name))
+    np.save(a, A)
+    np.save(b, B)
+    options: dict[str, Any] = {"epilogue": [Scale(U)], "verify": True, "backend": "host", "tile": TILE}
+    wrong = pytest.raises(ExecutionError, match="is wrong, or A or B has changed")
+    with other_chain(scaled_row), wrong:
+        oocgemm.gemm(a, b, c, **options)
+    with pytest.raises(ExecutionError, match="is wrong, or A or B has changed"):
+        oocgemm.gemm(a, b, c, resume=True, **options)
+
+
+def test_an_operand_that_cannot_be_read_again_is_named() -> None:
+    with (
+        patch.object(samples.Samples, "check", side_effect=EOFError("the file ends")),
+        pytest.raises(ExecutionError, match=r"cannot be checked: an operand cannot be read again, EOFError"),
+    ):
+        RESULTS["scale"](tile=TILE, verify=True, backend="host")
+
+
+@pytest.mark.parametrize("to", [Threshold(0.0), TopK(3), MatVec(np.ones(N, "f4"))])
+def test_sums_that_overflow_are_no_error(to: Any) -> None:
+    large = np.where(A > 0, np.float32(1e25), A.astype("f4"))
+    with np.errstate(all="ignore"):
+        oocgemm.reduce(large, np.float32(1e25) * B.astype("f4"), to=to, verify=True, backend="host")
+
+
 def test_the_old_c_cannot_be_computed_again() -> None:
     with pytest.raises(InputError, match=r"pass a copy of it as D of a step Add"):
         oocgemm.gemm(A, B, np.zeros((M, N), "f4"), beta=1.0, epilogue=[Scale(U)], verify=True, backend="host")

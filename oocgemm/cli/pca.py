@@ -117,7 +117,8 @@ def pca(
     elif not quiet:
         values = ", ".join(f"{value:.6g}" for value in found.singular_values[:SHOWN])
         more = ", ..." if components > SHOWN else ""
-        click.echo(f"X was read {found.passes} times in {format_time(perf_counter() - started)}")
+        again = ", and again to check each product" if options["verify"] else ""
+        click.echo(f"X was read {found.passes} times{again}, in {format_time(perf_counter() - started)}")
         click.echo(f"singular values: {values}{more}")
         click.echo(f"\nComponents: {out}")
 

@@ -60,6 +60,8 @@ class Elements:
             error = BIAS * self._rounding.tolerance(norms, np.zeros_like(norms), 1.0)
             if self._problem.centered:  # centers are subtracted in float64, from sums of numbers below 2^7
                 error = error + 16 * DOUBLE * np.sqrt(self._problem.depth) * 2.0**14 * self._problem.depth
+            # The accumulator may overflow where float64 does not, and then be Inf or NaN.
+            error = np.where(BIAS * norms < self._rounding.max_finite, error, np.nan)
             low, high = _sorted(self._alpha * (sums - error), self._alpha * (sums + error))
             numbers = self._finishing.numbers
             for step, (u, v) in zip(self._problem.epilogue, numbers, strict=True):

@@ -42,6 +42,10 @@ WINDOW = 1 << 24
 DRAWS = 8
 # Pairs whose columns of op(B) are gathered at a time.
 GATHERED = 1 << 12
+# The elements of op(B) that a thread gathers for them at a time.
+GATHERED_ELEMENTS = 1 << 16
+# The memory that a selected element takes while it is checked: indices, scores, sums and bounds, in float64.
+PAIR_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ class Samples:
         lines = max(1, min(LINES, self.memory // (2 * of_line)))
         rng = np.random.default_rng(self.seed)
         rows = chosen(rng, m, lines)
+        if self.problem.gram in ("lower", "upper") and made.stored is not None:
+            # Of a triangle, only the first and the last line, as a row and as a column, meet all others.
+            rows = sorted({0, m - 1, *rows})
         sums, norms = self._products(self.left, self.right, rows)
         if made.stored is None:
             self._check_rows(made, rows, sums, norms)
@@ -178,13 +185,16 @@ class Samples:
         n, depth, item = self.problem.n, self.problem.depth, self.right.matrix.dtype.itemsize
         width = max(1, min(n, min(WINDOW, self.memory // (2 * item)) // max(1, depth)))
         left = int(rng.integers(n - width + 1))
-        rows, cols, scores = _pairs(made, rng, (left, left + width), FEW // max(1, depth))
+        rows, cols, scores = _pairs(
+            made, rng, (left, left + width), min(FEW // max(1, depth), self.memory // PAIR_BYTES)
+        )
         if not rows.size:
             return
         sums, squares = np.zeros(rows.size), [np.zeros(self.problem.m), np.zeros(width)]
         if depth:
             window = np.ascontiguousarray(read(self.right, (0, depth), (left, left + width), wide=False).T)
-            norms = [row_norms(window[at : at + GATHERED].astype(float)) for at in range(0, width, GATHERED)]
+            step = max(1, min(GATHERED, self.memory // (32 * depth)))
+            norms = [row_norms(window[at : at + step].astype(float)) for at in range(0, width, step)]
             squares[1] = np.concatenate(norms) ** 2
 
             def act(span: Range, k: Range, x: Array, _: Array | None) -> None:
@@ -192,8 +202,9 @@ class Samples:
                 with self._lock:
                     squares[0][slice(*span)] += size
                 first, last = np.searchsorted(rows, span)
-                for at in range(first, last, GATHERED):
-                    part = slice(at, min(last, at + GATHERED))
+                step = max(1, min(GATHERED, GATHERED_ELEMENTS // max(1, k[1] - k[0])))
+                for at in range(first, last, step):
+                    part = slice(at, min(last, at + step))
                     right = window[cols[part] - left, slice(*k)].astype(np.float64)
                     found = np.einsum("pk,pk->p", x[rows[part] - span[0]], right)
                     with self._lock:
@@ -207,6 +218,8 @@ class Samples:
     def _check_selected(self, made: Made, i: int, cols: Array, scores: Array, found: Interval) -> None:
         """Check the selected elements of row i, and that none is missing. `found` bounds all of the row."""
         low, high = found
+        if ((cols < 0) | (cols >= len(low))).any():
+            raise self._error(f"the elements that were selected of row {i} of C have wrong indices")
         self._compare(scores, (low[cols], high[cols]), i, cols)
         others = np.ones(len(low), bool)
         others[cols] = False
@@ -232,7 +245,10 @@ class Samples:
             if made.factor is not None:
                 v, unit = made.factor.astype(np.float64), float(np.finfo(made.factor.dtype).eps) / 2
                 middle, size = (low + high) / 2, np.maximum(abs(low), abs(high))
-                error = (high - low) / 2 @ abs(v) + 4 * sum_error(len(low) + 2, unit) * (size @ abs(v))
+                limits, terms = np.finfo(made.factor.dtype), size @ abs(v)
+                error = (high - low) / 2 @ abs(v) + 4 * sum_error(len(low) + 2, unit) * terms
+                error = error + (len(low) + 2) * float(limits.tiny)  # products may underflow
+                error = np.where(terms < float(limits.max) / 16, error, np.nan)  # or overflow
                 bounds = middle @ v - error, middle @ v + error
             elif self.problem.reduction == "max":
                 bounds = low.max(keepdims=True), high.max(keepdims=True)
@@ -260,8 +276,8 @@ class Samples:
     @staticmethod
     def _error(what: str) -> ExecutionError:
         return ExecutionError(
-            f"{what}. The product was right: what the device made of it, or what was stored of that, is not; "
-            "test this machine, then run again, with --overwrite if C is stored"
+            f"{what}. Either what was made of the product is wrong, or A or B has changed since the run read "
+            "it. If they have not, test this machine. Then run again, and overwrite C if it is stored"
         )
 
 

@@ -184,9 +184,12 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
     if not request.verify:
         return problem
     if problem.updates_c and (problem.epilogue or problem.centered):
+        remedy = "pass a copy of it as D of a step Add(D, value=beta), with beta = 0, or drop verify"
+        if problem.centered:  # no step can follow the centers
+            remedy = "drop verify, and check C afterwards with oocgemm verify --c-before a copy of the old C"
         raise InputError(
             f"beta = {problem.beta}, and verify computes elements of C again, but the run overwrites the old "
-            "C: pass a copy of it as D of a step Add(D, value=beta), with beta = 0, or drop verify"
+            f"C: {remedy}"
         )
     return replace(problem, checked=tier)
 

@@ -137,7 +137,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
-    if not running or not plan.steps:
+    # Samples are checked also if no tile is left to compute.
+    if not running or not (plan.steps or problem.checks_sums):
         return Job(request, a, b, output, plan, d)
     memory = memory_of(request)
     scaled = request.selection is not None and request.selection.cosine

@@ -156,7 +156,8 @@ def resume_hint(c: Any) -> str:
     with suppress(InputError, OSError):
         record = read(folder) if folder is not None else None
         if record is not None and record.complete is None:
-            return f"{_share(record)}: the same command with --resume computes the others"
+            share, left = _share(record), "computes the others"
+            return f"{share}: the same command with --resume {'completes C' if _is_full(record) else left}"
     return ""
 
 
@@ -259,8 +260,16 @@ def check_same(
 
 def _share(record: Record) -> str:
     """Return a clause for messages that says how many tiles are done."""
-    count = record.header.get("count", prod(record.header["tiles"]))
-    return f"{len(record.done | record.committed)} of {count} tiles are done"
+    return f"{len(record.done | record.committed)} of {_count(record)} tiles are done"
+
+
+def _is_full(record: Record) -> bool:
+    return len(record.done) == _count(record)
+
+
+def _count(record: Record) -> int:
+    """Return the number of tiles of a run."""
+    return int(record.header.get("count", prod(record.header["tiles"])))
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

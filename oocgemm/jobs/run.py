@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
 
+# The figures of checksums of a run that computed no tile.
+NOTHING_SUMMED: dict[str, Any] = {
+    "tiles": 0, "blocks": 0, "undecided": 0, "recomputed": [], "seconds": 0.0, "thread_seconds": 0.0,
+    "tier": "host", "device_seconds": 0.0,
+}  # fmt: skip
+
 logger = logging.getLogger("oocgemm")
 
 
@@ -209,12 +215,16 @@ def execute(
             if needs_samples(job):
                 staging.close()
                 opened.close()  # its memory is free for the samples
-                if job.request.chain is None:
-                    facts["checks"] |= check_samples(job, target.matrix)
-                else:
-                    check_pass(job, target.matrix)
             elif not is_short(job.plan):
                 cleanup.enter_context(_freeing(staging, opened))
+        # Also if no tile was left to compute: the earlier run may have ended before its samples were checked,
+        # or because they were wrong.
+        if needs_samples(job):
+            if job.request.chain is None:
+                sampled = check_samples(job, target.matrix, cancel)
+                facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
+            else:
+                check_pass(job, target.matrix, cancel)
         target.seal()
         facts |= {
             "backend": known["backend"] | {"multiplied by": kernels},

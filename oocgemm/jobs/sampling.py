@@ -1,12 +1,15 @@
 """Check samples of the result of a run with `verify`, if checksums do not cover what is stored."""
 
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from oocgemm import stores
+from oocgemm.errors import ExecutionError
 from oocgemm.integrity.blocks import MIN_PIECE
 from oocgemm.integrity.chained import check_chained
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
@@ -18,6 +21,7 @@ from oocgemm.planning import Op
 from oocgemm.stores import Matrix
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.transformed import TransformedMatrix
+from oocgemm.system.threads import Cancel
 
 
 def needs_samples(job: Job) -> bool:
@@ -27,10 +31,10 @@ def needs_samples(job: Job) -> bool:
     return request.verify and made and 0 not in (problem.m, problem.n)
 
 
-def check_samples(job: Job, result: Matrix) -> dict[str, Any]:
+def check_samples(job: Job, result: Matrix, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 
-    Raises `ExecutionError` if a sample is wrong, or an operand cannot be read.
+    Raises `ExecutionError` if a sample is wrong, or an operand cannot be read, and the error of `cancel`.
     """
     started = perf_counter()
     problem, selection = job.plan.problem, job.request.selection
@@ -53,8 +57,11 @@ def check_samples(job: Job, result: Matrix) -> dict[str, Any]:
     piece = max(MIN_PIECE, min(PIECE, memory // (32 * _threads())))
     room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
     threads = max(1, min(_threads(), memory // room))
-    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool:
-        passes = Passes(pool, threads, piece)
+    with (
+        _reading_again(cancel) as check_cancelled,
+        ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool,
+    ):
+        passes = Passes(pool, threads, piece, report=lambda doing: check_cancelled())
         further = None if job.d is None else Oriented(job.d)
         samples = Samples(problem, a, b, further, job.finishing, passes, memory)
         samples.check(made)
@@ -69,15 +76,50 @@ def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool) -> Matrix
     return matrix
 
 
-def check_pass(job: Job, result: Matrix) -> None:
+@contextmanager
+def _reading_again(cancel: Cancel) -> Iterator[Callable[[], None]]:
+    """Let errors of reading the operands again end the run with a message that says so.
+
+    Yields a function that raises the error of `cancel`, if the run is to stop.
+    """
+    errors = list[BaseException]()
+
+    def check_cancelled() -> None:
+        if errors:
+            raise errors[0]
+
+    try:
+        with cancel.calling(errors.append):
+            yield check_cancelled
+    except (OSError, EOFError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ExecutionError(
+            f"the result cannot be checked: an operand cannot be read again, {what}"
+        ) from error
+
+
+def check_pass(job: Job, result: Matrix, cancel: Cancel) -> None:
     """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
     chain, problem = job.request.chain, job.plan.problem
     assert chain is not None
     assert chain.factor is not None
     x = Oriented(job.a, not problem.trans_a.swaps)
-    room = memory_of(job.request) // (4 * _threads() * problem.m * job.a.dtype.itemsize)
-    band = max(1, min(job.plan.tile.k, room))
-    check_chained(x, chain.factor, chain.row, stores.memory(result), band=band, threads=_threads())
+    # A thread reads whole chunks, as few at a time as possible. Fewer threads are better than bands that are
+    # lower than chunks, which would be decoded once per band.
+    memory, row = memory_of(job.request) // 4, problem.m * job.a.dtype.itemsize
+    each = job.a.layout.decode_bytes + 24 * PIECE + 40 * problem.m
+    chunk = min(x.chunk[0], x.shape[0])
+    threads = max(1, min(_threads(), memory // (each + chunk * row)))
+    room = max(memory // threads - each, memory // (2 * threads))
+    band = max(1, min(max(chunk, job.plan.tile.k), room // row))
+    band = band // chunk * chunk or band
+    with _reading_again(cancel) as check_cancelled:
+        check_chained(
+            *(x, chain.factor, chain.row, stores.memory(result)),
+            band=band,
+            threads=threads,
+            report=check_cancelled,
+        )
 
 
 def _threads() -> int:
