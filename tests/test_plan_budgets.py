@@ -16,6 +16,7 @@ from oocgemm.planning import (
     GemmProblem,
     Layout,
     Layouts,
+    TileShape,
     default_model,
     make_plan,
     resumed_plan,
@@ -148,3 +149,14 @@ def test_a_little_more_memory_makes_no_plan_slower() -> None:
         for more in (0, 5000, 10_000, 20_000, 40_000, 100_000, 400_000)
     ]
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds))
+
+
+@pytest.mark.parametrize("host", [32.3, 32.5, 32.7])
+def test_smaller_strips_need_less_memory_for_checksums(host: float) -> None:
+    m, n, k = 200_000, 8, 200
+    p = replace(problem(m, n, k), checked="device")
+    stored = Layouts(*(Layout(line=width, itemsize=8) for width in (k, n, n)))
+    plan = make_plan(
+        p, Budgets(4 * GIB, int(host * MIB)), default_model("cuda", 16), stored, TileShape(m, n, 16)
+    )
+    assert plan.footprint.host_total <= plan.budgets.host

@@ -288,3 +288,24 @@ def peak_of_iterating(cols: int) -> int:
 def test_a_schedule_takes_no_memory_for_more_steps() -> None:
     peak_of_iterating(10)  # the first call fills caches of Python, which are not counted
     assert peak_of_iterating(1000) < peak_of_iterating(100) + 20_000
+
+
+def test_waits_are_derived_again_after_an_exception() -> None:
+    """Plans are kept: the next run must not take the part of the program for the whole."""
+    p = problem(9, 9, 9)
+    grid = TileGrid.of(p, TileShape(4, 4, 4))
+    schedule, failing = list(Schedule(p, grid, walk(Traversal(), *grid.shape), Slots())), True
+
+    class Interrupted:
+        def __iter__(self) -> Iterator[Operation]:
+            for i, operation in enumerate(schedule):
+                if failing and i == 7:
+                    raise MemoryError
+                yield operation
+
+    program = Program(Interrupted())
+    assert next(iter(program))[0] == schedule[0]
+    with pytest.raises(MemoryError):
+        len(program)
+    failing = False
+    assert list(program) == list(waits_of(schedule))

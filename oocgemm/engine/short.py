@@ -22,7 +22,7 @@ def is_short(plan: Plan) -> bool:
     """Return whether a plan's operations take so little time that one thread should start all of them."""
     layouts, problem, sizes = plan.layouts, plan.problem, plan.problem.itemsizes
     if not problem.planes and all(map(plan.is_direct, "ABC")):
-        return plan.steps <= MAX_ENQUEUED_STEPS
+        return plan.steps <= (MAX_ENQUEUED_STEPS if plan.devices == 1 else MAX_STREAMED_STEPS)
     if plan.steps > MAX_STREAMED_STEPS or not (layouts.operands_in_memory and layouts.c.in_memory):
         return False
     streamed = all(map(plan.slots.streams, "ABC")) and not problem.planes

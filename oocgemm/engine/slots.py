@@ -115,10 +115,17 @@ class HostSlots:
         def fault_in(at: int) -> None:
             slot[at : at + FAULTED_BYTES : PAGE] = 0
 
+        begun = list[Future[None]]()
         try:
-            list(self._faulting.map(fault_in, range(0, whole, FAULTED_BYTES)))
+            begun += (self._faulting.submit(fault_in, at) for at in range(0, whole, FAULTED_BYTES))
         except RuntimeError:  # the system refuses a thread
+            # The part whose `submit` failed is queued all the same: a later thread would clear the slot.
+            self._faulting.shutdown(wait=True, cancel_futures=True)
+            del self._faulting
             slot[::PAGE] = 0
+        else:
+            for part in begun:
+                part.result()
         self._pin([slot[:data]])
 
     def close(self) -> None:

@@ -50,12 +50,13 @@ def _steady(size: int) -> int:
     If there is none, round `size` down to 6 significant bits, by 3% at most. Free memory differs a little
     from call to call. If the budgets do not, the later calls find their plans in the cache.
     """
-    for latest in _latest:
+    for latest in tuple(_latest):  # several threads may call this
         if 0.96 * size <= latest <= size:
             return latest
     excess = max(0, size.bit_length() - 6)
-    _latest.appendleft(size >> excess << excess)
-    return _latest[0]
+    rounded = size >> excess << excess
+    _latest.appendleft(rounded)
+    return rounded
 
 
 def within_budgets(

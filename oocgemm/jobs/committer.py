@@ -61,7 +61,7 @@ class TileQueue(ABC):
             with suppress(Empty):
                 while True:
                     tiles.append(self._queue.get_nowait())
-            ended = tiles[-1] is None
+            ended = None in tiles
             given = [tile for tile in tiles if tile is not None]
             if given and self._error is None:
                 try:

@@ -1,7 +1,9 @@
 """The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
 The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
-CRC-32 and a JSON object. A crash can cut off (tear) only the last line, which is then ignored::
+CRC-32 and a JSON object. If the process is killed, only the last line can be cut off (torn), which is then
+ignored. A power failure may damage any line of the last append. If whole lines follow a damaged one, the
+journal is refused::
 
     run       the header: what is computed, from which operands, and the plan
     commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/

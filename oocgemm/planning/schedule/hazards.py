@@ -99,7 +99,10 @@ class Program(Sequence[tuple[Operation, list[int]]]):
     """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        self._left, self._tracker = iter(operations), HazardTracker[int]()
+        # They are iterated again, from the beginning, if an exception has interrupted `_derive`.
+        self._operations = operations
+        self._left: Iterator[Operation] | None = None
+        self._tracker = HazardTracker[int]()
         self._known: list[tuple[Operation, list[int]]] = []
         self._lock = Lock()
 
@@ -109,9 +112,15 @@ class Program(Sequence[tuple[Operation, list[int]]]):
     def _derive(self, stop: int | None = None) -> None:
         """Derive the waits of the operations before index `stop`, as far as there are any; None for all."""
         with self._lock:
+            left, self._left = self._left, None
+            if left is None:
+                left, self._tracker = iter(self._operations), HazardTracker()
+                for i, operation in enumerate(islice(left, len(self._known))):
+                    self._tracker.admit(operation, i)
             more = None if stop is None else max(0, stop - len(self._known))
-            for operation in islice(self._left, more):
+            for operation in islice(left, more):
                 self._known.append((operation, self._tracker.admit(operation, len(self._known))))
+            self._left = left
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice) or not 0 <= i < len(self._known):

@@ -16,7 +16,7 @@ class Memory:
     def __init__(self, setting: Setting, tile: TileShape, io_threads: int) -> None:
         self.setting, self.tile, self._io_threads = setting, tile, io_threads
         self._sizes: dict[int, dict[tuple[str, str], int]] = {}
-        self._without_slots: tuple[int, int] | None = None
+        self._without_slots: dict[int, tuple[int, int]] = {}
 
     def sizes(self, strip: int) -> dict[tuple[str, str], int]:
         """Return the bytes of one buffer by (tier, operand), as `slot_bytes` does."""
@@ -34,9 +34,11 @@ class Memory:
         """
         if self.setting.problem.checked == "host":
             return self._with_checksums(slots)
-        if self._without_slots is None:
-            self._without_slots = self._left(Slots(0, 0, 0, 0, 0, 0, 0, slots.strip))
-        device, host = self._without_slots
+        # The memory for checksums depends on the strip, all other memory without slots does not.
+        strip = slots.strip if self.setting.problem.checked else 0
+        if strip not in self._without_slots:
+            self._without_slots[strip] = self._left(Slots(0, 0, 0, 0, 0, 0, 0, slots.strip))
+        device, host = self._without_slots[strip]
         size, in_place = self.sizes(slots.strip), self.setting.layouts.in_place
         for operand, count in (
             *(("A", slots.a), ("B", slots.b), ("C", slots.c)),
