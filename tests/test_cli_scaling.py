@@ -34,7 +34,7 @@ def test_the_table_has_a_row_per_choice() -> None:
     assert lines[-1].startswith("8 of 8 workers used: ")
     assert all(len(line) <= 80 for line in lines[head:])
     one = command("plan", "a", "b", "c", *GPU, "--workers", "8", "--storage-read", "1TB/s").out.splitlines()
-    assert one[-2:] == lines[-2:]
+    assert [line.split() for line in one[-2:]] == [line.split() for line in lines[-2:]]  # not the widths
 
 
 def test_numbers_with_the_same_choice_share_a_row() -> None:

@@ -196,5 +196,4 @@ def test_a_run_is_resumed_with_and_without_decoding_by_the_gpu(
         has[0] = not first
         result = oocgemm.gemm(place, right, out, resume=True, trust_operands=True, **options)
     np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], a @ b)
-    assert result.plan.done
     assert ((Kind.READ, "A") in {(op.kind, op.operand) for op in result.plan.schedule()}) != first

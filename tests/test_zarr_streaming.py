@@ -179,7 +179,7 @@ def test_slots_for_c_are_prefaulted_while_operands_are_uploaded(
 
     monkeypatch.setattr(Staging, "upload_source", upload_source)
     if not threads:
-        monkeypatch.setattr(HostSlots, "_faulting", SimpleNamespace(map=refuse, shutdown=Mock()))
+        monkeypatch.setattr(HostSlots, "_faulting", SimpleNamespace(submit=refuse, shutdown=Mock()))
     values, b = integers(rng, SHAPE, "float64"), integers(rng, (SHAPE[1], 70), "float64")
     with running_on("fake-cuda") as chosen, patch("oocgemm.backends.cuda.host_memory.MAX_KEPT", 0):
         result = oocgemm.gemm(stored(tmp_path, values), b, tmp_path / "C", host_memory="3MiB", **chosen)
