@@ -121,7 +121,7 @@ class HostSlots:
         except RuntimeError:  # the system refuses a thread
             # The part whose `submit` failed is queued all the same: a later thread would clear the slot.
             self._faulting.shutdown(wait=True, cancel_futures=True)
-            del self._faulting
+            vars(self).pop("_faulting", None)
             slot[::PAGE] = 0
         else:
             for part in begun:
