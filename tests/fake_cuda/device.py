@@ -269,7 +269,8 @@ class Device:
         """Block until every stream of the current device is idle."""
         with self.lock:  # another thread may retire a stream
             own = [handle for handle, queue in self._queues.items() if queue.device == self.number]
-            recordings = [self.record(handle) for handle in own]
+            # Recording may collect garbage, and so retire a stream in this thread.
+            recordings = [self.record(handle) for handle in own if handle in self._queues]
         for recording in recordings:
             self.finish(recording)
 
