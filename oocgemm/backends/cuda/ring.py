@@ -238,11 +238,7 @@ class Ring:
         to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
         the errors of `block.move`. So the device may overwrite the block while the host still writes.
         """
-        direction, dtype, row = (
-            self._direction("download"),
-            block.dtype,
-            block.shape[1] * block.dtype.itemsize,
-        )
+        direction, dtype = self._direction("download"), block.dtype
         if block.memory is not None and turn is None and direction.compiled is not None:
             return direction.compiled.begin(address, block, waits).work
         row = block.shape[1] * dtype.itemsize
