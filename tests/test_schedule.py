@@ -273,16 +273,22 @@ def test_a_cached_panel_is_not_loaded_again() -> None:
 
 
 def peak_of_iterating(cols: int) -> int:
-    """Return the peak memory of iterating over the schedule of a row of tiles that reuse panels of op(A)."""
+    """Return the peak memory of iterating over the schedule of a row of tiles that reuse panels of op(A).
+
+    Other threads of the process, such as the one that receives messages of pytest-xdist, are traced too.
+    So the least of three peaks counts.
+    """
     p = problem(4, 4 * cols, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 1))
-    schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))
-    tracemalloc.start()
-    for _ in schedule:
-        pass
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return peak
+    peaks = []
+    for _ in range(3):
+        schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))
+        tracemalloc.start()
+        for _ in schedule:
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return min(peaks)
 
 
 def test_a_schedule_takes_no_memory_for_more_steps() -> None:
