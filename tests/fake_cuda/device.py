@@ -97,18 +97,26 @@ class Current:
     """The numbers of the devices that each thread has entered with `with`, the innermost last.
 
     To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
+    So threads of C code are told apart by their identifiers. A thread of Python may get the identifier of one
+    that has ended.
     """
 
     def __init__(self) -> None:
-        self._devices = dict[int, list[int]]()
+        self._of_python, self._of_c = threading.local(), dict[int, list[int]]()
 
     @property
     def devices(self) -> list[int]:
-        return self._devices.setdefault(threading.get_ident(), [0])
+        found: list[int] | None = getattr(self._of_python, "devices", None)
+        if found is None:
+            identifier = threading.get_ident()
+            if all(thread.ident != identifier for thread in threading.enumerate()):
+                return self._of_c.setdefault(identifier, [0])
+            found = self._of_python.devices = [0]
+        return found
 
     def use(self, device: int) -> None:
         """Make a device the current one of a thread of C code."""
-        self._devices[threading.get_ident()] = [device]
+        self._of_c[threading.get_ident()] = [device]
 
 
 class Device:
