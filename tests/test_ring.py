@@ -37,7 +37,7 @@ def ring(cuda: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(pool, "compiled", lambda: None)
     elif not pool.available():
         pytest.skip("there is no compiled host code")
-    made = Ring(cuda.Device(0), RingShape(3, 1 << 12), True)
+    made = Ring(cuda.Device(0), RingShape(3, 1 << 12))
     assert (made._direction("upload").compiled is None) == (request.param == "python")
     yield made
     made.close()

@@ -107,12 +107,12 @@ class HostMemory:
         unfit = Kept()
         if kept.arena is not None and (not 0 < size <= MAX_KEPT or not size <= kept.arena.nbytes <= budget):
             unfit.arena, kept.arena = kept.arena, None
-        if kept.ring is not None and not _suits(kept.ring, plan, shape):
+        if kept.ring is not None and not _suits(kept.ring.shape, plan, shape):
             unfit.ring, kept.ring = kept.ring, None
         self._own = kept
         unfit.free(self._device)
         if kept.ring is None and shape is not None:
-            kept.ring = Ring(self._device, shape, plan.devices == 1)
+            kept.ring = Ring(self._device, shape)
         if (decoding := decoding_shape(plan.setting)) is not None:
             self.decoder = Decoder(self._device, decoding, address, kernels)
         used = plan.footprint.device
@@ -188,15 +188,12 @@ class HostMemory:
         self._slots = {}
 
 
-def _suits(ring: Ring, plan: Plan, shape: RingShape | None) -> bool:
+def _suits(kept: RingShape, plan: Plan, shape: RingShape | None) -> bool:
     """Return whether a kept ring can be the one of a plan, which wants `shape`; None if it wants no ring.
 
     A larger ring is as good, if the budget has room for it, and if the device does not transpose strips: it
     has a buffer per pinned buffer of `shape` then, at the same offset.
     """
-    kept = ring.shape
-    if ring.compiled != (plan.devices == 1):
-        return False
     if kept == shape:
         return True
     if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece:

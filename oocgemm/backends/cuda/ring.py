@@ -45,7 +45,7 @@ PAGE = 4096
 class Direction:
     """The threads and lanes for copies in one direction. One more lane is for blocks of a single piece."""
 
-    def __init__(self, device: Any, shape: RingShape, name: str, compiled: bool) -> None:
+    def __init__(self, device: Any, shape: RingShape, name: str) -> None:
         self._device = device
         self._memory = allocate(shape.bytes // 2)
         with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
@@ -64,12 +64,12 @@ class Direction:
         self._threads: list[threading.Thread] = []
         self.compiled: CompiledThreads | None = None
         try:
-            self._start(shape, name, compiled)
+            self._start(shape, name)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, shape: RingShape, name: str, compiled: bool) -> None:
+    def _start(self, shape: RingShape, name: str) -> None:
         """Create the lanes, and start the compiled threads, if there are any, or Python's."""
         size = BUFFERS * shape.piece
         with self._device:
@@ -79,7 +79,7 @@ class Direction:
         self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
         self._single, self._using_single = self._lanes.pop(), threading.Lock()
         with self._device:
-            if compiled and CompiledThreads.possible(self._memory, self._join):
+            if CompiledThreads.possible(self._memory, self._join):
                 self.compiled = CompiledThreads(self._memory, shape, uploads=name == "upload")
         if self.compiled is None:
             self._start_threads()
@@ -186,9 +186,8 @@ class Direction:
 class Ring:
     """The pinned buffers and the threads of one device. A direction gets them with its first copy."""
 
-    def __init__(self, device: Any, shape: RingShape, compiled: bool) -> None:
-        """Without `compiled`, Python's threads copy all blocks."""
-        self.shape, self.compiled = shape, compiled
+    def __init__(self, device: Any, shape: RingShape) -> None:
+        self.shape = shape
         self._device = device
         self._opening = threading.Lock()
         self._directions: dict[str, Direction] = {}
@@ -265,7 +264,7 @@ class Ring:
     def _direction(self, name: str) -> Direction:
         with self._opening:
             if name not in self._directions:
-                self._directions[name] = Direction(self._device, self.shape, name, self.compiled)
+                self._directions[name] = Direction(self._device, self.shape, name)
             return self._directions[name]
 
     def close(self) -> None:

@@ -57,13 +57,7 @@ def ring_shape(setting: Setting) -> RingShape | None:
     copied += [layouts.c] if setting.streams_c else []
     if not copied:
         return None
-    # Compiled threads copy for one device only.
-    compiled = (
-        devices == 1
-        and machine.compiled
-        and all(x.contiguous_rows for x in copied)
-        and not setting.turns_on_device
-    )
+    compiled = machine.compiled and all(x.contiguous_rows for x in copied) and not setting.turns_on_device
     lanes, piece = 1 + machine.copy_threads_of(devices), PIECE
     if compiled:
         lanes = min(lanes, 1 + COMPILED_LANES)
