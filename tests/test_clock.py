@@ -83,6 +83,13 @@ def test_the_clock_agrees_with_the_simulated_schedule(run: tuple[Setting, Candid
     assert predict(setting, candidate).total == pytest.approx(seconds, rel=0.1)
 
 
+@given(runs())
+def test_no_run_is_shorter_than_its_busiest_lane(run: tuple[Setting, Candidate]) -> None:
+    """The old C shares the link and the storage with panels, although it has streams of its own."""
+    found = predict(*run)
+    assert found.total >= (1 - 1e-9) * max(found.lanes.values())
+
+
 @given(
     machines(),
     st.sampled_from((FILES, PINNED, PAGEABLE)),

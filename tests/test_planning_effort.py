@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from oocgemm.planning import Budgets, default_model, make_plan
+from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.search import candidates, planner
 from tests.plan_cases import GIB, MIB, STORED, problem
@@ -80,6 +81,22 @@ def test_planning_is_bounded_however_many_tiles_there_are(
     assert plan.steps > 10**7
     assert calls < 100_000
     assert peak < 50 * MIB
+
+
+def test_the_search_counts_what_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock cannot skip many of thousands of small tiles. A search among hundreds took half a minute."""
+    ran = list[int]()
+
+    def counted(*given: Any) -> Any:
+        found = clock_of.predict(*given)
+        ran.append(found.ran)
+        return found
+
+    monkeypatch.setattr(planner, "predict", counted)
+    monkeypatch.setattr(planner, "_faster", lambda plan: None)
+    make_plan(problem(131_072, 131_072, 1024), Budgets(160 * MIB, 128 * MIB), default_model("cuda", 16))
+    assert len(ran) > 2
+    assert sum(ran[:-1]) * planner.OPERATION_SECONDS < planner.MAX_EFFORT
 
 
 @pytest.mark.parametrize("device", [64 * MIB, 200 * MIB])

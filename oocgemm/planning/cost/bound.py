@@ -69,6 +69,7 @@ def bound(prices: Prices, candidate: Candidate) -> float:
         turned = max(per_tile, waiting - (waiting - per_tile) / tiles)
     compute = whole * turned
     old = prices.read("C", m, n) * whole if problem.reads_c else 0.0
+    old_up = prices.upload("C", m, n) * whole if problem.reads_c and not unified else 0.0
     if machine.shares_cores:
         return max(compute, loading.read + whole * per_tile + old + prices.write_cpu_share * strips * write)
     issue = machine.issue * (
@@ -86,9 +87,15 @@ def bound(prices: Prices, candidate: Candidate) -> float:
     after = max(step * part + last_share * draining, draining + share * step * part)
     # The first strip leaves when the steps of its tile have run, perhaps strip by strip.
     leaving = loading.first + max(1.0, depth / max(1, k)) * step * strip / m
+    # The old C is loaded over the same link as panels, and from the same storage.
+    layouts = setting.layouts
+    decoded = {layout.decode_bytes > 0 for layout in (layouts.a, layouts.b, layouts.c)}
+    stored = loading.read + old if len(decoded) == 1 else 0.0
     return max(
         loading.first + compute + tail,
-        max(loading.up, loading.read, loading.alternating) + after,
+        max(loading.waited + loading.up, loading.read + loading.last_up, loading.alternating) + after,
+        loading.up + old_up,
+        stored,
         leaving + strips * download + last_share * part * m / strip * write,
         leaving + download + strips * write,
         issue,
@@ -98,14 +105,17 @@ def bound(prices: Prices, candidate: Candidate) -> float:
 class _Loading(NamedTuple):
     """Lower bounds on the seconds for which panels are loaded.
 
-    `first` is the time until the first panels are on the device, `read` that until the last Read and one
-    Upload have ended, `up` that of all Uploads after the first Read, and `alternating` that of the Reads and
-    Uploads of an operand with one host slot. `copies` is the number of Reads and Uploads.
+    `first` is the time until the first panels are on the device, `read` that of all Reads, `up` that of all
+    Uploads, and `alternating` that of the Reads and Uploads of an operand with one host slot. The first
+    Upload starts after `waited`, and the last one takes `last_up`. `copies` is the number of Reads and
+    Uploads.
     """
 
     first: float
+    waited: float
     read: float
     up: float
+    last_up: float
     alternating: float
     copies: float
 
@@ -134,4 +144,4 @@ def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
             waited = waited or reading / ramp
             first_read += reading / ramp
             first_up = max(first_read, first_up) + last_up / ramp
-    return _Loading(first_up, read + last_up, waited + up, alternating, copies)
+    return _Loading(first_up, waited, read, up, last_up, alternating, copies)

@@ -6,6 +6,7 @@ registers operations with completion events. The simulation registers them with 
 `oocgemm.planning.cost.clock` computes the same times far faster, without creating the operations.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -85,6 +86,9 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
     issue, shares_cores = setting.machine.issue, setting.machine.shares_cores
     tracker: HazardTracker[list[float]] = HazardTracker()
     prices, staged = Prices(setting), [0.0] * setting.devices
+    layouts = {"A": setting.layouts.a, "B": setting.layouts.b, "C": setting.layouts.c}
+    # The old C is loaded beside panels, but over the same link and from the same storage.
+    carried = defaultdict[tuple[int, str], float](float)
     # Each device has threads of its own for copies between pageable arrays and pinned buffers.
     copying = setting.machine.copy_threads_of(setting.devices) / setting.machine.copy_threads
     stream_free: dict[tuple[int, str], float] = {}
@@ -108,8 +112,12 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
         if shares_cores and operation.kind is Kind.WRITE:
             computed = stream_free.get((0, "compute"), 0.0)
             stream_free[0, "compute"] = computed + prices.write_cpu_share * seconds
+        if operation.kind is Kind.READ:
+            carried[0, "decode" if layouts[operation.operand].decode_bytes else "read"] += seconds
+        if operation.kind is Kind.UPLOAD and not operation.peer:
+            carried[operation.device, "h2d"] += seconds
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer:
             copied = prices.staged(operation.operand, *map(length, operation.block))
             staged[operation.device] += copied / copying
         end = max(end, done[0])
-    return max(end, *staged)
+    return max(end, *staged, *carried.values())

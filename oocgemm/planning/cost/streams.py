@@ -101,6 +101,7 @@ class Streams:
         self.finished = [_BEFORE] * min(max(1, slots.finish), MAX_AHEAD)
         self.untouched = slots.c  # accumulators that no tile has used yet
         self.busy = dict.fromkeys(BUSY, 0.0)
+        self.ran = 0  # how much the clock has run: roughly the number of operations
 
     # Steps that multiply the whole tile.
 
@@ -155,6 +156,7 @@ class Streams:
                     self.busy["h2d"] += count * load.upload
                     self.busy["staged"] += count * load.staged
                 loaded.append((panels.uploads, panels.device, panels.host, load.share, read, load.upload))
+        self.ran += 2 + count
         for _ in range(count):
             arrived = wait
             for uploads, slots, host_slots, share, read, upload in loaded:
@@ -218,6 +220,7 @@ class Streams:
                 arrived[number] = self.compute = max(self.issued, self.compute, arrived[number]) + prepare
                 self.busy["prepare"] += prepare
         ends, out = [0.0] * len(steps), []
+        self.ran += len(steps) * (1 + len(strips))
         for number_of_strip, strip in enumerate(strips):
             for number, (_, multiply, _) in enumerate(steps):
                 self.issued += self.issue
@@ -266,6 +269,7 @@ class Streams:
 
     def load_c(self, number: int, strip: Strip, free: float) -> float:
         """Load an old strip of C into a device slot that is free at `free`; return when it has arrived."""
+        self.ran += 1
         slot = number % len(self.host_c)
         if not self.streams_c:
             self.issued += self.issue
@@ -290,6 +294,7 @@ class Streams:
 
         `number` is that of the strip in its tile.
         """
+        self.ran += 1
         ready, slot, finished = self.compute, number % len(self.host_c), number % len(self.finished)
         if self.finishes:
             # Selected elements of different rows are in different parts of the slot.
@@ -326,6 +331,7 @@ class Streams:
         times = [getattr(self, name) for name in _TIMES]
         for some in self._lists():
             times += some
+        self.ran += len(times) // 4
         unused = [self.untouched, *(panels.fresh for panels in self.panels)]
         return State(self.base, times, list(self.busy.values()), unused)
 

@@ -34,13 +34,11 @@ from oocgemm.planning.units import ceil_size, parse_size
 
 # The virtual clock runs for at most this fraction of the predicted time of the run, and for at most this many
 # seconds. It may always run for MIN_EFFORT seconds.
-EFFORT, MIN_EFFORT, MAX_EFFORT = 0.004, 0.008, 0.4
+EFFORT, MIN_EFFORT, MAX_EFFORT = 0.008, 0.008, 0.8
 # A search that is shortened (`effort` below 1) may always run for SHORT_EFFORT seconds.
 SHORT_EFFORT = 0.012
-# Estimated seconds that the clock takes per candidate, per tile that it runs, and per step.
-CANDIDATE_SECONDS, TILE_SECONDS, STEP_SECONDS = 100e-6, 20e-6, 2e-6
-# The clock runs about this many tiles of a candidate, and this many steps of a tile. It skips the others.
-MAX_TILES, MAX_STEPS = 30, 30
+# Estimated seconds that the clock takes per candidate, and per operation that it runs.
+CANDIDATE_SECONDS, OPERATION_SECONDS = 115e-6, 1.2e-6
 # Of the effort, the part that is spent on enumerated candidates. The rest is for changes of the best one.
 ENUMERATED = 0.5
 # A change of the best candidate is kept if it saves at least this fraction of the time.
@@ -105,7 +103,7 @@ def _faster(plan: Plan) -> Faster | None:
     for times in (2, 4):
         device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
         for tried in (Budgets(device, budgets.host), Budgets(budgets.device, host), Budgets(device, host)):
-            found = _planned(replace(setting, budgets=tried), None).considered[0].prediction.total
+            found = _planned(replace(setting, budgets=tried), None, 0.0).considered[0].prediction.total
             if MIN_FASTER * found <= seconds:
                 return Faster(tried, found)
     return None
@@ -263,13 +261,9 @@ class _Search:
         return [chosen, *(s for s in scored if s is not chosen)]
 
     def _run(self, candidate: Candidate) -> Prediction:
-        problem = self._prices.setting.problem
-        grid = TileGrid.of(problem, candidate.tile)
-        tiles = min(MAX_TILES, grid.count)
-        steps = min(grid.steps, MAX_STEPS + max(candidate.slots.a, candidate.slots.b))
-        self._spent += CANDIDATE_SECONDS + tiles * (TILE_SECONDS + steps * STEP_SECONDS)
-        self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
-        return self._found[candidate]
+        found = self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
+        self._spent += CANDIDATE_SECONDS + found.ran * OPERATION_SECONDS
+        return found
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:

@@ -33,7 +33,7 @@ STAGED_STRIPS = 10
 # budget. This leaves memory to panels. Strips are larger if a tile would otherwise have more than MAX_STRIPS
 # of them.
 HOST_SHARE = 400
-MAX_STRIPS = 32
+MAX_STRIPS = 64
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
 # Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
