@@ -366,6 +366,18 @@ def test_damage_to_a_stored_result_is_found_before_it_is_complete(tmp_path: Path
     assert checked(found)["sampled"] > 0
 
 
+def test_the_time_for_samples_is_told_from_the_tail(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.jsonl")
+    result = oocgemm.gemm(A, B, epilogue=[Scale(U)], verify=True, backend="host", tile=TILE, timeline=log)
+    for figures in (result.report, oocgemm.report(log)):
+        assert figures.checks is not None
+        assert figures.exposed["samples"] >= figures.checks["sampled_seconds"] > 0
+        assert sum(figures.exposed.values()) == pytest.approx(figures.wall - figures.compute)
+        assert "samples" in figures.shares
+    plain = oocgemm.gemm(A, B, epilogue=[Scale(U)], backend="host", tile=TILE)
+    assert "samples" not in plain.report.exposed
+
+
 def test_a_resumed_run_checks_all_of_c(tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / name) for name in ("a.npy", "b.npy", "c.zarr"))
     np.save(a, A)

@@ -220,11 +220,13 @@ def execute(
         # Also if no tile was left to compute: the earlier run may have ended before its samples were checked,
         # or because they were wrong.
         if needs_samples(job):
+            sampling = perf_counter_ns()
             if job.request.chain is None:
                 sampled = check_samples(job, target.matrix, cancel)
                 facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
             else:
                 check_pass(job, target.matrix, cancel)
+            facts["sampling"] = [sampling - origin, perf_counter_ns() - origin]
         target.seal()
         facts |= {
             "backend": known["backend"] | {"multiplied by": kernels},
