@@ -80,9 +80,9 @@ def zarr_has_its_threads() -> None:
 @pytest.fixture
 def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make runs retry failed reads after a hundredth of a second."""
-    from oocgemm.engine import transfers
+    from oocgemm.stores import retries
 
-    monkeypatch.setattr(transfers, "RETRY_AFTER", (0.01,) * 3)
+    monkeypatch.setattr(retries, "RETRY_AFTER", (0.01,) * 3)
 
 
 @pytest.fixture

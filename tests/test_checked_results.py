@@ -1,8 +1,13 @@
 """`verify=True` where an epilogue changes C, or C is not stored: correct results pass, errors are found."""
 
+import errno
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock, Timer
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +22,13 @@ from oocgemm.backends.checksums import DeviceStripSums
 from oocgemm.backends.host import backend as host_backend
 from oocgemm.backends.host.epilogue import run_chain
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.integrity import samples
+from oocgemm.integrity import chained, samples
+from oocgemm.jobs import sampling
 from oocgemm.planning import Kind
+from oocgemm.stores import retries
 from oocgemm.stores.sparse import SparseMatrix
 from tests.backends_here import BACKENDS, ENGINES, Engine, running_on
+from tests.faults import Fault, faulty_stores
 from tests.problems import Array
 from tests.suite import examples
 from tests.tampering import checked, in_threads, on_device
@@ -366,6 +374,18 @@ def test_damage_to_a_stored_result_is_found_before_it_is_complete(tmp_path: Path
     assert checked(found)["sampled"] > 0
 
 
+def test_the_time_for_samples_is_told_from_the_tail(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.jsonl")
+    result = oocgemm.gemm(A, B, epilogue=[Scale(U)], verify=True, backend="host", tile=TILE, timeline=log)
+    for figures in (result.report, oocgemm.report(log)):
+        assert figures.checks is not None
+        assert figures.exposed["samples"] >= figures.checks["sampled_seconds"] > 0
+        assert sum(figures.exposed.values()) == pytest.approx(figures.wall - figures.compute)
+        assert "samples" in figures.shares
+    plain = oocgemm.gemm(A, B, epilogue=[Scale(U)], backend="host", tile=TILE)
+    assert "samples" not in plain.report.exposed
+
+
 def test_a_resumed_run_checks_all_of_c(tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / name) for name in ("a.npy", "b.npy", "c.zarr"))
     np.save(a, A)
@@ -392,12 +412,72 @@ def test_a_result_that_is_wrong_is_not_completed_by_resuming(tmp_path: Path, nam
         oocgemm.gemm(a, b, c, resume=True, **options)
 
 
-def test_an_operand_that_cannot_be_read_again_is_named() -> None:
+@contextmanager
+def failing_again(error: Exception, times: int) -> Iterator[Fault]:
+    """Make that many reads of A or X fail, from when the result is checked."""
+    fault = Fault(error, first=1 << 62, times=times)
+
+    def arming(check: Callable[..., None]) -> Callable[..., None]:
+        def armed(*given: Any, **options: Any) -> None:
+            fault.first = fault.calls + 1
+            check(*given, **options)
+
+        return armed
+
     with (
-        patch.object(samples.Samples, "check", side_effect=EOFError("the file ends")),
-        pytest.raises(ExecutionError, match=r"cannot be checked: an operand cannot be read again, EOFError"),
+        faulty_stores(read_A=fault, read_X=fault),
+        patch.object(samples.Samples, "check", arming(samples.Samples.check)),
+        patch.object(sampling, "check_chained", arming(chained.check_chained)),
     ):
+        yield fault
+
+
+def test_an_operand_that_cannot_be_read_again_is_named() -> None:
+    said = pytest.raises(ExecutionError, match=r"cannot be checked: reading A\[.*\]: EOFError: the file ends")
+    with failing_again(EOFError("the file ends"), 1), said:
         RESULTS["scale"](tile=TILE, verify=True, backend="host")
+
+
+PASSING = [
+    OSError(errno.EIO, "passing"),
+    ConnectionResetError("reset"),
+    type("ServerDisconnectedError", (Exception,), {})("gone"),
+]
+
+
+@pytest.mark.usefixtures("retries_are_soon")
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_reads_of_samples_are_tried_again(error: Exception) -> None:
+    with failing_again(error, 2):
+        result = RESULTS["scale"](tile=TILE, verify=True, backend="host")
+    retried = result.timeline.header["retried"]
+    assert len(retried) == 2
+    assert all("reading A[" in where and str(error) in where for where in retried)
+    with failing_again(error, 2) as fault:
+        oocgemm.pca(A, 2, iterations=1, verify=True, backend="host")
+    assert fault.calls >= fault.first + 2
+
+
+def test_an_interrupt_ends_the_waiting_for_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Lock()
+
+    def interrupted_soon(error: BaseException) -> bool:
+        if first.acquire(blocking=False):
+            Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return True
+
+    monkeypatch.setattr(retries, "RETRY_AFTER", (30.0,))
+    monkeypatch.setattr(retries, "transient", interrupted_soon)
+    start = time.monotonic()
+    # A shell may have started the tests with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with failing_again(PASSING[0], 1 << 30) as fault, pytest.raises(KeyboardInterrupt):
+            RESULTS["scale"](tile=TILE, verify=True, backend="host")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert fault.calls >= fault.first
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("to", [Threshold(0.0), TopK(3), MatVec(np.ones(N, "f4"))])

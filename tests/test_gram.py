@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.backends.host import blas as host_blas
-from oocgemm.errors import InputError
+from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning import Op
 from oocgemm.stores import open_matrix
 from oocgemm.stores.mirrored import MirroredMatrix
@@ -252,6 +252,19 @@ def test_a_plan_of_a_gram_matrix_runs() -> None:
     plan = oocgemm.plan_gram(x, uplo="upper", backend="host")
     assert str(plan).startswith("C 60 x 60 float64 = op(X) 60 x 20 @ its adjoint, upper")
     check(plan.run().out, x, "upper")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_memory_is_split_so_that_a_verified_gram_matrix_fits(dtype: str) -> None:
+    """Checksums take most of the host budget, more than a quarter of the memory."""
+    x, mib = np.zeros((240, 3000), dtype), 1 << 20
+    with pytest.raises(BudgetError) as refused:
+        oocgemm.plan_gram(x, memory="20MiB", verify=True, backend="host")
+    least = refused.value.least
+    assert least is not None
+    for memory in range(least + mib // 4, 6 * least, 3 * mib):
+        planned = oocgemm.plan_gram(x, memory=memory, verify=True, backend="host")
+        assert planned.footprint.device_total + planned.footprint.host_total <= memory
 
 
 def test_the_command_computes_verifies_and_reports(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from oocgemm.errors import InputError
 from oocgemm.stores.genetics.grm import GrmFiles, GrmMatrix, companions
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.command import command
+from tests.fake_cuda import fake_cuda
 from tests.plink import Array, genotypes, reference, write_bed
 from tests.suite import examples
 from tests.unfinished_runs import TOP, failing_after
@@ -155,6 +156,7 @@ def test_blocks_of_a_triangle_are_written_and_read(
         (X, {"axis": 2}, "axis = 2"),
         (X, {"out": "g.grm.bin", "uplo": "full"}, "uplo = 'full': a .grm.bin file has the lower"),
         (X, {"out": "g.grm.bin", "cast": "float64"}, "stores float32, and C has dtype float64: pass another"),
+        (X, {"out": "g.grm"}, r"GCTA's files .* pass g.grm.bin, or g.grm.zarr for an array"),
         (X, {"out": "g.grm.bin", "chunks": (2, 2)}, "chunks and compressor are for zarr"),
     ],
 )
@@ -186,12 +188,31 @@ def test_files_of_gcta_are_not_overwritten_and_must_be_whole(tmp_path: Path) -> 
         oocgemm.matmul(tmp_path / "h.grm.bin", x, backend="host")
 
 
+@pytest.mark.parametrize("method", ["gcta", "vanraden"])
+def test_a_dry_run_shows_the_plan_of_the_run(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", X)
+    given = "--method", method, "--cast", "float32", "--device-memory", "1GiB", "--host-memory", "1GiB"
+    shown = command("grm", "x.npy", "g.npy", *given, "--dry-run", "--backend", "cuda", "--json").json()
+    with fake_cuda(1):
+        options: dict[str, Any] = {"device_memory": "1GiB", "host_memory": "1GiB", "backend": "cuda"}
+        planned: Any = oocgemm.grm("x.npy", "g.npy", method=method, cast="float32", **options).plan.to_dict()
+    for part in ("footprint", "tile", "required"):
+        assert shown[part] == planned[part]
+    assert shown["problem"]["measured"] == planned["problem"]["measured"]
+
+
 def test_the_command_computes_plans_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_bed(Path("x.bed"), X)
     done = command("grm", "x.bed", "g.grm.bin", "--dry-run", "--backend", "host", "--json")
     assert done.json()["problem"]["gram"] == "lower"
     assert not Path("g.grm.bin").exists()
+    assert "second product" not in done.err
+    done = command("grm", "x.bed", "g.zarr", "--dry-run", "--pairwise", "--backend", "host")
+    assert "also read for a second product of the same extents, which counts variants" in done.err
     done = command("grm", "x.bed", "g.grm.bin", "--backend", "host")
     assert (done.code, "C: g.grm.bin" in done.out) == (0, True), done.err
     assert "3 of 200 variants were left out" in done.err

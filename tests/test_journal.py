@@ -124,6 +124,7 @@ def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: p
         (b"", "damaged in line 1"),
         (b"00000000 {}\n", "damaged in line 1"),
         (lines(b'{"run":{"format":1}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
+        (lines(b'{"run":{"format":1}}', b"[]", b'{"done":[0,0]}'), "damaged in line 2"),
         (
             lines(b'{"run":{"format":7,"version":"7.0"}}'),
             "has format 7, this version reads format 1: .* oocgemm 7.0",

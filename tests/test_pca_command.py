@@ -75,6 +75,10 @@ def test_a_dry_run_says_how_often_x_is_read() -> None:
     plan = command("pca", "x.zarr", *scaled, "--json").json()
     assert (plan["passes"], plan["statistics"], plan["bytes_read"]) == (6, True, 7 * X.nbytes)
     assert plan["pass"]["problem"]["m"] == 30
+    checked = command("pca", "x.zarr", *scaled, "--scores", "--verify")
+    assert "X is read 7 times, and once for its statistics, and 6 times to check products" in checked.out
+    plan = command("pca", "x.zarr", *scaled, "--verify", "--json").json()
+    assert (plan["checks"], plan["bytes_read"]) == (6, 13 * X.nbytes)
     gpu = "--dry-run", "--backend", "cuda", "--device-memory", "1GiB", "--components", "3"
     assert command("pca", "x.zarr", *gpu).code == 0
 

@@ -16,9 +16,9 @@ import zarr
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm.engine import transfers
 from oocgemm.engine.slots import HostSlots
-from oocgemm.engine.transfers import RETRY_AFTER
+from oocgemm.stores import retries
+from oocgemm.stores.retries import RETRY_AFTER
 from tests.backends_here import staged
 from tests.command import run
 from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left
@@ -86,7 +86,7 @@ def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> N
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
         said = failure(tmp_path, *saved(tmp_path, by_columns=True), tile=f"{M}x{N}x{K}")
-    assert fault.calls == 1 + len(transfers.RETRY_AFTER)
+    assert fault.calls == 1 + len(retries.RETRY_AFTER)
     assert (
         "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
         in said
@@ -119,10 +119,10 @@ def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     A time limit of the test would not do: a run that is stopping delays whatever interrupts it.
     """
-    monkeypatch.setattr(transfers, "RETRY_AFTER", (20.0,) * 3)
+    monkeypatch.setattr(retries, "RETRY_AFTER", (20.0,) * 3)
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < transfers.RETRY_AFTER[0]
+    assert time.monotonic() - start < retries.RETRY_AFTER[0]
 
 
 def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

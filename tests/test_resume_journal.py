@@ -15,10 +15,20 @@ import zarr
 from oocgemm import stores
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.jobs.committer import Committer
-from oocgemm.jobs.journal import JOURNAL, read
+from oocgemm.jobs.journal import JOURNAL, Journal, read
 from oocgemm.planning.tiling import Tile
 from tests.command import contents, run
-from tests.unfinished_runs import KINDS, TILE, A, B, C, finished_chunk, store_operands, unfinished
+from tests.unfinished_runs import (
+    KINDS,
+    TILE,
+    A,
+    B,
+    C,
+    failing_after,
+    finished_chunk,
+    store_operands,
+    unfinished,
+)
 
 
 @pytest.fixture
@@ -78,7 +88,8 @@ def test_a_truncated_journal_does_not_apply_beta_twice(here: Path, c: str, lines
 
 def test_a_journal_truncated_after_the_end_is_detected(here: Path) -> None:
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
-    assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
+    with failing_after(9):  # a line per tile
+        assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
     path = here / "c" / ".oocgemm" / JOURNAL
     kept = path.read_bytes().splitlines(keepends=True)[:5]
     path.write_bytes(b"".join(kept))
@@ -108,6 +119,30 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_refused(here: Path) -> No
     for _ in ("the others", "none"):  # the first resume removes the incomplete line from the journal
         assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
+def test_an_append_of_several_tiles_is_kept_whole_or_not_at_all(here: Path) -> None:
+    unfinished("c", tiles=3)
+    folder = here / "c" / ".oocgemm"
+    whole = (folder / JOURNAL).read_bytes()
+    journal = Journal(folder)
+    journal.resume()
+    journal.done({(2, 1): "x", (2, 2): "y"})
+    journal.close()
+    added = (folder / JOURNAL).read_bytes()[len(whole) :]
+    # A killed run leaves the beginning of the append. A power failure may leave zeros anywhere in it.
+    torn = [added[:at] for at in range(len(added))]
+    torn += [bytes(at) + added[at:] for at in range(1, len(added))]
+    torn += [added[:at] + bytes(len(added) - at) for at in range(len(added))]
+    for rest in torn:
+        (folder / JOURNAL).write_bytes(whole + rest)
+        record = read(folder)
+        assert record is not None
+        assert (len(record.done), record.length) == (3, len(whole))
+    (folder / JOURNAL).write_bytes(whole + added)
+    record = read(folder)
+    assert record is not None
+    assert record.done >= {(2, 1), (2, 2)}
 
 
 def test_nothing_is_appended_to_a_torn_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

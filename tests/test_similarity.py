@@ -143,6 +143,23 @@ def test_rows_are_read_from_zarr(backend: str, tmp_path: Path) -> None:
     check(oocgemm.similarity(tmp_path / "e.npy", topk=5, metric="dot", backend=backend), e, 5, "dot")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_any_norms_have_the_same_cosines(engine: Engine, dtype: str) -> None:
+    """Squares of these norms underflow or overflow. Multiplied by powers of 2, rows have the same cosines."""
+    e = embedded(3, 90, 9)
+    for low, high in ((-67, -66), (-130, -129), (110, 111), (-130, 120)):
+        powers = np.random.default_rng(0).integers(low, high, (90, 1))
+        scaled = np.ldexp(e.astype(np.float64), powers).astype(numpy_dtype(dtype))
+        for columns in (False, True):
+            x = np.asfortranarray(scaled) if columns else scaled
+            with running_on(engine) as options:
+                found = oocgemm.similarity(x, topk=10, tile="40x40x4", **options)
+                pairs = oocgemm.similarity(x, threshold=0.6, tile="40x40x4", verify=True, **options)
+            check(found, e, 10, "cosine")
+            check_pairs(pairs, e, 0.6, "cosine")
+
+
 def test_a_product_larger_than_the_memory_is_not_stored() -> None:
     e = embedded(2, 6000, 4)
     found = oocgemm.similarity(e, topk=3, metric="dot", backend="host", memory="40MiB")

@@ -74,6 +74,8 @@ def test_a_verified_selection_says_what_was_computed_again(given: tuple[str, ...
     [
         (("similarity", "x.zarr", "x.zarr", "--topk", "1"), "something exists at x.zarr"),
         (("similarity", "x.zarr", "s3://b/o", "--topk", "1"), "written to local paths only"),
+        (("similarity", "x.zarr", "o.npy", "--topk", "1"), "o.npy would be a .npy file, but results of this"),
+        (("corr", "x.zarr", "o.h5", "--topk", "1"), "arrays in a zarr group: give o.zarr"),
         (("similarity", "x.zarr", "o.zarr"), "pass either topk"),
         (("corr", "x.zarr", "o.zarr", "--topk", "2", "--resume"), "corr does not take the option resume"),
         (("corr", "x.zarr", "x.zarr", "--topk", "2"), "something exists at x.zarr"),
@@ -85,4 +87,4 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments: tuple[str, ...]
     assert done.code == 2, done
     assert message in done.err
     assert done.err.count("\n") == 1
-    assert not Path("o.zarr").exists()
+    assert [path.name for path in Path().iterdir()] == ["x.zarr"]

@@ -10,14 +10,13 @@ from oocgemm.cli.output import print_json, print_note
 from oocgemm.cli.parameters import Place
 from oocgemm.cli.products import note_clipped, run_product
 from oocgemm.jobs import api
-from oocgemm.jobs.grm import CASTS, METHODS, Relationships
+from oocgemm.jobs.grm import CASTS, METHODS, Relationships, placeholder
 from oocgemm.jobs.grm import grm as compute_grm
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.request import GRAM_PLAN_OPTIONS
 from oocgemm.jobs.result import Result
 from oocgemm.planning.problem import GRAMS
 from oocgemm.stores.genetics.grm import is_grm
-from oocgemm.stores.transform import Transform
 
 
 @click.command()
@@ -90,16 +89,19 @@ def grm(
     if dry_run:
         from oocgemm.cli.display import print_plan
 
-        scale = "hwe" if method == "gcta" else None
         triangle = uplo or ("lower" if is_grm(out) else "full")
         kept = {name: value for name, value in options.items() if name in (*GRAM_PLAN_OPTIONS, "axis")}
-        transform = Transform(missing=missing, center="k", scale=scale, cast=cast)
+        transform = placeholder(x, options["axis"], method, missing, cast)
         planned = api.plan_gram(x, out, uplo=triangle, transform=transform, **kept)
         note_clipped(options["tile"], planned)
         if as_json:
             print_json(planned.to_dict())
         else:
             print_plan(planned)
+        if not quiet:
+            print_note("X is also read for allele frequencies, unless they are cached")
+        if not quiet and pairwise:
+            print_note("X is also read for a second product of the same extents, which counts variants")
         return
     found: list[Relationships] = []
 

@@ -18,11 +18,11 @@ from oocgemm.errors import InputError, OocGemmError
 from oocgemm.jobs import pca as jobs
 from oocgemm.jobs import pca_state
 from oocgemm.planning import Plan
-from oocgemm.planning.units import format_size, format_time
+from oocgemm.planning.units import format_time
 from oocgemm.timeline import Span
 
 # Options that a dry run does not need.
-_RUN_ONLY = ("device", "quiet", "resume", "seed", "verify")
+_RUN_ONLY = ("device", "quiet", "resume", "seed")
 # Of the singular values, this many are shown.
 SHOWN = 5
 
@@ -147,11 +147,10 @@ def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Call
 def _print_plan(planned: jobs.PCAPlan, *, as_json: bool) -> None:
     """Print how often X is read, and the plan of a pass."""
     if as_json:
-        read = {"passes": planned.passes, "statistics": planned.statistics, "bytes_read": planned.bytes_read}
-        print_json(read | {"pass": planned.pass_plan.to_dict()})
+        read = {"passes": planned.passes, "statistics": planned.statistics, "checks": planned.checks}
+        print_json(read | {"bytes_read": planned.bytes_read, "pass": planned.pass_plan.to_dict()})
         return
     from oocgemm.cli.display import print_plan
 
-    more = ", and once for its statistics" if planned.statistics else ""
-    click.echo(f"X is read {planned.passes} times{more}: {format_size(planned.bytes_read)} in all. A pass:\n")
+    click.echo(f"{planned.summary}. A pass:\n")
     print_plan(planned.pass_plan)

@@ -22,7 +22,7 @@ from typing import cast
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.committer import TileQueue
 from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO
-from oocgemm.jobs.journal_lines import append_lines, done_entries, parse_line
+from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
 from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import Job
 from oocgemm.planning import TileGrid
@@ -90,11 +90,12 @@ class Tail:
         except OSError:  # not created yet, or the folder was removed
             return
         for line in content.splitlines(keepends=True):
-            entry = parse_line(line[:-1]) if line.endswith(b"\n") else None
-            if entry is None:  # its rest has not been written yet
+            entries = parse_line(line)
+            if entries is None:  # its rest has not been written yet
                 return
             self._read += len(line)
-            yield (entry["done"][0], entry["done"][1]), entry["files"]
+            for entry in entries:
+                yield (entry["done"][0], entry["done"][1]), entry["files"]
 
 
 class AttemptTarget(Target):
@@ -141,5 +142,5 @@ class _AttemptCommitter(TileQueue):
         blocks = {tile: (self._grid.rows(tile[0]), self._grid.cols(tile[1])) for tile in tiles}
         self._matrix.sync_blocks(list(blocks.values()))
         files = {tile: self._matrix.redo_fingerprint(self._folder, *blocks[tile]) for tile in tiles}
-        append_lines(self._file, done_entries(files))
+        append_line(self._file, done_entries(files))
         self.recorded += len(tiles)

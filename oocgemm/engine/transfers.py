@@ -5,20 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import product
-from threading import Event
 
 from oocgemm.engine.blocks import located, parts
 from oocgemm.engine.mirror import adjoint, complete, mirrored, trimmed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range, ceil_div
-from oocgemm.stores import FULL, Array, Matrix, no_room, transient
+from oocgemm.stores import FULL, Array, Matrix, no_room
 from oocgemm.stores.frames import index_of
+from oocgemm.stores.retries import Retries, failure
 from oocgemm.stores.zarr.matrix import ZarrMatrix
-
-# Seconds to wait before each retry of a read that failed with a transient error. If the last retry fails,
-# after 12 s in all, the run fails.
-RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
@@ -38,8 +34,8 @@ class Transfers:
         self._plan = plan
         self._operands = operands
         self._threads = plan.candidate.io_threads
-        self._stopped = Event()
-        self.retried: list[str] = []  # the error message of each failed read that was tried again
+        self._retries = Retries()
+        self.retried = self._retries.made
         # By whether it reads: two pools, so that reads never queue behind writes. If all operands go from
         # their memory to the device, there are no Reads and no Writes.
         self._pools: dict[bool, ThreadPoolExecutor] = {}
@@ -154,17 +150,7 @@ class Transfers:
 
     def _read(self, on_part: OnPart | None, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
         """Read a part of a block. After an error that may go away, try again, unless the run was stopped."""
-        delays = iter(RETRY_AFTER)
-        while True:
-            try:
-                matrix.read(rows, cols, out)
-                break
-            except Exception as error:
-                failed = _located_error("reading", matrix, rows, cols, error)
-                delay = next(delays, None) if transient(error) else None
-                if delay is None or self._stopped.wait(delay):
-                    raise failed from error
-            self.retried.append(str(failed))
+        self._retries.read(matrix, rows, cols, out)
         if on_part is not None:
             on_part(rows, cols, out)
 
@@ -189,14 +175,14 @@ class Transfers:
         try:
             write()
         except Exception as error:
+            shown = error
             if isinstance(error, OSError) and error.errno in FULL:
-                failed = ExecutionError(no_room(matrix, error, size))
-                raise _located_error("writing", matrix, rows, cols, failed) from error
-            raise _located_error("writing", matrix, rows, cols, error) from error
+                shown = ExecutionError(no_room(matrix, error, size))
+            raise ExecutionError(failure("writing", matrix, rows, cols, shown)) from error
 
     def stop(self) -> None:
         """Stop retrying. A read that waits for its next try fails at once."""
-        self._stopped.set()
+        self._retries.stop()
 
     def close(self) -> None:
         """Join the threads."""
@@ -209,9 +195,3 @@ def source_of(operands: Mapping[str, Matrix], operation: Operation) -> Matrix:
     loads = operation.kind in (Kind.READ, Kind.UPLOAD)
     merges = loads and operation.operand == "C" and "D" in operands
     return operands["D" if merges else operation.operand]
-
-
-def _located_error(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:
-    """Return an error with the message of `error`, preceded by the store and the range of the matrix."""
-    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
-    return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

@@ -102,7 +102,10 @@ class Elements:
 
 
 def contains(found: Interval, value: Array) -> Array:
-    """Return whether each value is in its interval. Any value is if an end is nonfinite on both sides."""
+    """Return whether each value is in its interval.
+
+    An interval of which no end is finite, or one end is NaN, bounds nothing. So it contains every value.
+    """
     low, high = found
     unknown = ~(np.isfinite(low) | np.isfinite(high)) | np.isnan(low) | np.isnan(high)
     return np.asarray(((value >= low) & (value <= high)) | unknown)

@@ -7,7 +7,7 @@ callback in parts, converted to double precision.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ from oocgemm.integrity.rounding import ONE_THREAD, wide_dtype
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
+from oocgemm.stores.retries import Retries
 from oocgemm.system.memory import allocate
 
 # Default number of elements that a thread reads at a time, and passes to one call of the callback of
@@ -35,11 +36,15 @@ Act = Callable[[Range, Range, Array, Array | None], None]
 
 @dataclass(frozen=True)
 class Oriented:
-    """A stored matrix that is read as it is, or transposed (`swapped`), or conjugated, or both."""
+    """A stored matrix that is read as it is, or transposed (`swapped`), or conjugated, or both.
+
+    Reads that fail with a transient error are tried again (`retries`).
+    """
 
     matrix: Matrix
     swapped: bool = False
     conjugate: bool = False
+    retries: Retries = field(default_factory=Retries, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +75,7 @@ class Oriented:
         (r0, r1), (c0, c1) = stored = self._stored(rows, cols)
         shape = r1 - r0, c1 - c0
         block = out[: shape[0] * shape[1] * self.matrix.dtype.itemsize].view(self.matrix.dtype).reshape(shape)
-        self.matrix.read(*stored, block)
+        self.retries.read(self.matrix, *stored, block)
         return block.T if self.swapped else block
 
     def piece_bytes(self, min_elements: int) -> int:

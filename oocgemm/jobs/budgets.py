@@ -86,7 +86,7 @@ def _within(memory: int, plan: Callable[[Budgets], Plan], devices: int) -> Plan:
     """Split one memory bound, in bytes, into two budgets, and plan within them.
 
     The device budgets get three quarters, in equal parts, and the host budget one quarter. If no plan fits,
-    they are changed so that the smallest plan fits.
+    the smallest plan gets what it needs, and they share the rest in this way.
     """
     budgets = Budgets((memory - memory // 4) // devices, memory // 4)
     try:
@@ -103,7 +103,7 @@ def _within(memory: int, plan: Callable[[Budgets], Plan], devices: int) -> Plan:
                 least=least,
                 needed=error.needed,
             ) from error
-        host = min(max(host, budgets.host), memory - devices * device)
+        host += (memory - least) // 4
     return plan(Budgets((memory - host) // devices, host))
 
 

@@ -112,6 +112,11 @@ def grm(
     if pairwise and method != "gcta":
         raise InputError(f"pairwise is for the method gcta, not {method}: drop pairwise")
     x, out = stores.located("X", x), stores.located("C", out)
+    if isinstance(out, str) and out.endswith(".grm"):
+        raise InputError(
+            f"C at {out}: GCTA's files are written to a path that ends in .grm.bin: pass {out}.bin, or "
+            f"{out}.zarr for an array"
+        )
     gcta = Path(out) if isinstance(out, str) and is_grm(out) else None
     if gcta is not None and uplo not in (None, "lower"):
         raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
@@ -144,6 +149,14 @@ def grm(
     facts = {field.name: getattr(result, field.name) for field in fields(Result)}
     counts = None if counted is None else counted.out
     return Relationships(**facts, variants=variants, excluded=excluded, counts=counts)
+
+
+def placeholder(x: Operand, axis: int, method: str, missing: float | None, cast: str | None) -> Transform:
+    """Return a transform like that of `grm` with these arguments, to plan with. Nothing is read."""
+    extent = stores.open_matrix("X", stores.located("X", x)).shape[1 - axis]
+    ones = np.ones(extent)
+    found = Stats(ones, np.zeros(extent), ones, ones, ones, ones)
+    return Transform(missing=missing, cast=cast, **_standardizing(found, method)[0])
 
 
 def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) -> Request:

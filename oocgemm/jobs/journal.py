@@ -1,13 +1,13 @@
 """The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
 The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
-CRC-32 and a JSON object. If the process is killed, only the last line can be cut off (torn), which is then
-ignored. A power failure may damage any line of the last append. If whole lines follow a damaged one, the
+CRC-32 and a JSON object, or a list of objects that were appended together. If the process is killed, or the
+power fails, only the last line can be torn, which is then ignored. If whole lines follow a damaged one, the
 journal is refused::
 
     run       the header: what is computed, from which operands, and the plan
     commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
-    done      the new content of a tile is durable, in C. The line includes a fingerprint of the tile's files
+    done      the new content of a tile is durable, in C. The entry includes a fingerprint of the tile's files
               (sizes, modification times)
     complete  the last line: all of C is durable
 
@@ -21,7 +21,7 @@ A run writes in this order. `->` is an fsync of everything before it::
     complete ->
     if C is a .npy file: copy header and complete into an extended attribute of it -> remove the folder
 
-Tiles that are written at about the same time take these steps together, with a line for each.
+Tiles that are written at about the same time take these steps together, with one line for all.
 
 With beta = 0, writing a tile is idempotent: a tile that is not done is computed again.
 
@@ -65,7 +65,7 @@ from typing import Any
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import lease
-from oocgemm.jobs.journal_lines import append_lines, done_entries, parse_line
+from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
@@ -138,20 +138,21 @@ def _record(path: Folder, folder: Folder, content: bytes) -> Record:
     whole = length = 0  # number of lines that are not torn, and their total length in bytes
     torn = False
     for line in BytesIO(content):
-        entry = parse_line(line[:-1]) if line.endswith(b"\n") else None
-        if entry is None:
+        entries = parse_line(line)
+        if entries is None:
             torn = True
             continue
         if torn:
             break
         if whole == 0:
-            header = _checked_header(path, entry)
+            header = _checked_header(path, entries[0])
         whole, length = whole + 1, length + len(line)
-        if "done" in entry:
-            files[_tile(entry["done"])] = entry.get("files")
-        if "commit" in entry:
-            commits.add(_tile(entry["commit"]))
-        complete = complete or entry.get("complete")
+        for entry in entries:
+            if "done" in entry:
+                files[_tile(entry["done"])] = entry.get("files")
+            if "commit" in entry:
+                commits.add(_tile(entry["commit"]))
+            complete = complete or entry.get("complete")
     else:
         torn = whole == 0
     if torn:
@@ -332,7 +333,7 @@ class Journal:
 
     def _append(self, entries: Sequence[dict[str, Any]]) -> None:
         assert self._file is not None
-        append_lines(self._file, entries)
+        append_line(self._file, entries)
 
 
 def _tile(entry: list[int]) -> Tile:

@@ -1,4 +1,9 @@
-"""The lines of a journal: the CRC-32 of a JSON object, and the object."""
+"""The lines of a journal: the CRC-32 of a JSON text, and the text, an entry or a list of entries.
+
+Entries that are appended together are one line. A power failure may keep any part of an append, such as its
+end without its beginning. That is then one torn line, the last one, and not a line before whole ones, which
+means that the journal is damaged.
+"""
 
 import json
 import os
@@ -14,27 +19,30 @@ def done_entries(tiles: Mapping[Tile, str | None]) -> list[dict[str, Any]]:
     return [{"done": tile} | ({} if files is None else {"files": files}) for tile, files in tiles.items()]
 
 
-def append_lines(file: int, entries: Sequence[dict[str, Any]]) -> None:
-    """Append a line for each entry to a file, given by its descriptor, and flush the file."""
-    rest = memoryview(b"".join(map(line_of, entries)))
+def append_line(file: int, entries: Sequence[dict[str, Any]]) -> None:
+    """Append a line with entries to a file, given by its descriptor, and flush the file."""
+    rest = memoryview(line_of(entries))
     while rest:
         rest = rest[os.write(file, rest) :]
     os.fdatasync(file)
 
 
-def line_of(entry: dict[str, Any]) -> bytes:
-    """Return an entry of a journal as a line: its CRC-32, and a JSON object."""
-    text = json.dumps(entry, separators=(",", ":")).encode()
+def line_of(entries: Sequence[dict[str, Any]]) -> bytes:
+    """Return the line with these entries of a journal."""
+    text = json.dumps(entries[0] if len(entries) == 1 else entries, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if its CRC-32 is wrong."""
-    checksum, _, text = line.partition(b" ")
+def parse_line(line: bytes) -> list[dict[str, Any]] | None:
+    """Return the entries in a line; None if it is torn or damaged."""
+    checksum, _, text = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n"):
+        return None
     if checksum != b"%08x" % zlib.crc32(text):
         return None
     try:
-        entry = json.loads(text)
+        found = json.loads(text)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) else None
+    entries = found if isinstance(found, list) else [found]
+    return entries if entries and all(isinstance(entry, dict) for entry in entries) else None

@@ -11,7 +11,11 @@ from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.scratch import in_float64
+from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transformed import SLAB
+
+# Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
+MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60
 
 logger = logging.getLogger("oocgemm")
 
@@ -40,6 +44,22 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
                 f"defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
             )
     return np.asarray(1 / np.sqrt(squares))
+
+
+def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
+    """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
+
+    If products of rows could leave the range of float32, each row is multiplied by a power of 2 when it is
+    read, which rounds nothing. `memory`, and the errors that are raised, are those of `inverse_norms`.
+    """
+    scales = inverse_norms(e, problem.trans_a, memory, "pass metric='dot' (--metric dot)")
+    inside = (scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM)
+    if problem.acc_dtype != "float32" or inside.all():
+        return e, scales
+    scales, exponents = np.frexp(scales)
+    numbers = {"mean": np.zeros(len(scales)), "inverse": np.ldexp(1.0, exponents)}
+    axis = int(problem.trans_a.swaps)
+    return StandardizedMatrix(e, axis, scaled=True, dtype=e.dtype, **numbers), scales
 
 
 def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:

@@ -73,7 +73,7 @@ class ObjectJournal:
 
     def _append(self, entries: Sequence[dict[str, Any]]) -> None:
         self.check_lease()
-        content = self._content + b"".join(map(line_of, entries))
+        content = self._content + line_of(entries)
         try:
             self._version = self.folder.replace(JOURNAL, content, self._version)
         except ChangedError:

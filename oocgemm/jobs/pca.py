@@ -149,24 +149,29 @@ class PCAPlan:
         pass_plan: the plan of one pass over X.
         passes: how many times X is read, with the pass for its scores.
         statistics: whether X is also read once for statistics, unless they are cached.
+        checks: how many times X is also read to check a product.
     """
 
     pass_plan: Plan
     passes: int
     statistics: bool
+    checks: int = 0
 
     @property
     def bytes_read(self) -> int:
         """Bytes of X that are read in all passes, as they are stored before compression."""
-        problem = self.pass_plan.problem
-        return (self.passes + self.statistics) * problem.m * problem.k * problem.itemsizes["A"]
+        problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
+        return reads * problem.m * problem.k * problem.itemsizes["A"]
+
+    @property
+    def summary(self) -> str:
+        """How often X is read, and for what, as text."""
+        more = [", and once for its statistics"] if self.statistics else []
+        more += [f", and {self.checks} times to check products"] if self.checks else []
+        return f"X is read {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
 
     def __str__(self) -> str:
-        more = ", and once for its statistics" if self.statistics else ""
-        return (
-            f"X is read {self.passes} times{more}: {format_size(self.bytes_read)} in all. A pass:\n"
-            f"{self.pass_plan}"
-        )
+        return f"{self.summary}. A pass:\n{self.pass_plan}"
 
 
 def plan_pca(
@@ -184,8 +189,7 @@ def plan_pca(
 
     Args:
         x, k, center, transform, iterations, oversampling, scores: as for `pca`.
-        options: those of `pca`, except verify, device and progress. The cuda backend requires
-            `device_memory`.
+        options: those of `pca`, except device and progress. The cuda backend requires `device_memory`.
 
     Returns:
         A `PCAPlan`.
@@ -193,9 +197,11 @@ def plan_pca(
     Raises:
         InputError, BudgetError: as `pca` does.
     """
-    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress", "verify"})
+    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress"})
     passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
-    return PCAPlan(passes.plan(), iterations + scores, passes.transform.needs_stats and passes.reads_first)
+    statistics = passes.transform.needs_stats and passes.reads_first
+    checks = iterations if options.get("verify") else 0  # the product for the scores has checksums
+    return PCAPlan(passes.plan(), iterations + scores, statistics, checks)
 
 
 def _opened(

@@ -16,7 +16,7 @@ from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
-from oocgemm.jobs.norms import inverse_norms
+from oocgemm.jobs.norms import cosine_scales
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.planned import as_planned
 from oocgemm.jobs.problem import tile_of
@@ -125,12 +125,15 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
     d = open_further(problem, request.epilogue)
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
-    tile = tile_of(request.tile, problem)
+    tile, scales = tile_of(request.tile, problem), None
     if engine is None or engine.name == "cuda":
         problem = measured(request, problem, a, tile, _unknown if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
         a, b = readable_both(request, problem, a, b)
+        if request.selection is not None and request.selection.cosine:
+            a, scales = cosine_scales(problem, a, memory_of(request))
+            b = a  # rows of E are compared with each other
         output = _find_output(request, problem, Operands(a, b, d), tile, engine)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
@@ -141,9 +144,6 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     if not running or not (plan.steps or problem.checks_sums):
         return Job(request, a, b, output, plan, d)
     memory = memory_of(request)
-    scaled = request.selection is not None and request.selection.cosine
-    remedy = "pass metric='dot' (--metric dot)"
-    scales = inverse_norms(a, problem.trans_a, memory, remedy) if scaled else None
     numbers = numbers_of(problem, request.epilogue, a, b, memory)
     finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
     return Job(request, a, b, output, plan, d, finishing)

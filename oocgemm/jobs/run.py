@@ -33,6 +33,7 @@ from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size, format_time
+from oocgemm.stores.retries import Retries
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
 from oocgemm.system.threads import Cancel
@@ -207,9 +208,7 @@ def execute(
             if job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10):
                 observe = _reading_cpu(cpu, observe)
             facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
-            facts["retried"] = staging.retried
-            for failed in staging.retried:
-                logger.warning("read again after a failure: %s", failed)
+            _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
             if needs_samples(job):
@@ -220,11 +219,14 @@ def execute(
         # Also if no tile was left to compute: the earlier run may have ended before its samples were checked,
         # or because they were wrong.
         if needs_samples(job):
+            sampling, retries = perf_counter_ns(), Retries()
             if job.request.chain is None:
-                sampled = check_samples(job, target.matrix, cancel)
+                sampled = check_samples(job, target.matrix, retries, cancel)
                 facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
             else:
-                check_pass(job, target.matrix, cancel)
+                check_pass(job, target.matrix, retries, cancel)
+            _note(retries.made, facts["retried"])
+            facts["sampling"] = [sampling - origin, perf_counter_ns() - origin]
         target.seal()
         facts |= {
             "backend": known["backend"] | {"multiplied by": kernels},
@@ -232,6 +234,13 @@ def execute(
         }
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
+
+
+def _note(retried: list[str], facts: list[str]) -> None:
+    """Log the reads that were tried again, and add them to those in the report."""
+    facts += retried
+    for failed in retried:
+        logger.warning("read again after a failure: %s", failed)
 
 
 def _upload_ahead(job: Job, session: Session) -> None:

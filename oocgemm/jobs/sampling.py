@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.stores import Matrix
+from oocgemm.stores.retries import ReadError, Retries
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.threads import Cancel
@@ -31,17 +33,19 @@ def needs_samples(job: Job) -> bool:
     return request.verify and made and 0 not in (problem.m, problem.n)
 
 
-def check_samples(job: Job, result: Matrix, cancel: Cancel) -> dict[str, Any]:
+def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 
-    Raises `ExecutionError` if a sample is wrong, or an operand cannot be read, and the error of `cancel`.
+    Reads that were tried again are added to `retries`. Raises `ExecutionError` if a sample is wrong, or an
+    operand cannot be read, and the error of `cancel`.
     """
     started = perf_counter()
     problem, selection = job.plan.problem, job.request.selection
     memory = memory_of(job.request) // 4
     sides = (job.a, problem.trans_a, True), (job.b, problem.trans_b, False)
-    a, b = (Oriented(_as_multiplied(x, op, memory, left=left), op.swaps) for x, op, left in sides)
-    made = Made(stored=Oriented(result))
+    oriented = partial(Oriented, retries=retries)
+    a, b = (oriented(_as_multiplied(x, op, memory, left=left), op.swaps) for x, op, left in sides)
+    made = Made(stored=oriented(result))
     if isinstance(result, SparseMatrix):
         assert selection is not None
         least = float(result.dtype.type(selection.threshold))
@@ -58,11 +62,11 @@ def check_samples(job: Job, result: Matrix, cancel: Cancel) -> dict[str, Any]:
     room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
     threads = max(1, min(_threads(), memory // room))
     with (
-        _reading_again(cancel) as check_cancelled,
+        _reading_again(retries, cancel) as check_cancelled,
         ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool,
     ):
         passes = Passes(pool, threads, piece, report=lambda doing: check_cancelled())
-        further = None if job.d is None else Oriented(job.d)
+        further = None if job.d is None else oriented(job.d)
         samples = Samples(problem, a, b, further, job.finishing, passes, memory)
         samples.check(made)
     return {"sampled": samples.elements, "sampled_seconds": perf_counter() - started}
@@ -77,33 +81,35 @@ def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool) -> Matrix
 
 
 @contextmanager
-def _reading_again(cancel: Cancel) -> Iterator[Callable[[], None]]:
+def _reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], None]]:
     """Let errors of reading the operands again end the run with a message that says so.
 
-    Yields a function that raises the error of `cancel`, if the run is to stop.
+    Yields a function that raises the error of `cancel`, if the run is to stop. No read is retried then.
     """
     errors = list[BaseException]()
+
+    def stop(error: BaseException) -> None:
+        errors.append(error)
+        retries.stop()
 
     def check_cancelled() -> None:
         if errors:
             raise errors[0]
 
     try:
-        with cancel.calling(errors.append):
+        with cancel.calling(stop):
             yield check_cancelled
-    except (OSError, EOFError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ExecutionError(
-            f"the result cannot be checked: an operand cannot be read again, {what}"
-        ) from error
+    except ReadError as error:
+        check_cancelled()
+        raise ExecutionError(f"the result cannot be checked: {error}") from error
 
 
-def check_pass(job: Job, result: Matrix, cancel: Cancel) -> None:
+def check_pass(job: Job, result: Matrix, retries: Retries, cancel: Cancel) -> None:
     """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
     chain, problem = job.request.chain, job.plan.problem
     assert chain is not None
     assert chain.factor is not None
-    x = Oriented(job.a, not problem.trans_a.swaps)
+    x = Oriented(job.a, not problem.trans_a.swaps, retries=retries)
     # A thread reads whole chunks, as few at a time as possible. Fewer threads are better than bands that are
     # lower than chunks, which would be decoded once per band.
     memory, row = memory_of(job.request) // 4, problem.m * job.a.dtype.itemsize
@@ -113,7 +119,7 @@ def check_pass(job: Job, result: Matrix, cancel: Cancel) -> None:
     room = max(memory // threads - each, memory // (2 * threads))
     band = max(1, min(max(chunk, job.plan.tile.k), room // row))
     band = band // chunk * chunk or band
-    with _reading_again(cancel) as check_cancelled:
+    with _reading_again(retries, cancel) as check_cancelled:
         check_chained(
             *(x, chain.factor, chain.row, stores.memory(result)),
             band=band,

@@ -11,6 +11,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.stores.arrays import viewed
+from oocgemm.stores.retries import failure
 from oocgemm.stores.scratch import scratch_array
 
 T = TypeVar("T")
@@ -90,7 +91,4 @@ def _read(matrix: Matrix, rows: Range, cols: Range, raw: Array) -> None:
     try:
         matrix.read(rows, cols, raw)
     except Exception as error:  # a store may raise any exception
-        what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
-        raise ExecutionError(
-            f"reading {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}"
-        ) from error
+        raise ExecutionError(failure("reading", matrix, rows, cols, error)) from error

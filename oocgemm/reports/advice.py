@@ -232,6 +232,7 @@ ADVICE = {
     "start-up": "The start-up weighs less in larger products, or in several products of one process.",
     "issue": "Steps are shorter than the time to issue them: choose deeper panels with --tile.",
     "tail": "Put C on faster storage, or choose smaller tiles, so that the last one drains sooner.",
+    "samples": "This check of samples weighs less in larger products.",
     "part-wait": "Smaller parts let workers end together. Larger products make their start weigh less.",
     "reduce": "Fewer slices of k leave fewer partial products to add.",
     "nothing": "There is nothing to improve.",

@@ -13,11 +13,11 @@ from typing import Any
 from oocgemm.reports.sections import Run, body, heading
 from oocgemm.reports.workers import labels, title
 from oocgemm.timeline.distribution import Distribution
-from oocgemm.timeline.exposed import exposed_intervals, last_predecessor, stream_predecessors
+from oocgemm.timeline.exposed import last_predecessor, stream_predecessors
 from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.units import Unit, activities
+from oocgemm.timeline.units import Unit, activities, stalls
 
 # Maximum number of spans of a distributed run on a page. Each takes about 30 bytes.
 MAX_SPANS = 300_000
@@ -86,7 +86,7 @@ def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str
             for index, b in enumerate(blockers)
         ],
     }
-    waited = [] if spread else exposed_intervals(spans, timeline.wall)
+    waited = [] if spread else stalls(timeline)
     waits = [(start, end - start, causes.of(why)) for start, end, why in waited]
     more: dict[str, Any] = {}
     if spread:

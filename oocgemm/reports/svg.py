@@ -15,12 +15,12 @@ from math import ceil, floor, log10
 from oocgemm.reports.gantt import busy_cells
 from oocgemm.reports.workers import labels
 from oocgemm.timeline.distribution import Distribution
-from oocgemm.timeline.exposed import Wait, exposed_intervals
+from oocgemm.timeline.exposed import Wait
 from oocgemm.timeline.intervals import Interval
 from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.units import activities, is_distributed, spans_by_unit
+from oocgemm.timeline.units import activities, is_distributed, spans_by_unit, stalls
 
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
@@ -31,7 +31,7 @@ COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
     **{"start-up": "#aeb4bb", "issue": "#d9a400", "tail": "#cdd1d6"},
-    **{"part-wait": "#e3d9f2", "reduce": "#8656c9"},
+    **{"samples": "#b7d6cc", "part-wait": "#e3d9f2", "reduce": "#8656c9"},
 }
 
 
@@ -42,7 +42,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
     """
     found = report(timeline).distribution if is_distributed(timeline) else None
     if found is None:
-        causes = _by_cause(exposed_intervals(timeline.spans, timeline.wall))
+        causes = _by_cause(stalls(timeline))
         parts, bottom = _lanes(timeline.spans, timeline.wall, AXIS, causes)
         shown = list(causes)
     else:

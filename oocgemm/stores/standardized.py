@@ -22,7 +22,8 @@ class StandardizedMatrix(View):
     """A read-only view of a matrix with ``(x - mean) * inverse`` in place of each element x.
 
     The mean is that of the element's *line*, its row or its column, in float64. So is the inverse, which is 1
-    unless lines are scaled. They are known only if the matrix will be read: a plan does not need them.
+    unless lines are scaled. They are known only if the matrix will be read: a plan does not need them. The
+    result has the dtype of `RESULTS`, or the one that is given.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class StandardizedMatrix(View):
         scaled: bool,
         mean: Array | None = None,
         inverse: Array | None = None,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         """View a matrix whose lines are its rows (`line_axis` 0) or its columns (1)."""
         super().__init__(matrix)
         self.stored, self.line_axis, self.scaled = matrix, line_axis, scaled
         self._mean, self._inverse = mean, inverse
         self.shape = matrix.shape
-        self.dtype: np.dtype[Any] = np.dtype(RESULTS.get(matrix.dtype.name, matrix.dtype.name))
+        self.dtype = dtype or np.dtype(RESULTS.get(matrix.dtype.name, matrix.dtype.name))
         found, itemsize = matrix.layout, matrix.dtype.itemsize
         self._chunk = (1, SLAB) if found.partial_reads else found.read_chunk
         self._batch = max(1, BATCH_BYTES // itemsize)

@@ -329,6 +329,7 @@ def _check(header: Mapping[str, Any]) -> None:
             and isinstance(kernels, list)
             and all(isinstance(name, str) for name in [*names, *retried, *kernels])
             and isinstance(header.get("devices") or [], list)
+            and _is_interval(header.get("sampling", [0, 0]))
             and _is_problem(plan.get("problem") or {})
             and _has_kernels(plan.get("model") or {})
         ):
@@ -354,6 +355,10 @@ def _has_kernels(model: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_interval(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)) and value[0] <= value[1]
 
 
 def _is_number(value: object) -> bool:

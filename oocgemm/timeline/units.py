@@ -16,7 +16,7 @@ from oocgemm.timeline.intervals import Interval, intersection, union
 from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
-PART_WAIT, REDUCE = "part-wait", "reduce"
+PART_WAIT, REDUCE, SAMPLES = "part-wait", "reduce", "samples"
 MAX_DEVICES = 1024  # of one worker; a log with more is damaged
 _LARGEST = 2**63
 
@@ -145,6 +145,7 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
 
     The cause is ``compute`` while a Multiply ran, and otherwise a cause of exposed time:
 
+    - While samples of the result were checked, after the last Multiply, ``samples``.
     - During an attempt, that of `exposed_intervals` for the operations of the attempt.
     - While the worker added partial products of a k-split, ``reduce``.
     - While the worker had no attempt, ``part-wait``, or ``reduce`` if another worker added partial products
@@ -153,7 +154,10 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
     units, wall = units_of(timeline), timeline.wall
     workers = workers_of(timeline.header)
     if not workers:
-        return {u: list(_activity(timeline.spans, u.device, (0, wall))) for u in units}
+        sampling = timeline.header.get("sampling")
+        return {
+            u: list(_with_samples(_activity(timeline.spans, u.device, (0, wall)), sampling)) for u in units
+        }
     by_worker: defaultdict[int, list[tuple[Attempt, list[Span]]]] = defaultdict(list)
     for w, part, spans in attempts_of(timeline):
         by_worker[w].append((part, spans))
@@ -176,6 +180,12 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
     return found
 
 
+def stalls(timeline: Timeline) -> list[Wait]:
+    """Return the exposed time of a run on one device, as intervals (start, end, cause) in order."""
+    ((_, did),) = activities(timeline).items()
+    return [one for one in did if one[2] != COMPUTE]
+
+
 def _activity(spans: Iterable[Span], device: int, window: Interval) -> Iterator[Wait]:
     """Yield what a device did in a window of time, as intervals (start, end, cause) in order."""
     spans, (since, until) = list(spans), window
@@ -185,6 +195,17 @@ def _activity(spans: Iterable[Span], device: int, window: Interval) -> Iterator[
     for start, end, cause in sorted(both):
         if max(since, start) < min(until, end):
             yield max(since, start), min(until, end), cause
+
+
+def _with_samples(did: Iterable[Wait], sampling: Sequence[int] | None) -> Iterator[Wait]:
+    """Yield what a device did. The part of the tail that `sampling` covers becomes ``samples``."""
+    for start, end, cause in did:
+        if cause != "tail" or sampling is None:
+            yield start, end, cause
+            continue
+        first, last = (max(start, min(end, time)) for time in sampling)
+        parts = (start, first, cause), (first, last, SAMPLES), (last, end, cause)
+        yield from (one for one in parts if one[0] < one[1])
 
 
 def _without_part(gap: Interval, reducing: Sequence[Interval]) -> Iterator[Wait]:

@@ -23,6 +23,7 @@ CAUSES = {
     "issue": "no operation that the kernel waited for was running",
     "start-up": "before the first multiplication, no operation was running",
     "tail": "after the last multiplication",
+    "samples": "computing samples of the result again, to check it",
     "part-wait": "the worker had no part to compute",
     "reduce": "adding the partial products of a k-split",
 }

@@ -6,15 +6,21 @@ from collections.abc import Mapping
 
 from oocgemm.errors import InputError
 from oocgemm.stores.base import Array
+from oocgemm.stores.formats import format_of
 
 # Target size of the chunks, in bytes.
 CHUNK_BYTES = 8 << 20
 
 
 def check_free(path: str) -> None:
-    """Raise `InputError` if something exists at the path of a new group, or if it is a URL."""
+    """Raise `InputError` if no new group can be at a path, which exists, is a URL, or has a file's suffix."""
     if "://" in path:
         raise InputError(f"{path} is a URL, but results of this kind are written to local paths only")
+    if kind := "a .npy file" if path.endswith(".npy") else format_of(path):
+        raise InputError(
+            f"{path} would be {kind}, but results of this kind are several arrays in a zarr group: give "
+            f"{os.path.splitext(path)[0]}.zarr"
+        )
     if os.path.lexists(path):
         raise InputError(f"something exists at {path}: give another path, or remove it")
 
