@@ -189,7 +189,7 @@ def test_a_resident_triangle_reads_each_panel_once_where_a_square_would_not_fit(
     plan = oocgemm.plan_gram(
         x, backend="host", device_memory="19MiB", host_memory="20MiB", tile="1024x1024x64"
     )
-    assert plan.footprint.device["C"] < 0.6 * 4 * 1024 * 1024
+    assert plan.footprint.device["C"] < 0.8 * 4 * 1024 * 1024
     assert plan.traffic["read"] == plan.required["read"]
 
 
@@ -262,7 +262,7 @@ def test_memory_is_split_so_that_a_verified_gram_matrix_fits(dtype: str) -> None
         oocgemm.plan_gram(x, memory="20MiB", verify=True, backend="host")
     least = refused.value.least
     assert least is not None
-    for memory in range(least + mib // 4, 6 * least, 3 * mib):
+    for memory in range(least, 6 * least, 3 * mib):
         planned = oocgemm.plan_gram(x, memory=memory, verify=True, backend="host")
         assert planned.footprint.device_total + planned.footprint.host_total <= memory
 

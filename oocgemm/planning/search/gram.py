@@ -32,9 +32,10 @@ MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
 # Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
-# is missing. Thicker strips pay if only a triangle of their squares on the diagonal is computed.
+# is missing. Thicker strips pay if only a triangle of their squares on the diagonal is computed. The first
+# number is tried with all shapes, and all of them with the best shapes.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
-HALVED_STRIPS = (GRAM_STRIPS // 2, *STRIPS)
+HALVED_STRIPS = (GRAM_STRIPS // 2, 4, 2, 1, *STRIPS)
 # With less device memory than this, in bytes, all depths (tile.k) are tried.
 SCARCE_MEMORY = 1 << 20
 # Maximum number of steps of a tile that run strip by strip at its end.
@@ -85,6 +86,9 @@ def gram_candidates(
     refined = [TileShape(side, side, k) for side in list(sides)[:REFINED] for k in depths]
     for shape in [tile] if tile else refined:
         try_shape(shape, numbers)
+    least = smallest(setting, tile)
+    if not found and min(_free(setting, least)) >= 0:
+        yield predict(setting, least, prices).total, least  # no depth in `depths` fits
     for candidate in sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]:
         yield predict(setting, candidate, prices).total, candidate
 
