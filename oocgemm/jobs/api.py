@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from oocgemm import backends
 from oocgemm.engine.short import is_brief
 from oocgemm.errors import InputError
+from oocgemm.jobs.genotypes import warn_of_codes
 from oocgemm.jobs.options import (
     GramOptions,
     GramPlanOptions,
@@ -280,6 +281,10 @@ def run_request(request: Request) -> Result:
         raise InputError(
             "a Gram matrix is computed by one device: drop workers, client, executor and devices"
         )
+    if request.chain is None and request.known is None:  # `pca` warns once, not in each pass
+        warn_of_codes(request.a, request.transform_a, changeable=not request.standardize)
+        if request.b is not request.a and not request.gram:
+            warn_of_codes(request.b, request.transform_b)
     shield = shielded
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed

@@ -20,6 +20,7 @@ from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.api import gemm, plan_request, run_request
 from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.genotypes import warn_of_codes
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import Chain, Request
 from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
@@ -114,6 +115,7 @@ class Passes:
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
         whole, cols = self.transform, self.matrix.shape[1]
+        warn_of_codes(self._x, whole)
         center = np.zeros(cols) if whole.center is None else None
         folded = whole.missing is None
         if self.reads_first:
