@@ -94,6 +94,23 @@ def test_a_run_with_a_small_budget_does_not_take_more(device: Device, product: M
     assert 0 < sum(device.memory.pinned.values()) <= budget
 
 
+@pytest.mark.parametrize("earlier", [[], ["64MiB"]])
+def test_host_slots_and_ring_together_take_at_most_the_budget(
+    device: Device, tmp_path: Path, earlier: list[str]
+) -> None:
+    """Some memory is kept by an earlier run with a larger budget."""
+    x = np.random.default_rng(0).integers(-3, 4, (512, 512)).astype("float64")
+    stored = saved(tmp_path, x, x, by_columns=True)[1]
+    for budget in (*earlier, "5.7MiB"):
+        options = BUDGETS | {"host_memory": budget, "tile": "256x256x128"}
+        plan = oocgemm.plan(x, stored, backend="cuda", kernel="cublas", **options)
+        np.testing.assert_array_equal(plan.run().out, x @ x)
+        pinned, used = sum(device.memory.pinned.values()), dict(plan.footprint.host)
+        slots = sum(used.pop(operand) for operand in "ABC")
+        assert slots + used.pop("ring") <= pinned <= plan.budgets.host - sum(used.values())
+    device.check()
+
+
 @pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 8 << 20])
 def test_the_ring_pins_at_most_a_quarter_of_the_budget(device: Device, budget: int) -> None:
     options = BUDGETS | {"host_memory": budget}
