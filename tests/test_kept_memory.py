@@ -86,6 +86,21 @@ def test_release_unpins_the_memory(device: Device, product: Multiply) -> None:
     device.check()
 
 
+def test_a_run_may_take_what_is_kept_while_it_is_released(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Taken(dict[int, object]):
+        """Another thread takes what is kept just after it was looked at."""
+
+        def __len__(self) -> int:
+            found = len(self.keys())
+            self.clear()
+            return found
+
+    monkeypatch.setattr(host_memory(), "_kept", Taken({0: host_memory().Kept()}))
+    oocgemm.release()
+
+
 def test_a_run_with_a_small_budget_does_not_take_more(device: Device, product: Multiply) -> None:
     product(host_memory="64MiB", tile="64x64x64")
     before = sum(device.memory.pinned.values())

@@ -223,6 +223,9 @@ def keeps(device: int) -> bool:
 
 def release() -> None:
     """Unpin and free the memory that is kept for the next run."""
-    while _kept:
-        number, kept = _kept.popitem()
+    while True:
+        try:
+            number, kept = _kept.popitem()
+        except KeyError:  # nothing is left: a run in another thread may take something at any time
+            return
         kept.free(cupy.cuda.Device(number))
