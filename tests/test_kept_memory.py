@@ -101,6 +101,15 @@ def test_a_run_may_take_what_is_kept_while_it_is_released(
     oocgemm.release()
 
 
+def test_a_run_on_another_device_may_begin_during_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(devices=2) as device:
+        a_plan().run()
+        multiplier = sys.modules["oocgemm.backends.cuda.multiplier"]
+        monkeypatch.setattr(multiplier.cublas, "destroy", lambda handle: multiplier._idle.setdefault(1, []))
+        oocgemm.release()
+        device.check()
+
+
 def test_a_run_with_a_small_budget_does_not_take_more(device: Device, product: Multiply) -> None:
     product(host_memory="64MiB", tile="64x64x64")
     before = sum(device.memory.pinned.values())
