@@ -67,8 +67,8 @@ class Library:
         act = getattr(type(self), f"_{name}", None)
         if act is None:
             raise AttributeError(f"the fake device has no {name}")
-        setattr(self, name, Function(partial(act, self)))
-        found: Function = getattr(self, name)
+        # All threads get the same object: C code may call it at the address that one of them has passed on.
+        found: Function = vars(self).setdefault(name, Function(partial(act, self)))
         return found
 
 
