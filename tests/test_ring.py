@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from oocgemm.backends.base import Array, Pageable
+from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.ring import RingShape
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.cached import CachedChunks, Stored
@@ -157,3 +158,24 @@ def test_a_lane_is_given_back_if_the_device_has_failed() -> None:
         ending.start()
         ending.join(20)
         assert not ending.is_alive()
+
+
+def test_the_device_writes_to_no_memory_of_a_ring_whose_threads_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not pool.available():
+        pytest.skip("there is no compiled host code")
+    with fake_cuda() as device:
+        import cupy
+
+        from oocgemm.backends.cuda import pooled
+        from oocgemm.backends.cuda.ring import Ring
+
+        def refuse(*given: object, **options: object) -> None:
+            raise ExecutionError("the system cannot start a thread")
+
+        monkeypatch.setattr(pooled, "Pool", refuse)
+        ring = Ring(cupy.cuda.Device(0), RingShape(3, 1 << 12))
+        with pytest.raises(ExecutionError, match="cannot start a thread"):
+            ring.upload(0, block(np.ones(SHAPE), uploads=True), [])
+        device.check()

@@ -87,7 +87,7 @@ class Driver(Library):
     def _cuStreamWriteValue32_v2(self, stream: int, to: int, value: int, flags: int) -> None:  # noqa: N802
         fault = self._device.enter("cuStreamWriteValue32", stream, to, value, flags)
         into = self._device.memory.bytes_of(Block(to, 4)).view(np.uint32)
-        self._device.write_value(stream, partial(into.fill, value), fault)
+        self._device.write_value(stream, Block(to, 4), partial(into.fill, value), fault)
 
     def _cuStreamQuery(self, stream: int) -> int:  # noqa: N802
         self._device.enter("cuStreamQuery", stream)
