@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm import backends
 from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
-from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
+from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda, libraries
 from tests.fake_cuda.memory import Block
 from tests.problems import integers
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
@@ -196,6 +196,22 @@ def test_copies_over_a_slow_link_take_their_time(device: Device) -> None:
     assert spans
     for span in spans:
         assert (span.end - span.start) / 1e9 >= span.bytes / device.link_rate / 2
+
+
+def test_threads_that_look_up_a_function_at_once_get_the_same(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the one that only one thread has got would be freed, while C code calls it."""
+    library, made, others = ctypes.PyDLL("libcuda.so.1"), libraries.Function, list[object]()
+
+    def make(act: Any) -> libraries.Function:
+        if not others:
+            others.append(None)
+            others[0] = library.cuCtxSetCurrent  # by another thread meanwhile
+        return made(act)
+
+    monkeypatch.setattr(libraries, "Function", make)
+    assert library.cuCtxSetCurrent is others[0] is library.cuCtxSetCurrent
 
 
 def test_a_kernel_that_the_fake_lacks_is_named(device: Device) -> None:

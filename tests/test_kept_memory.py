@@ -86,12 +86,53 @@ def test_release_unpins_the_memory(device: Device, product: Multiply) -> None:
     device.check()
 
 
+def test_a_run_may_take_what_is_kept_while_it_is_released(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Taken(dict[int, object]):
+        """Another thread takes what is kept just after it was looked at."""
+
+        def __len__(self) -> int:
+            found = len(self.keys())
+            self.clear()
+            return found
+
+    monkeypatch.setattr(host_memory(), "_kept", Taken({0: host_memory().Kept()}))
+    oocgemm.release()
+
+
+def test_a_run_on_another_device_may_begin_during_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(devices=2) as device:
+        a_plan().run()
+        multiplier = sys.modules["oocgemm.backends.cuda.multiplier"]
+        monkeypatch.setattr(multiplier.cublas, "destroy", lambda handle: multiplier._idle.setdefault(1, []))
+        oocgemm.release()
+        device.check()
+
+
 def test_a_run_with_a_small_budget_does_not_take_more(device: Device, product: Multiply) -> None:
     product(host_memory="64MiB", tile="64x64x64")
     before = sum(device.memory.pinned.values())
     budget = before - (1 << 20)
     np.testing.assert_array_equal(product(host_memory=budget, tile="32x32x32"), A @ A)
     assert 0 < sum(device.memory.pinned.values()) <= budget
+
+
+@pytest.mark.parametrize("earlier", [[], ["64MiB"]])
+def test_host_slots_and_ring_together_take_at_most_the_budget(
+    device: Device, tmp_path: Path, earlier: list[str]
+) -> None:
+    """Some memory is kept by an earlier run with a larger budget."""
+    x = np.random.default_rng(0).integers(-3, 4, (512, 512)).astype("float64")
+    stored = saved(tmp_path, x, x, by_columns=True)[1]
+    for budget in (*earlier, "5.7MiB"):
+        options = BUDGETS | {"host_memory": budget, "tile": "256x256x128"}
+        plan = oocgemm.plan(x, stored, backend="cuda", kernel="cublas", **options)
+        np.testing.assert_array_equal(plan.run().out, x @ x)
+        pinned, used = sum(device.memory.pinned.values()), dict(plan.footprint.host)
+        slots = sum(used.pop(operand) for operand in "ABC")
+        assert slots + used.pop("ring") <= pinned <= plan.budgets.host - sum(used.values())
+    device.check()
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 8 << 20])

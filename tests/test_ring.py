@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from oocgemm.backends.base import Array, Pageable
+from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.ring import RingShape
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.cached import CachedChunks, Stored
 from oocgemm.system import pool
 from tests.backends_here import needs_gpu
-from tests.fake_cuda import fake_cuda
+from tests.fake_cuda import Fault, fake_cuda
 
 SHAPE = 4, 512  # in elements of 8 bytes: as many bytes as the buffers of two threads
 DTYPE = np.dtype(np.float64)
@@ -129,3 +130,52 @@ def test_a_block_of_files_is_uploaded_by_compiled_threads_as_far_as_they_can(
     np.testing.assert_array_equal(back, part)
     assert bool(moved) == (lacking or not compiled)
     assert chunks.incomplete == (lacking and compiled)
+
+
+def test_a_lane_is_given_back_if_the_device_has_failed() -> None:
+    """The compiled thread of the lane waits for it, and closing the ring waits for that thread."""
+    if not pool.available():
+        pytest.skip("there is no compiled host code")
+    with fake_cuda() as device:
+        import cupy
+
+        from oocgemm.backends.cuda.ring import Ring
+
+        ring, go = Ring(cupy.cuda.Device(0), RingShape(3, 1 << 12)), threading.Event()
+        address = cupy.cuda.runtime.malloc(2 * SHAPE[0] * SHAPE[1] * DTYPE.itemsize)
+        moved = ring.upload(address, block(x := np.ones(SHAPE), uploads=True, before=lambda: go.wait(30)), [])
+        copied = ring.upload(address + x.nbytes, block(x, uploads=True), [])
+        device.faults["cuMemcpyAsync"] = Fault(late=True)
+        go.set()
+
+        def end() -> None:
+            for ended in (moved, copied):
+                with suppress(cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError):
+                    ended().end.synchronize()
+            ring.close()
+
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
+
+
+def test_the_device_writes_to_no_memory_of_a_ring_whose_threads_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not pool.available():
+        pytest.skip("there is no compiled host code")
+    with fake_cuda() as device:
+        import cupy
+
+        from oocgemm.backends.cuda import pooled
+        from oocgemm.backends.cuda.ring import Ring
+
+        def refuse(*given: object, **options: object) -> None:
+            raise ExecutionError("the system cannot start a thread")
+
+        monkeypatch.setattr(pooled, "Pool", refuse)
+        ring = Ring(cupy.cuda.Device(0), RingShape(3, 1 << 12))
+        with pytest.raises(ExecutionError, match="cannot start a thread"):
+            ring.upload(0, block(np.ones(SHAPE), uploads=True), [])
+        device.check()

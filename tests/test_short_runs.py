@@ -48,6 +48,16 @@ def device() -> Iterator[Device]:
         yield found
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_thread_starts_the_operations_of_several_devices(verify: bool) -> None:
+    x = np.random.default_rng(0).integers(-3, 4, (96, 96)).astype(float)
+    with fake_cuda(devices=2) as device:
+        result = oocgemm.gemm(x, x, devices=[1, 0], tile="48x48x24", verify=verify, **CUDA)
+        assert short.is_short(result.plan)
+        np.testing.assert_array_equal(result.out, x @ x)
+        device.check()
+
+
 @given(extents, extents, extents, st.sampled_from([0, 1]), st.booleans(), st.booleans(), st.booleans())
 def test_one_thread_computes_what_many_threads_compute(
     m: int, n: int, k: int, beta: int, verify: bool, slots: bool, transposed: bool

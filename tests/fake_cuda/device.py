@@ -224,16 +224,17 @@ class Device:
             recording.clock = dict(queue.clock)
             return recording
 
-    def write_value(self, stream: int, write: Callable[[], None], fault: Fault | None) -> None:
+    def write_value(self, stream: int, to: Block, write: Callable[[], None], fault: Fault | None) -> None:
         """Write a value that the host polls. Then the host knows that the work before it is done."""
         with self.lock:
-            recording = self.record(stream)
 
             def run() -> None:
                 write()
-                _merge(self._host, recording.clock)
+                _merge(self._host, clock)
 
-            self._append(stream, Command("write", run, fault=fault))
+            queue = self._append(stream, Command("write", run, fault=fault))
+            clock = dict(queue.clock)
+            self._access(queue, Access(stream, queue.count, to.address, to.end, to, True, "write"))
 
     def idle(self, stream: int) -> bool:
         """Return whether a stream is idle, after running some commands, since a device works meanwhile."""

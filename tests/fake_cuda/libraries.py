@@ -67,8 +67,8 @@ class Library:
         act = getattr(type(self), f"_{name}", None)
         if act is None:
             raise AttributeError(f"the fake device has no {name}")
-        setattr(self, name, Function(partial(act, self)))
-        found: Function = getattr(self, name)
+        # All threads get the same object: C code may call it at the address that one of them has passed on.
+        found: Function = vars(self).setdefault(name, Function(partial(act, self)))
         return found
 
 
@@ -87,7 +87,7 @@ class Driver(Library):
     def _cuStreamWriteValue32_v2(self, stream: int, to: int, value: int, flags: int) -> None:  # noqa: N802
         fault = self._device.enter("cuStreamWriteValue32", stream, to, value, flags)
         into = self._device.memory.bytes_of(Block(to, 4)).view(np.uint32)
-        self._device.write_value(stream, partial(into.fill, value), fault)
+        self._device.write_value(stream, Block(to, 4), partial(into.fill, value), fault)
 
     def _cuStreamQuery(self, stream: int) -> int:  # noqa: N802
         self._device.enter("cuStreamQuery", stream)

@@ -79,6 +79,7 @@ class HostMemory:
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._own = Kept()
+        self._spare = 0  # bytes of the host budget that the plan, and what is kept beyond it, do not take
         self.decoder: Decoder | None = None  # for a plan with compressed operands that the device decodes
         self.packer: Packer | None = None  # for a plan with a C that the device compresses
 
@@ -101,14 +102,24 @@ class HostMemory:
         Raises:
             BackendError: the system refuses to pin the memory.
         """
-        (_, size), budget = slot_offsets(plan, "host", HOST_ALIGNMENT), plan.budgets.host
-        size = size if self._first is self else 0
+        first, size = self._first, 0
+        if first is self:
+            self._spare = max(0, plan.budgets.host - plan.footprint.host_total)
+            size = slot_offsets(plan, "host", HOST_ALIGNMENT)[1]
         kept, shape = _kept.pop(self._device.id, Kept()), ring_shape(plan.setting)
         unfit = Kept()
-        if kept.arena is not None and (not 0 < size <= MAX_KEPT or not size <= kept.arena.nbytes <= budget):
-            unfit.arena, kept.arena = kept.arena, None
-        if kept.ring is not None and not _suits(kept.ring.shape, plan, shape):
-            unfit.ring, kept.ring = kept.ring, None
+        if kept.arena is not None:
+            more = kept.arena.nbytes - size
+            if 0 < size <= MAX_KEPT and 0 <= more <= self._spare:
+                self._spare -= more
+            else:
+                unfit.arena, kept.arena = kept.arena, None
+        if kept.ring is not None:
+            beyond = _more_for(kept.ring.shape, plan, shape)
+            if beyond is not None and beyond <= first._spare:
+                first._spare -= beyond
+            else:
+                unfit.ring, kept.ring = kept.ring, None
         self._own = kept
         unfit.free(self._device)
         if kept.ring is None and shape is not None:
@@ -121,7 +132,8 @@ class HostMemory:
         if not 0 < size <= MAX_KEPT:
             return None
         if kept.arena is None:
-            arena = allocate(min(max(MIN_KEPT, 1 << max(0, size - 1).bit_length()), max(size, budget)))
+            arena = allocate(min(max(MIN_KEPT, 1 << max(0, size - 1).bit_length()), size + self._spare))
+            self._spare -= arena.nbytes - size
             arena[::PAGE] = 0  # faults in the pages
             self._register(arena.ctypes.data, arena.nbytes)
             kept.arena = arena
@@ -188,22 +200,19 @@ class HostMemory:
         self._slots = {}
 
 
-def _suits(kept: RingShape, plan: Plan, shape: RingShape | None) -> bool:
-    """Return whether a kept ring can be the one of a plan, which wants `shape`; None if it wants no ring.
+def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | None:
+    """Return how many bytes more than the ring of a plan, with `shape`, a kept ring takes.
 
-    A larger ring is as good, if the budget has room for it, and if the device does not transpose strips: it
-    has a buffer per pinned buffer of `shape` then, at the same offset.
+    Return None if it cannot be the plan's ring: if it is smaller, if the plan wants none, and if the device
+    transposes strips, which then has a buffer per pinned buffer of `shape`, at the same offset.
     """
     if kept == shape:
-        return True
-    if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece:
-        return False
-    if plan.setting.turns_on_device:
-        return False
+        return 0
+    if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece or plan.setting.turns_on_device:
+        return None
     # A thread per lane reads files, with memory of its own.
     files = [x.scratch_bytes for x in (plan.layouts.a, plan.layouts.b) if x.page_cached]
-    more = plan.devices * (kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * max(files, default=0))
-    return plan.footprint.host_total + more <= plan.budgets.host
+    return kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * max(files, default=0)
 
 
 def keeps(device: int) -> bool:
@@ -214,6 +223,9 @@ def keeps(device: int) -> bool:
 
 def release() -> None:
     """Unpin and free the memory that is kept for the next run."""
-    while _kept:
-        number, kept = _kept.popitem()
+    while True:
+        try:
+            number, kept = _kept.popitem()
+        except KeyError:  # nothing is left: a run in another thread may take something at any time
+            return
         kept.free(cupy.cuda.Device(number))

@@ -119,7 +119,7 @@ def device_name(device: int) -> str:
 
 def release() -> None:
     """Destroy the cuBLAS handles that no run uses."""
-    for device, handles in _idle.items():
+    for device, handles in list(_idle.items()):  # a run in another thread may add one
         with cupy.cuda.Device(device):
             while handles:
                 with suppress(Exception):  # after a failed launch, every CUDA call raises

@@ -70,7 +70,10 @@ class CompiledThreads:
     @staticmethod
     def possible(memory: Array, stream: Any) -> bool:
         """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
-        return available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)
+        if not (available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)):
+            return False
+        stream.synchronize()  # the memory is unpinned at once if the threads cannot be started
+        return True
 
     def begin(self, address: int, given: Pageable, waits: Sequence[Any]) -> "PooledCopying":
         """Begin to copy a block to or from a device address, once the events in `waits` have completed.

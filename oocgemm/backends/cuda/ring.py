@@ -169,7 +169,8 @@ class Direction:
         try:
             yield
         finally:
-            self._lanes[lane].drain()
+            with suppress(Exception):  # the device has failed: the next copy raises the error, too
+                self._lanes[lane].drain()
             self.compiled.give(lane)
 
     def close(self) -> None:

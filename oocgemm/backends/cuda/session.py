@@ -167,7 +167,7 @@ class CudaSession:
         """Wait until the ring has read or written a block, and return the handle of the operation."""
         own = ended()
         if self.checksums is not None:
-            with self._host.submitting():
+            with self._device, self._host.submitting():  # the caller's current device may be another one
                 return self._sum_upload(op, own, self.checksums)
         check = self._finisher.check_of(op) if self._finisher else None
         return CudaToken(RING, own, own.end, self._clock, check)
