@@ -1,6 +1,6 @@
 """Run the parts of a plan in virtual time, on several workers whose Reads and Writes share the storage."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -18,7 +18,7 @@ from oocgemm.planning.tiling import length
 
 # Operations that a host thread runs or waits for. Waking the thread takes extra time.
 WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
-POOLS = {Kind.READ: "read", Kind.WRITE: "write"}
+POOLS = {Kind.READ: "read", Kind.WRITE: "write", Kind.UPLOAD: "h2d"}
 
 
 def simulated_seconds(partition: Partition, storage: Storage) -> float:
@@ -79,7 +79,7 @@ class _Events:
         self.timers: list[
             tuple[float, int, _Running, bool]
         ] = []  # (time, number, operation, whether it ends)
-        self.pools: dict[str, list[_Running]] = {"read": [], "write": []}
+        self.pools: dict[str, list[_Running]] = {"read": [], "write": [], "h2d": []}
         self.streams: dict[tuple[int, str], deque[_Running]] = {}
         self.unfinished = [0] * partition.workers
 
@@ -202,19 +202,23 @@ class _Events:
             self.begin_part(running.worker)
 
     def reprice(self) -> None:
-        """Divide the storage's rates among the operations in progress.
+        """Divide the rates of the storage and of the links among the operations in progress.
 
-        As in the cost model, one worker may read the old C beside the panels at full speed, if the storage is
-        fast enough for all workers.
+        A worker's copies of the old C and of panels share its link, and its reads share what it can read. The
+        workers share the storage if it is too slow for all of them.
         """
         for name, pool in self.pools.items():
-            workers, machine = len({x.worker for x in pool}), self.setting.machine
-            total, own = getattr(self.storage, name), getattr(machine, name)
-            shared = len(pool) if workers * own > total else 1
+            each = Counter(x.worker for x in pool)
+            if name == "h2d":
+                for x in pool:
+                    x.rate = 1 / (x.own * each[x.worker])
+                continue
+            total, own = getattr(self.storage, name), getattr(self.setting.machine, name)
             for x in pool:
+                alone = self.seconds(x.operation, 1)
+                shared = self.seconds(x.operation, len(pool)) if len(each) * own > total else alone
                 # `own` also has the page faults of the slot, which take as long whatever the storage does.
-                slower = self.seconds(x.operation, shared) - self.seconds(x.operation, 1)
-                x.rate = 1 / (x.own + slower)
+                x.rate = 1 / (x.own + max(shared, each[x.worker] * alone) - alone)
 
     def seconds(self, operation: Operation, workers: int) -> float:
         rows, cols = map(length, operation.block)

@@ -25,7 +25,8 @@ def warn_of_codes(operand: Any, transform: Transform | None, *, changeable: bool
 
     `changeable` tells that the function takes a transform.
     """
-    if (transform is None or transform.missing is None) and is_path(operand) and is_bed(os.fspath(operand)):
+    replaced = isinstance(transform, Transform) and transform.missing is not None
+    if not replaced and is_path(operand) and is_bed(os.fspath(operand)):
         change = f"Transform(missing={MISSING}) (--transform missing={MISSING})"
         how = f"pass {change}" if changeable else f"use gram with {change}, which centers and scales, too"
         logger.warning("a missing genotype of %s counts as %d: to replace it, %s", operand, MISSING, how)
