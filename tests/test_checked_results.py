@@ -400,7 +400,7 @@ def test_a_resumed_run_checks_all_of_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["c.npy", "c.zarr"])
 def test_a_result_that_is_wrong_is_not_completed_by_resuming(tmp_path: Path, name: str) -> None:
-    """Nothing is left to compute, since all tiles are recorded. But the samples are checked again."""
+    """All tiles are recorded, so that none is computed. The samples are checked again all the same."""
     a, b, c = (str(tmp_path / part) for part in ("a.npy", "b.npy", name))
     np.save(a, A)
     np.save(b, B)

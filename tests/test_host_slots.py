@@ -12,7 +12,7 @@ SIZE = 4 * slots.FAULTED_BYTES
 
 
 def test_a_refused_thread_does_not_clear_a_slot_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was queued for the refused thread must not run when a later one starts: C is in the slot then."""
+    """Work that was queued before the system refused a thread must not run later, when the slot holds C."""
     made = slots.HostSlots.__new__(slots.HostSlots)
     made.arena = np.zeros(2 * SIZE, np.uint8)
     made._pin = lambda columns: None

@@ -119,7 +119,8 @@ class HostSlots:
         try:
             begun += (self._faulting.submit(fault_in, at) for at in range(0, whole, FAULTED_BYTES))
         except RuntimeError:  # the system refuses a thread
-            # The part whose `submit` failed is queued all the same: a later thread would clear the slot.
+            # `submit` has queued its part although no thread started. Cancel it: a later thread would run it,
+            # and clear the slot.
             self._faulting.shutdown(wait=True, cancel_futures=True)
             vars(self).pop("_faulting", None)
             slot[::PAGE] = 0

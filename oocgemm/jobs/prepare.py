@@ -140,7 +140,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
-    # Samples are checked also if no tile is left to compute.
+    # Samples are checked even if no tile is left to compute.
     if not running or not (plan.steps or problem.checks_sums):
         return Job(request, a, b, output, plan, d)
     memory = memory_of(request)

@@ -198,7 +198,7 @@ def _activity(spans: Iterable[Span], device: int, window: Interval) -> Iterator[
 
 
 def _with_samples(did: Iterable[Wait], sampling: Sequence[int] | None) -> Iterator[Wait]:
-    """Yield what a device did. The part of the tail that `sampling` covers becomes ``samples``."""
+    """Yield what a device did. In the interval `sampling`, the cause of the tail is ``samples``."""
     for start, end, cause in did:
         if cause != "tail" or sampling is None:
             yield start, end, cause

@@ -203,8 +203,8 @@ class HostMemory:
 def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | None:
     """Return how many bytes more than the ring of a plan, with `shape`, a kept ring takes.
 
-    Return None if it cannot be the plan's ring: if it is smaller, if the plan wants none, and if the device
-    transposes strips, which then has a buffer per pinned buffer of `shape`, at the same offset.
+    Return None if it cannot be the plan's ring: it is smaller, the plan wants none, or the device transposes
+    strips. Then the device has a buffer for each pinned buffer of `shape`, at the same offset.
     """
     if kept == shape:
         return 0

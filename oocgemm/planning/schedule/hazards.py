@@ -99,7 +99,7 @@ class Program(Sequence[tuple[Operation, list[int]]]):
     """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        # They are iterated again, from the beginning, if an exception has interrupted `_derive`.
+        # If an exception interrupts `_derive`, its next call iterates over them from the beginning.
         self._operations = operations
         self._left: Iterator[Operation] | None = None
         self._tracker = HazardTracker[int]()

@@ -32,10 +32,11 @@ MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
 # Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
-# is missing. Thicker strips pay if only a triangle of their squares on the diagonal is computed. The first
-# number is tried with all shapes, and all of them with the best shapes.
+# is missing. HALVED_STRIPS are those of a host whose BLAS computes only a triangle of each square on the
+# diagonal, so that thicker strips waste less. All tile shapes are tried with the first number of strips, the
+# best shapes with every number.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
-HALVED_STRIPS = (GRAM_STRIPS // 2, 4, 2, 1, *STRIPS)
+HALVED_STRIPS = (GRAM_STRIPS // 2, *STRIPS)
 # With less device memory than this, in bytes, all depths (tile.k) are tried.
 SCARCE_MEMORY = 1 << 20
 # Maximum number of steps of a tile that run strip by strip at its end.
