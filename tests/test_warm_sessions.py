@@ -51,7 +51,9 @@ def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
     for _ in range(3):
         np.testing.assert_array_equal(product(), A @ A)
     created = calls_of(device, *CREATING, "free")[len(before) :]
-    assert created == ["free"] * 3  # opening the backend calls free(0), which creates the context
+    # An upload creates a stream if the one before it is still in flight, which may first happen in any run.
+    assert created.count("Stream") <= 1
+    assert [name for name in created if name != "Stream"] == ["free"] * 3  # free(0) creates the context
     device.check()
 
 
