@@ -189,7 +189,7 @@ def test_a_resident_triangle_reads_each_panel_once_where_a_square_would_not_fit(
     plan = oocgemm.plan_gram(
         x, backend="host", device_memory="19MiB", host_memory="20MiB", tile="1024x1024x64"
     )
-    assert plan.footprint.device["C"] < 0.6 * 4 * 1024 * 1024
+    assert plan.footprint.device["C"] < 0.65 * 4 * 1024 * 1024
     assert plan.traffic["read"] == plan.required["read"]
 
 

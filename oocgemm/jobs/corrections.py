@@ -18,7 +18,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.scratch import in_float64
-from oocgemm.stores.transformed import SLAB, TransformedMatrix, is_missing
+from oocgemm.stores.transformed import SLAB, TransformedMatrix, is_missing, positions
 
 
 def is_centered(*operands: Matrix) -> bool:
@@ -78,7 +78,7 @@ def _of_block(k_axis: int, vector: Array, code: float | None, rows: Range, cols:
         x = in_float64(raw[part])
         absent = is_missing(x, code)
         if absent is not None:
-            x[np.nonzero(absent)] = 0
+            x[positions(absent)] = 0
         # Not by a BLAS: its result may depend on the number of threads.
         if k_axis:
             found[part] = np.einsum("ij,j->i", x, along)

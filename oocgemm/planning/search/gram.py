@@ -32,11 +32,12 @@ MAX_CANDIDATES = 12
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
 # Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
-# is missing. HALVED_STRIPS are those of a host whose BLAS computes only a triangle of each square on the
-# diagonal, so that thicker strips waste less. All tile shapes are tried with the first number of strips, the
-# best shapes with every number.
+# is missing. All tile shapes are tried with the first number of strips, the best shapes with every number.
 STRIPS, SCARCE_STRIPS = (GRAM_STRIPS, 2 * GRAM_STRIPS), tuple(GRAM_STRIPS << shift for shift in range(2, 6))
-HALVED_STRIPS = (GRAM_STRIPS // 2, *STRIPS)
+# The same for a host whose BLAS computes only a triangle of each square on the diagonal, so that thick strips
+# waste nothing. With 4 strips instead of 8, nine matrices on two cores took 0.92 to 1.01 of the time. With 1
+# or 2, some took up to 1.2: then less of C is written beside products.
+HALVED_STRIPS = (GRAM_STRIPS // 2, GRAM_STRIPS // 4, *STRIPS)
 # With less device memory than this, in bytes, all depths (tile.k) are tried.
 SCARCE_MEMORY = 1 << 20
 # Maximum number of steps of a tile that run strip by strip at its end.
