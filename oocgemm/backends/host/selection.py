@@ -28,7 +28,6 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
         first = top + start
         if scales is not None:
             scores *= scales[first : first + len(scores), None] * scales[left : left + width]
-        scores += score.type(0)  # makes -0 equal to 0
         _merge(scores, left, first - left if excludes_self else None, best)
 
 
@@ -46,10 +45,8 @@ def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
     # Of a row, all elements that are not smaller than its last selected element are candidates.
     least = best["score"][:, -1:]
     if (unfilled := np.isnan(least[:, 0])).any() and width > count:
-        # At least `count` + 1 elements are not smaller than this one, and one of them may be left out.
-        ranked = np.where(np.isnan(scores[unfilled]), -np.inf, scores[unfilled])
         least = least.copy()
-        least[unfilled, 0] = np.partition(ranked, width - count - 1, axis=1)[:, width - count - 1]
+        least[unfilled, 0] = _exceeded(scores[unfilled], count)
     candidates = ~(scores < least)
     if diagonal is not None:
         own = np.arange(max(0, -diagonal), max(0, min(height, width - diagonal)))
@@ -59,7 +56,21 @@ def _merge(scores: Array, left: int, diagonal: int | None, best: Array) -> None:
         return
     rows, cols = np.divmod(found, width)
     merge = _merge_by_keys if best["score"].dtype == np.float32 else _merge_by_fields
-    merge(best, rows, scores.ravel()[found], cols + left)
+    merge(best, rows, scores.ravel()[found] + scores.dtype.type(0), cols + left)  # makes -0 equal to 0
+
+
+def _exceeded(scores: Array, count: int) -> Array:
+    """Return a number for each row, of whose elements at least `count` + 1 are not smaller.
+
+    One of these may be left out. In long rows, the number is found among the maxima of groups of columns,
+    which takes a tenth of the time for 12000 columns. It is close: few large elements share a group.
+    """
+    groups = max(8 * count, scores.shape[1] // 16)
+    if (size := scores.shape[1] // groups) > 1:
+        scores = np.fmax.reduce(scores[:, : size * groups].reshape(-1, size, groups), axis=1)
+    ranked, last = np.where(np.isnan(scores), -np.inf, scores), scores.shape[1] - count - 1
+    found: Array = np.partition(ranked, last, axis=1)[:, last]
+    return found
 
 
 def _merge_by_keys(best: Array, rows: Array, scores: Array, indices: Array) -> None:

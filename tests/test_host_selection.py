@@ -1,0 +1,40 @@
+"""The host backend's selection of the largest elements of rows, against a sort of every row."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oocgemm.backends.base import SELECTED
+from oocgemm.backends.host.selection import select
+from oocgemm.planning.selection import NONE
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_blocks_of_any_width_keep_the_largest_elements(data: st.DataObject) -> None:
+    """Rows have ties, zeros of both signs and NaN, which ranks last."""
+    rows, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    widths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    spread = data.draw(st.sampled_from([2, 40, 10**6]))
+    values: Any = np.append(rng.integers(-spread, spread + 1, 3 * sum(widths)), [-0.0, 0.0, np.nan])
+    name, score = data.draw(st.sampled_from([("void64", "float32"), ("void128", "float64")]))
+    sums = rng.choice(values, (rows, sum(widths))).astype(score)
+    excludes_self = data.draw(st.booleans())
+    kept = np.empty((rows, count), SELECTED[name])
+    kept.view(np.uint8)[...] = NONE
+    none = kept["index"][0, 0]
+    left = 0
+    for width in widths:
+        select(kept, sums[:, left : left + width], None, (0, left), excludes_self)
+        left += width
+    for row, (scores, found) in enumerate(zip(sums, kept, strict=True)):
+        columns = [col for col in range(len(scores)) if not (excludes_self and col == row)]
+        ranked = sorted(columns, key=lambda col: (np.isnan(scores[col]), -np.nan_to_num(scores[col]), col))[
+            :count
+        ]
+        assert found["index"][: len(ranked)].tolist() == ranked
+        np.testing.assert_array_equal(found["score"][: len(ranked)], scores[ranked])
+        assert (found["index"][len(ranked) :] == none).all()
