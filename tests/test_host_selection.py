@@ -1,4 +1,4 @@
-"""The host backend's selection of the largest elements of rows, against a sort of every row."""
+"""The host backend's selection of the largest elements of rows, compared with a sort of each row."""
 
 from typing import Any
 

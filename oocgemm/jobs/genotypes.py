@@ -1,4 +1,4 @@
-"""Count the genotypes in a .bed file without decoding them, and warn of codes that are multiplied."""
+"""Count the genotypes in a .bed file without decoding them, and warn if missing ones are multiplied as -1."""
 
 import logging
 import os

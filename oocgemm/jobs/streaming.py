@@ -12,7 +12,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.stores.arrays import viewed
 from oocgemm.stores.retries import failure
-from oocgemm.stores.scratch import scratch_array
+from oocgemm.stores.scratch import read_block
 
 T = TypeVar("T")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other
@@ -58,10 +58,10 @@ def reduced(
     todo = pieces((0, matrix.shape[0]), (0, matrix.shape[1]), unit, batch)
 
     def work(rows: Range, cols: Range) -> T:
-        raw = viewed(matrix, rows, cols)
-        if raw is None:
-            raw = scratch_array("raw", (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
-            _read(matrix, rows, cols, raw)
+        try:
+            raw = read_block("raw", matrix, rows, cols)
+        except Exception as error:  # a store may raise any exception
+            raise ExecutionError(failure("reading", matrix, rows, cols, error)) from error
         return act(rows, cols, raw)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-stats") as pool:
@@ -85,10 +85,3 @@ def _unit(matrix: Matrix, axis: int, batch: int) -> tuple[int, int]:
     if (height, width) == (1, 1):
         return (max(1, batch // COLUMNS), COLUMNS) if axis == 0 else (1, batch)
     return (max(1, min(height, batch // width)), width) if layout.partial_reads else (height, width)
-
-
-def _read(matrix: Matrix, rows: Range, cols: Range, raw: Array) -> None:
-    try:
-        matrix.read(rows, cols, raw)
-    except Exception as error:  # a store may raise any exception
-        raise ExecutionError(failure("reading", matrix, rows, cols, error)) from error

@@ -1,4 +1,4 @@
-"""Reads that are repeated after an error that may go away."""
+"""Reads that are repeated after a transient error."""
 
 from threading import Event
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.base import Array
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.arrays import viewed
+from oocgemm.stores.base import Array, Matrix
 
 _kept = threading.local()
 
@@ -32,3 +34,16 @@ def scratch_array(purpose: str, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
         kept = np.empty(size, np.uint8)
         setattr(_kept, purpose, kept)
     return kept[:size].view(dtype).reshape(shape)
+
+
+def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
+    """Return a block of a matrix, which must not be changed.
+
+    It is a view of a plain array in memory. Other matrices are read into memory that the thread uses again
+    for the next block for this purpose.
+    """
+    block = viewed(matrix, rows, cols)
+    if block is None:
+        block = scratch_array(purpose, (rows[1] - rows[0], cols[1] - cols[0]), matrix.dtype)
+        matrix.read(rows, cols, block)
+    return block

@@ -7,10 +7,9 @@ from typing import Any, Self
 import numpy as np
 
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.arrays import viewed
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.stores.genetics.known import KnownMatrix
-from oocgemm.stores.scratch import in_float64, scratch_array
+from oocgemm.stores.scratch import in_float64, read_block
 from oocgemm.stores.transformed import SLAB, SLAB_BYTES, transform_of
 from oocgemm.stores.view import View
 
@@ -78,10 +77,7 @@ class StandardizedMatrix(View):
         assert mean is not None, "the matrix was opened only to plan"
         assert inverse is not None
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = viewed(self.stored, (r0, r1), (c0, c1))
-            if raw is None:
-                raw = scratch_array("unstandardized", (r1 - r0, c1 - c0), self.stored.dtype)
-                self.stored.read((r0, r1), (c0, c1), raw)
+            raw = read_block("unstandardized", self.stored, (r0, r1), (c0, c1))
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             first = (r0, c0)[self.line_axis]
             for top, left in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):

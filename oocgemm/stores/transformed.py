@@ -11,9 +11,8 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.expansion import VECTOR_BYTES
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.arrays import viewed
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
-from oocgemm.stores.scratch import in_float64, scratch_array
+from oocgemm.stores.scratch import in_float64, read_block
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.view import View
 
@@ -109,10 +108,7 @@ class TransformedMatrix(View):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = viewed(self.stored, (r0, r1), (c0, c1))
-            if raw is None:
-                raw = scratch_array("stored", (r1 - r0, c1 - c0), self.stored.dtype)
-                self.stored.read((r0, r1), (c0, c1), raw)
+            raw = read_block("stored", self.stored, (r0, r1), (c0, c1))
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             self._expand(raw, (c0 if self.k_axis else r0), part)
 

@@ -103,8 +103,8 @@ class _Clock:
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
         if layouts.c.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
-        # The old C is loaded beside panels, on streams of its own, but over the same link and from the same
-        # storage.
+        # The old C and panels are loaded at the same time, on different streams, but over the same link and
+        # from the same storage.
         shared = max(s.busy[lane] for lane in ("read", "decode", "h2d", "staged"))
         total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), shared)
         multiplied = s.base + s.multiplied

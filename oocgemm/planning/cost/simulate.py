@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
     tracker: HazardTracker[list[float]] = HazardTracker()
     prices, staged = Prices(setting), [0.0] * setting.devices
     layouts = {"A": setting.layouts.a, "B": setting.layouts.b, "C": setting.layouts.c}
-    # The old C is loaded beside panels, but over the same link and from the same storage.
+    # The old C and panels are loaded at the same time, over the same link and from the same storage.
     carried = defaultdict[tuple[int, str], float](float)
     # Each device has threads of its own for copies between pageable arrays and pinned buffers.
     copying = setting.machine.copy_threads_of(setting.devices) / setting.machine.copy_threads

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.arrays import viewed
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
-from oocgemm.stores.scratch import scratch_array
+from oocgemm.stores.scratch import read_block
 from oocgemm.stores.transformed import SLAB, is_missing
 from oocgemm.stores.view import View
 
@@ -60,10 +59,7 @@ class KnownMatrix(View):
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._batch):
-            raw = viewed(self._matrix, (r0, r1), (c0, c1))
-            if raw is None:
-                raw = scratch_array("genotypes", (r1 - r0, c1 - c0), self._matrix.dtype)
-                self._matrix.read((r0, r1), (c0, c1), raw)
+            raw = read_block("genotypes", self._matrix, (r0, r1), (c0, c1))
             used = self._used[c0:c1] if self._variant_axis else self._used[r0:r1, None]
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             missing = is_missing(raw, self._code)
