@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.stores import durable
+from oocgemm.stores import durable, statuses
 from oocgemm.stores.statuses import chunk_fingerprints
 from oocgemm.system.compiled import compiled
 
@@ -24,10 +24,18 @@ def key(request: pytest.FixtureRequest) -> Callable[[tuple[int, int]], str]:
 
 @pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
 @pytest.mark.parametrize("most", [durable.MAX_FINGERPRINTED, 10])
+@pytest.mark.parametrize("each", [statuses.MIN_FILES, 4])
 def test_compiled_code_gives_the_same_fingerprints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: Callable[[tuple[int, int]], str], most: int
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: Callable[[tuple[int, int]], str],
+    most: int,
+    each: int,
 ) -> None:
     monkeypatch.setattr(durable, "MAX_FINGERPRINTED", most)
+    monkeypatch.setattr(statuses, "MIN_FILES", each)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     folder = tmp_path / "é %d"
     for number in range(35):
         path = folder / key(divmod(number, 7))

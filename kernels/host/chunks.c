@@ -167,12 +167,12 @@ int ooc_from_chunks(const void *given, size_t number, const struct ooc_piece *pi
 
 static long long nanoseconds(struct timespec at) { return at.tv_sec * 1000000000LL + at.tv_nsec; }
 
-void ooc_stat_chunks(const char *path, const char *separator, int64_t count, int64_t across, int64_t every,
-                     char *content, char *changes) {
+void ooc_stat_chunks(const char *path, const char *separator, int64_t first, int64_t end, int64_t every,
+                     int64_t across, char *content, char *changes) {
   char file[PATH_BYTES];
   struct stat status;
   *content = *changes = 0;
-  for (int64_t number = 0; number < count; number += every) {
+  for (int64_t number = first; number < end; number += every) {
     if (make_path(file, path, separator, number / across, number % across) && stat(file, &status) == 0) {
       content += sprintf(content, "%lld %lld;", (long long)status.st_size, nanoseconds(status.st_mtim));
       changes += sprintf(changes, "%lld;", nanoseconds(status.st_ctim));

@@ -42,10 +42,10 @@ int ooc_from_chunks(const void *place, size_t number, const struct ooc_piece *pi
 
 /* Writes the sizes and modification times of files of chunks to `content`, as "SIZE TIME;", and the change times of
  * their inodes to `changes`, as "TIME;", in nanoseconds; for a file whose status is unknown, "-". The files are
- * those of every `every`-th of `count` chunks, of which a row of the grid has `across`. `path` and `separator` are
- * as in `struct ooc_chunks`. Both texts have room for OOC_STATUS_BYTES per file, and end with a zero. */
+ * those of every `every`-th chunk from `first` to before `end`, where a row of the grid has `across` chunks. `path` and
+ * `separator` are as in `struct ooc_chunks`. Both texts have room for OOC_STATUS_BYTES per file, and end with a zero. */
 #define OOC_STATUS_BYTES 48
-void ooc_stat_chunks(const char *path, const char *separator, int64_t count, int64_t across, int64_t every,
-                     char *content, char *changes);
+void ooc_stat_chunks(const char *path, const char *separator, int64_t first, int64_t end, int64_t every,
+                     int64_t across, char *content, char *changes);
 
 #endif

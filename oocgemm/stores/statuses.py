@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from oocgemm.stores.cached import name_parts
@@ -11,6 +12,8 @@ from oocgemm.system.compiled import compiled
 
 # `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
 STATUS_BYTES = 48
+# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
+MIN_FILES = 512
 
 
 def chunk_fingerprints(
@@ -23,10 +26,19 @@ def chunk_fingerprints(
     library, parts, chosen = compiled(), name_parts(key), selection(*grid)
     if library is None or parts is None:
         return fingerprints(f"{folder}/{key(divmod(number, grid[1]))}" for number in chosen)
-    content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(chosen) + 1) for _ in range(2))
-    library.ooc_stat_chunks(
-        *(os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()),
-        *map(ctypes.c_int64, (chosen.stop, grid[1], chosen.step)),
-        *(content, changes),
-    )
-    return digests(content.value, changes.value)
+    path, separator = os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()
+
+    def statuses(some: range) -> tuple[bytes, bytes]:
+        content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(some) + 1) for _ in range(2))
+        numbers = map(ctypes.c_int64, (some.start, some.stop, some.step, grid[1]))
+        library.ooc_stat_chunks(path, separator, *numbers, content, changes)
+        return content.value, changes.value
+
+    threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
+    if threads < 2:
+        return digests(*statuses(chosen))
+    each = -(-len(chosen) // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
+        content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
+    return digests(content, changes)
