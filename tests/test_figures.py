@@ -265,6 +265,16 @@ def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
 
 
+def test_a_stream_that_copies_other_blocks_is_the_cause_of_a_wait() -> None:
+    """Copies of several blocks overlap. The second Multiply waits for the third copy."""
+    copies = [(2, 0, 8), (3, 5, 20), (4, 16, 30), (5, 25, 50)]
+    spans = [span(number, "upload", "h2d", start, end) for number, start, end in copies]
+    spans += [span(0, "multiply", "compute", 0, 2), span(6, "multiply", "compute", 30, 33, 4)]
+    assert exposed(spans, 33) == {"h2d": 28}
+    later = replace(spans[2], start=22)
+    assert exposed([*spans[:2], later, *spans[4:]], 33) == {"issue": 2, "h2d": 26}
+
+
 @pytest.mark.parametrize("room", [True, *slow((False,))])
 def test_a_log_larger_than_its_memory_reads_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:

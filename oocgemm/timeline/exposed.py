@@ -1,6 +1,6 @@
 """Attribute exposed time, in which no Multiply ran, to its causes."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,6 +9,10 @@ from oocgemm.timeline.spans import Span
 from oocgemm.timeline.verdict import shares
 
 Wait = tuple[int, int, str]
+# The worker, the device and the name of a stream.
+StreamKey = tuple[int, int, str]
+# Maximum number of operations of a stream that may run at the same time.
+MAX_AT_ONCE = 16
 
 
 def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
@@ -50,10 +54,12 @@ def exposed_intervals(
     so on. While one of these operations ran, its lane is the cause. For a Finish or an operation on ``d2h``
     the cause is ``accumulator``: the Multiply waited for a free accumulator.
 
-    While none of them ran, the cause is ``start-up`` before the first Multiply, and ``issue`` later. After
-    the last Multiply, it is ``tail``.
+    While none of them ran, the stream of the one that started next may have run other operations at the same
+    time, such as copies of other blocks. Then its lane is the cause. Otherwise it is ``start-up`` before the
+    first Multiply, and ``issue`` later. After the last Multiply, it is ``tail``.
     """
     by_id = {s.id: s for s in spans}
+    streams = spans_by_stream(spans)
     before = stream_predecessors(spans)
     found: list[Wait] = []
     covered_until = since
@@ -61,7 +67,9 @@ def exposed_intervals(
     multiplies = [s for s in spans if s.kind == "multiply" and device in (None, s.device)]
     for span in sorted(multiplies, key=lambda s: (s.start, s.end)):
         if span.start > covered_until:
-            found += reversed(_attributed(span, (covered_until, span.start), idle_cause, by_id, before))
+            found += reversed(
+                _attributed(span, (covered_until, span.start), idle_cause, by_id, before, streams)
+            )
         covered_until = max(covered_until, span.end)
         idle_cause = "issue"
     found.append((covered_until, wall, "tail"))
@@ -69,12 +77,18 @@ def exposed_intervals(
 
 
 def _attributed(
-    span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
+    span: Span,
+    gap: Interval,
+    idle_cause: str,
+    by_id: dict[int, Span],
+    before: dict[int, int],
+    streams: dict[StreamKey, list[Span]],
 ) -> list[Wait]:
     """Return the causes of the gap before a Multiply, as intervals (start, end, cause), the latest first.
 
-    `span` is the Multiply. `exposed_intervals` describes the method. `idle_cause` is the cause while none of
-    the delaying operations ran. `by_id` maps ids to spans. `before` is from `stream_predecessors`.
+    `span` is the Multiply. `exposed_intervals` describes the method. `idle_cause` is the cause while no
+    operation ran that may have delayed it. `by_id` maps ids to spans. `before` is from `stream_predecessors`,
+    and `streams` from `spans_by_stream`.
     """
     start, cursor = gap
     found: list[Wait] = []
@@ -84,14 +98,27 @@ def _attributed(
         if latest is None or latest.end <= start:
             break
         if latest.end < cursor:
-            found.append((latest.end, cursor, idle_cause))
+            found += _idle(current, (latest.end, cursor), idle_cause, streams)
             cursor = latest.end
         begin = max(start, min(latest.start, cursor))
         found.append((begin, cursor, _cause(latest)))
         cursor = begin
         current = latest
-    found.append((start, cursor, idle_cause))
-    return found
+    return found + _idle(current, (start, cursor), idle_cause, streams)
+
+
+def _idle(span: Span, gap: Interval, idle_cause: str, streams: dict[StreamKey, list[Span]]) -> list[Wait]:
+    """Return the causes of a gap in which no operation ran that a span waited for, the latest first."""
+    issued = streams[_stream(span)]
+    place = bisect_left(issued, span.id, key=lambda s: s.id)
+    near = issued[max(0, place - MAX_AT_ONCE) : place + MAX_AT_ONCE]
+    busy = intersection(union((s.start, s.end) for s in near), [gap])
+    found, cursor = list[Wait](), gap[1]
+    for start, end in reversed(busy):
+        found += [(end, cursor, idle_cause), (start, end, _cause(span))]
+        cursor = start
+    found.append((gap[0], cursor, idle_cause))
+    return [wait for wait in found if wait[0] < wait[1]]
 
 
 def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
@@ -108,6 +135,18 @@ def _cause(span: Span) -> str:
     return "accumulator" if span.lane == "d2h" or span.kind == "finish" else span.lane
 
 
+def spans_by_stream(spans: Sequence[Span]) -> dict[StreamKey, list[Span]]:
+    """Return the operations of each stream in the order in which they were issued."""
+    streams: defaultdict[StreamKey, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda s: s.id):
+        streams[_stream(span)].append(span)
+    return streams
+
+
+def _stream(span: Span) -> StreamKey:
+    return span.worker, span.device, span.stream
+
+
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     """Map the id of each span to the id of an earlier operation of its stream, which may have delayed it.
 
@@ -115,11 +154,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     earlier operation that ended last before the span started is therefore chosen. If none had ended, the
     operation issued just before the span is chosen. The first operation of a stream is left out.
     """
-    streams: defaultdict[tuple[int, int, str], list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda s: s.id):
-        streams[span.worker, span.device, span.stream].append(span)
     found: dict[int, int] = {}
-    for issued in streams.values():
+    for issued in spans_by_stream(spans).values():
         ended = sorted(issued, key=lambda s: (s.end, s.id))
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
