@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from oocgemm import backends, stores
-from oocgemm.engine.transfers import Transfers
 from oocgemm.machine.measure import storage, streaming
 from oocgemm.machine.measure.storage import storage_rates
 from oocgemm.machine.measure.streaming import loading_seconds, rate_of
 from oocgemm.planning import Layout, default_model
+from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.timeline import Span
 from tests.fake_cuda import fake_cuda
-from tests.problems import Array
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 ROWS, COLS, DEPTH = 256, 512, 64
@@ -51,7 +50,10 @@ def test_a_gpu_stages_and_uploads_every_panel_each_time(tmp_path: Path, stored: 
     with fake_cuda() as device:
         engine, source = backends.open_backend("cuda"), stores.open_matrix("A", A)
         if stored:
-            source, _ = storage._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+            path, _ = storage._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+            storage._evict(path)
+            source = stores.open_matrix("A", str(path))
+            source.layout = replace(source.layout, page_cached=False)
         with streaming.streaming(engine, GPU, source, DEPTH) as run:
             for _ in range(2):
                 spans = run()
@@ -89,17 +91,29 @@ def test_as_many_threads_read_as_in_a_run() -> None:
 def test_storage_is_measured_with_the_matrix_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    read: dict[str, set[tuple[int, int]]] = {}
-    right = Transfers._read
+    measured: list[tuple[str, int]] = []
+    evicted = False
 
-    def noted(self: Transfers, on_part: Any, matrix: Any, rows: Any, cols: Any, out: Array) -> None:
-        right(self, on_part, matrix, rows, cols, out)
-        if matrix.name == "C":
-            name = Path(str(matrix.describe()["path"])).name
-            read.setdefault(name, set()).add(out.shape)
-            np.testing.assert_array_equal(out, A[slice(*rows), slice(*cols)])
+    def noted(engine: Any, machine: Any, matrix: Any, depth: int) -> Any:
+        assert matrix.layout.decode_bytes or matrix.layout.page_cached is not evicted
+        measured.append((Path(str(matrix.describe()["path"])).name, depth))
+        found = np.zeros(matrix.shape)
+        matrix.read((0, ROWS), (0, matrix.shape[1]), found)
+        np.testing.assert_array_equal(found, A[:, : matrix.shape[1]])
+        return streaming.streaming(engine, machine, matrix, depth)
 
-    monkeypatch.setattr(Transfers, "_read", noted)
+    def evict(folder: Path) -> None:
+        nonlocal evicted
+        evicted = True
+
+    def cache(folder: Path) -> None:
+        nonlocal evicted
+        evicted = False
+
+    monkeypatch.setattr(storage, "streaming", noted)
+    monkeypatch.setattr(storage, "_evict", evict)
+    monkeypatch.setattr(storage, "_cache", cache)
+    monkeypatch.setattr(DirectChunks, "in_page_cache", lambda chunks: not evicted)
     said: list[str] = []
     machine = default_model(backend, 4)
     with fake_cuda():
@@ -107,5 +121,13 @@ def test_storage_is_measured_with_the_matrix_given(
         rates, decode = storage_rates(engine, machine, tmp_path, A, DEPTH, 0.001, said.append)
     assert min(rates.read, rates.read_scattered, rates.read_cold, rates.write, decode) > 0
     assert said == [f"writing in {tmp_path}", f"reading in {tmp_path}", "decoding zstd"]
-    assert set(read) == {"none", "zstd"}
+    whole = "none", DEPTH
+    assert measured == [whole, whole, ("none", DEPTH // 2), ("zstd", min(DEPTH, COLS // 4))]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_read_are_in_the_page_cache(tmp_path: Path) -> None:
+    path, _ = storage._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+    storage._evict(path)
+    storage._cache(path)
+    assert stores.open_matrix("A", str(path)).layout.page_cached

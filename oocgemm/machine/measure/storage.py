@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,11 @@ from oocgemm.machine.measure.sampling import per_second, typical
 from oocgemm.machine.measure.streaming import loading_seconds, rate_of, streaming
 from oocgemm.machine.measure.workbench import block_copy, plan_of
 from oocgemm.planning import Kind, MachineModel, StoreRates, TileShape
-from oocgemm.stores import Matrix
 from oocgemm.system.memory import allocate
 
 # The compressed matrix is this much smaller than the uncompressed one: encoding takes longest.
 PACKED_SHARE = 4
+CACHED_AT_ONCE = 1 << 20  # bytes that a thread reads into the page cache at a time
 
 
 def storage_rates(
@@ -50,12 +52,15 @@ def storage_rates(
     temporary = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
     with temporary:
 
-        def rate(matrix: Matrix, depth: int, *, cold: bool = False) -> float:
+        def rate(path: Path, depth: int, *, cold: bool = False) -> float:
+            place = _evict if cold else _cache
+            place(path)
+            matrix = stores.open_matrix("A", str(path))  # finds out whether the page cache has the files
             with streaming(engine, machine, matrix, depth) as run:
 
                 def once() -> float:
                     if cold:
-                        _evict(Path(temporary.name))
+                        _evict(path)
                     return loading_seconds(run())
 
                 return rate_of(matrix, typical(once, seconds))
@@ -75,16 +80,16 @@ def storage_rates(
 
 def _written(
     machine: MachineModel, folder: str, source: Array, chunk: int, compressor: str, seconds: float
-) -> tuple[Matrix, float]:
+) -> tuple[Path, float]:
     """Write a matrix to a new array, strip by strip, as a run writes a tile of C.
 
-    Writing is repeated for `seconds`. Returns the array, and the bytes per second including the flush to the
-    disk.
+    Writing is repeated for `seconds`. Returns the path of the array, and the bytes per second including the
+    flush to the disk.
     """
     rows, cols = source.shape
     shape = min(chunk, rows), min(chunk, cols)
-    where = os.path.join(folder, compressor)
-    matrix = stores.create_output("C", where, source.shape, source.dtype, shape, compressor)
+    where = Path(folder, compressor)
+    matrix = stores.create_output("C", str(where), source.shape, source.dtype, shape, compressor)
     threads = max(1, machine.codec_threads) if compressor != "none" else machine.io_threads
     plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, 1))
     layouts = replace(plan.layouts, c=matrix.layout)
@@ -101,7 +106,7 @@ def _written(
             matrix.sync()
             return perf_counter() - started
 
-        return matrix, per_second(fill.bytes, typical(once, seconds))
+        return where, per_second(fill.bytes, typical(once, seconds))
 
 
 def _evict(folder: Path) -> None:
@@ -110,10 +115,26 @@ def _evict(folder: Path) -> None:
     Linux cannot evict dirty pages. It starts to write them back, and a later call evicts them. A sync is
     not used, because it could wait for the writes of other programs.
     """
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+    for path in _files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _cache(folder: Path) -> None:
+    """Read the files in a folder, so that the page cache has them. Large chunks are written past it."""
+    with ThreadPoolExecutor() as pool:
+        deque(pool.map(_read_through, _files(folder)), maxlen=0)
+
+
+def _read_through(path: Path) -> None:
+    buffer = bytearray(CACHED_AT_ONCE)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
