@@ -27,7 +27,7 @@ from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
-from oocgemm.planning.search.guarded import PREDICTED_MARGIN, guarded_plan
+from oocgemm.planning.search.guarded import MARGIN, guarded_plan
 from oocgemm.planning.search.planner import CLOSE
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
@@ -86,7 +86,7 @@ def shared_plan(
     if tile is not None:
         check_tile(first, tile)
     plans = [replace(plan, machine=latest.machine) for plan in _by_default(first, tile)]
-    best = (1 - PREDICTED_MARGIN) * plans[0].prediction.total
+    best = (1 - MARGIN) * plans[0].prediction.total
     # Hardly any plan takes less time than the multiplications of the incumbent.
     if latest != first and plans[0].prediction.lanes["compute"] < best:
         others = _ranked(_Search(latest, machines, assumed), tile)
