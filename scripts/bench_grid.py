@@ -2,7 +2,8 @@
 """Many products of all shapes, dtypes, sources and budgets, each against its lower bound.
 
 The bound of a product is the longest of: its time in core with the operands on the device, and all its bytes
-once over each link at the rate that the link reached in this run (`grid_cases.bounds`). T is the wall time of
+once over each link at the rate that the link reached in this run (`grid_cases.bounds`). `scheduled` is the
+time that the best plan would take at these rates (`grid_schedule.py`). T is the wall time of
 `oocgemm.gemm` into an existing C, or into a file. Contenders are a double-buffered loop (`grid_loop.py`) and
 CuPy in core, where the product fits; on the CPU a loop over slices and NumPy in core, which for stored
 operands reads, multiplies and writes. C in a file is synced to the disk by all of them. Rows of each result
@@ -55,6 +56,7 @@ from grid_runs import (
     small_calls,
     timed,
 )
+from grid_schedule import scheduled
 from keeping import here
 
 import oocgemm
@@ -104,6 +106,7 @@ class Bench:
             found["bounds"] = bounds(case, rates, found.get("compute_seconds"))
             found["bound_by"] = max(found["bounds"], key=found["bounds"].__getitem__)
             found["bound"] = found["bounds"][found["bound_by"]]
+            found["scheduled"] = scheduled(case, rates, found.get("compute_seconds"))
         return found
 
     def _bound_of_kernel(self, case: Case, found: dict[str, Any]) -> None:

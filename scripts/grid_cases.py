@@ -198,7 +198,8 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
         case: the product.
         rates: bytes per second of the links, as `grid_ceilings` measures them. `h2d` and `d2h`: copies from
             and to pinned memory. `stage` and `unstage`: copies of pageable memory to pinned memory and back.
-            `page_read`: the page cache. `disk_read`, `disk_write`: the disk.
+            `staged_h2d`, `staged_d2h`, `page_h2d`: copies between the device and pageable memory, and from
+            the page cache to the device. `page_read`: the page cache. `disk_read`, `disk_write`: the disk.
         compute: seconds of the product in core, operands on the device; None if they are not known.
 
     >>> case = Case(1000, 1000, 1000, "float64", "pageable")
@@ -212,12 +213,14 @@ def bounds(case: Case, rates: dict[str, Any], compute: float | None = None) -> d
         found |= {"h2d": up / rates["h2d"], "d2h": down / rates["d2h"]}
     if case.source == PAGEABLE and "stage" in rates:
         found["staging"] = up / rate_at("stage", up, rates) + down / rate_at("unstage", down, rates)
+    if case.source == PAGEABLE and "staged_h2d" in rates:
+        found |= {"h2d": up / rates["staged_h2d"], "d2h": down / rates["staged_d2h"]}
     if case.source not in IN_MEMORY:
         found["disk write"] = down / rates["disk_write"]  # direct I/O needs no page cache for C
         if case.source in COLD:
             found["disk read"] = up / rates["disk_read"]
         else:
-            found["page cache"] = up / rates["page_read"]
+            found["page cache"] = up / rates.get("page_h2d", rates["page_read"])
     return found
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from grid_cases import Case
 from grid_data import block
 from grid_loop import DOWN, UP, multiplier
+from grid_piped import Copy, piped
 
 from oocgemm.system.compiled import compiled
 
@@ -30,7 +31,7 @@ MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
 CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
 KERNEL_SECONDS = 0.2
-Copy = Callable[[Any, Any], object]  # copies bytes to the first array from the second
+PIPED = ("staged_h2d", "staged_d2h", "page_h2d")
 
 
 def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
@@ -38,8 +39,9 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
 
     Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; `stage`, `unstage`: between pageable and
     pinned memory, by NumPy or by compiled code; `stage_small`, `unstage_small`: the same for fewer bytes, by
-    bytes; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk, synced. `threads`
-    holds every sample.
+    bytes; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk, synced;
+    `staged_h2d`, `staged_d2h`, `page_h2d`: from pageable memory to the device, back, and from the page cache
+    to the device. `threads` holds every sample.
     """
     memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
     pageable = np.ones(2 * size, np.uint8)
@@ -66,8 +68,8 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     fitting = [few for few in SMALL_STAGES if few <= size]
     for name, back in (("stage_small", False), ("unstage_small", True)):
         found[name] = {few: few / _stage_seconds(pageable, memory, few, back) for few in fitting}
+    path = folder / "ceiling.bin"
     if stored:
-        path = folder / "ceiling.bin"
 
         def transfer(number: int, reading: bool) -> None:
             descriptor = os.open(path, os.O_RDONLY if reading else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -77,6 +79,10 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
 
         transfer(4, False)
         sweep("page_read", lambda number: transfer(number, True), THREADS, size)
+    if on_gpu:
+        threads |= piped(pageable[:size], copies(), path if stored else None)
+        found |= {name: max(rates.values()) for name, rates in threads.items() if name in PIPED}
+    if stored:
         path.unlink()
         ways = {"page cache": 0, "direct": os.O_DIRECT, "direct, in place": os.O_DIRECT}
         threads["disk_write"] = {}
