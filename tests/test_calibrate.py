@@ -206,12 +206,13 @@ def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) 
             assert all(rate <= limit for rate in (*copies.values(), calibration.rates[link]))
             least, most = min(copies.values()), max(copies.values())
             assert most < 10 * least, "a copy of 1 MiB takes ten times its share"
-            assert calibration.rates[link] == pytest.approx(most, rel=0.15)
+            # It is the rate while copies in the other direction take place.
+            assert 0.5 * most <= calibration.rates[link] <= 1.15 * most
         assert 0 <= calibration.rates["copy_latency"] < 1e-3
         assert most < calibration.samples["copies"]["both ways"] <= 2 * limit
-    # The rate of host memory varies more, because other virtual machines share it.
-    for name, limit in (("h2d", 1.3), ("d2h", 1.3), ("memory", 2.0)):
-        assert _spread(calibration.rates[name] for calibration in found) < limit, name
+    # These rates vary, because other virtual machines share the memory of the host.
+    for name in ("h2d", "d2h", "memory"):
+        assert _spread(calibration.rates[name] for calibration in found) < 2, name
     for kernel in found[0].kernels:
         for depth in found[0].samples["kernels"][kernel]:
             same = [calibration.samples["kernels"][kernel].get(depth) for calibration in found]
