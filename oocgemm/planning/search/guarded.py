@@ -10,15 +10,15 @@ in two predictions:
   may be high.
 
 No challenger is planned for a short product if the incumbent is nearly as fast as the multiplications alone,
-or as one copy of each element: planning then takes as long as it could save.
+or as moving each element once: planning then takes as long as it could save.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
-from oocgemm.planning.cost.footprint import required_bytes
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.rates import scaled
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
@@ -27,13 +27,13 @@ from oocgemm.planning.search.planner import make_plan
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import TileShape, ceil_div
 
-# A challenger is planned if the incumbent takes at least PLANNED_SECONDS, or if at least the part MIN_SAVED
-# of its time could be saved.
-PLANNED_SECONDS, MIN_SAVED = 2.0, 0.15
 # A challenger must be faster by this fraction. On H100s, runs took up to 1.2 times as long, or 0.85 times, as
 # predicted. With 5%, calibrated rates changed the plans of two int8 products, which took 1.25 and 1.06 times
 # as long then.
 MARGIN = 0.2
+# A challenger is planned if the incumbent takes at least PLANNED_SECONDS, or if at least the part MIN_SAVED
+# of its time could be saved.
+PLANNED_SECONDS, MIN_SAVED = 2.0, MARGIN
 # Rates that nobody has measured may be lower or higher than assumed by this factor.
 DOUBT = 3.0
 # Estimated seconds that simulating an operation takes. Two schedules are simulated if this takes at most
@@ -80,14 +80,22 @@ def _kept(incumbent: Plan, machine: MachineModel) -> Plan | None:
         # No measured rate changes the times of operations that one thread only enqueues.
         known = incumbent.machine
         machine = replace(machine, step_latency=known.step_latency, issue=known.issue)
-    plan, problem = _with_rates(incumbent, machine, None), incumbent.problem
+    plan = _with_rates(incumbent, machine, None)
     seconds = plan.considered[0].prediction.total
-    least = required_bytes(problem)
-    fastest = max(
-        machine.multiply_seconds(problem.rate, problem.flops, problem.m, problem.n, max(1, problem.depth)),
-        0.0 if machine.unified else max(least["h2d"] / machine.h2d, least["d2h"] / machine.d2h),
-    )
-    return plan if seconds < PLANNED_SECONDS and fastest > (1 - MIN_SAVED) * seconds else None
+    return plan if seconds < PLANNED_SECONDS and _fastest(plan.setting) > (1 - MIN_SAVED) * seconds else None
+
+
+def _fastest(setting: Setting) -> float:
+    """Return the least seconds of any plan: those of its busiest lane, if each element moves once."""
+    problem, machine, prices = setting.problem, setting.machine, Prices(setting)
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    blocks = {"A": (m, k)} if problem.gram else {"A": (m, k), "B": (k, n)}
+    blocks |= {"C": (m, n)} if problem.reads_c else {}
+    read = sum(prices.read(x, *shape) for x, shape in blocks.items() if not prices.streams[x])
+    up = sum(prices.upload(x, *shape) for x, shape in blocks.items())
+    write = 0.0 if prices.streams["C"] else prices.write(m, n)
+    moved = (read, write) if machine.unified else (read, up, prices.download(m, n), write)
+    return max(machine.multiply_seconds(problem.rate, problem.flops, m, n, k), *moved)
 
 
 def _is_better(
