@@ -190,6 +190,24 @@ def test_copies_of_pinned_arrays_count_all_the_same() -> None:
     assert PANEL / 0.02 <= found["h2d", ""].rate < 1.2 * PANEL / 0.02  # short rows are copied more slowly
 
 
+def test_prepares_beside_multiplies_do_not_count() -> None:
+    emulated = replace(problem(8192, 8192, 8192), compute="emulated")
+    plan = make_plan(emulated, Budgets(4 * GIB, GIB), GPU, STORED, TILE)
+    size, flops = emulated.prepared_bytes(2048, 2048, 2048), emulated.step_flops(2048, 2048, 2048)
+    alone = [("prepare", "prepare", 10 * i, 10 * i + 5) for i in range(8)]
+    alone += [("multiply", "compute", 10 * i + 5, 10 * i + 10) for i in range(8)]
+    beside = [(kind, lane, start + 100, end + 105) for kind, lane, start, end in alone]
+
+    def rates(*times: tuple[str, str, int, int]) -> dict[tuple[str, str], float]:
+        spans = [replace(s, flops=flops if s.kind == "multiply" else 0) for s in spans_of(*times, size=size)]
+        return {key: one.rate for key, one in observed_rates(plan, spans, PLACES).items()}
+
+    found = rates(*alone)
+    assert found == {("prepare", ""): pytest.approx(size / 0.005, rel=0.05)}
+    assert rates(*alone, *beside) == pytest.approx(found)
+    assert rates(*beside) == {}
+
+
 def nothing_learned() -> Learned:
     return Learned(cache.machine_key(), "cuda", "NVIDIA H200", {})
 

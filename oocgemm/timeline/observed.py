@@ -14,11 +14,12 @@ Not every operation shows what the machine can do. These are left out:
 - Operations that the model expects to be much slower than the rate, because they are small or oddly shaped.
 - On a machine whose lanes share the CPU cores, operations during which another lane ran.
 - Copies of arrays that are not pinned, during which copies in the other direction ran: they share threads.
+- Prepares and Multiplies of a GPU that ran at the same time: they share its cores.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -36,9 +37,9 @@ MIN_OPERATIONS, MIN_BUSY = 4, 10_000_000
 BINS = 16
 # Minimum share of the rate that the model expects of an operation, for the operation to inform about it.
 MIN_EFFICIENCY = 0.5
-# Maximum share of an operation's time in which another lane may run, if the lanes share the CPU cores, or if
-# both are copies of arrays that are not pinned.
+# Maximum share of an operation's time in which a lane may run that shares what it runs on.
 MAX_OVERLAP = 0.1
+COPIES, ON_CORES = ("h2d", "d2h"), ("prepare", "compute")  # lanes of a GPU that share what they run on
 # Kernel rates are only observed with these precisions: the model has no rates for the others.
 _COMPUTES = ("native", "emulated")
 
@@ -74,13 +75,16 @@ def observed_rates(
     found: defaultdict[tuple[str, str], list[_Priced]] = defaultdict(list)
     prices: dict[tuple[str, str], _Price | None] = {}
     spans = [span for span in spans if span.end > span.start]
-    copies = [span for span in spans if span.lane in ("h2d", "d2h")]
     if plan.machine.shares_cores:
         spans = list(_alone(spans))
-    elif copies:
+    else:
         direct = {operand for operand in "ABC" if plan.is_direct(operand)}
-        others = [span for span in spans if span.lane not in ("h2d", "d2h") or span.operand in direct]
-        spans = [*others, *(span for span in _alone(copies) if span.operand not in direct)]
+        alone = [span for span in _alone(_of(spans, COPIES)) if span.operand not in direct]
+        alone += _alone(_of(spans, ON_CORES))
+        others = [
+            s for s in spans if s.lane not in COPIES + ON_CORES or (s.lane in COPIES and s.operand in direct)
+        ]
+        spans = others + alone
     for span in spans:
         which = span.kind, span.operand
         if which not in prices:
@@ -194,6 +198,10 @@ def _typical(plan: Plan, kind: Kind, operand: str) -> Operation:
             return Operation(kind, "B", (0, 0), 0, (), (), nothing, cols, depth, k * n * sizes["B"])
     strip = min(m, plan.slots.strip)
     return Operation(kind, "C", (0, 0), 0, (), (), (0, strip), cols, nothing, strip * n * sizes["C"])
+
+
+def _of(spans: Iterable[Span], lanes: Collection[str]) -> list[Span]:
+    return [span for span in spans if span.lane in lanes]
 
 
 def _alone(spans: Sequence[Span]) -> Iterator[Span]:
