@@ -241,13 +241,13 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Return bound / T, loop / T and in-core / T of one case, as far as they were measured.
+    """Return bound / T, scheduled / T, loop / T and in-core / T of one case, as far as they were measured.
 
     T is the median of the samples of oocgemm. For the loop and in-core it is their median too.
     """
     samples = found["samples"]
     t = median(samples["oocgemm"])
-    ratios = {"bound": found["bound"] / t} if found.get("bound") else {}
+    ratios = {name: found[name] / t for name in ("bound", "scheduled") if found.get(name)}
     return ratios | {
         name: median(times) / t for name, times in samples.items() if name != "oocgemm" and times
     }
@@ -279,7 +279,7 @@ def summary(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
             [name, other, ratio]
             for name, one in measured.items()
             for other, ratio in one.items()
-            if other != "bound" and ratio < 1
+            if other not in ("bound", "scheduled") and ratio < 1
         ],
         "wrong": [
             f"{name}: {who}"
@@ -293,8 +293,8 @@ def summary(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def rows(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a text table: bound, T, and the ratios to T."""
-    others = ("bound", "loop", "in_core", "other_tree")
-    heads = ("bound/T", "loop/T", "in core/T", "other/T")
+    others = ("bound", "scheduled", "loop", "in_core", "other_tree")
+    heads = ("bound/T", "sched/T", "loop/T", "in core/T", "other/T")
     yield f"{'product':58} {'bound':>8} {'by':>10} {'T':>8} {' '.join(f'{head:>9}' for head in heads)}"
     for name, one in cases.items():
         if not one.get("samples", {}).get("oocgemm"):

@@ -6,7 +6,7 @@ from typing import Any
 import tables
 from grid_cases import BIG_SECONDS, TINY_SECONDS, figures
 
-HEADS = ["product", "bound", "by", "T", "bound / T", "loop / T", "in core / T"]
+HEADS = ["product", "bound", "by", "T", "bound / T", "scheduled / T", "loop / T", "in core / T"]
 
 
 def grid() -> list[str]:
@@ -56,16 +56,29 @@ def _summary(cases: dict[str, Any]) -> list[str]:
         return [f"The geometric mean of in core / T is {geometric_mean(core):.2f}."]
     more = [ratio for name, ratio in bound.items() if cases[name]["bound"] > TINY_SECONDS]
     big = [ratio for name, ratio in bound.items() if cases[name]["bound"] > BIG_SECONDS]
-    return [
+    scheduled = [
+        (cases[x]["bound"], cases[x]["scheduled"], one["scheduled"])
+        for x, one in ratios.items()
+        if "scheduled" in one
+    ]
+    found = (
         f"The geometric mean of bound / T is {geometric_mean(more):.2f} over the {len(more)} products with a "
         f"bound above {1e3 * TINY_SECONDS:g} ms. Of the {len(big)} products with a bound above "
         f"{BIG_SECONDS:g} s, {sum(ratio >= 0.75 for ratio in big)} reach 0.75, and the smallest is "
         f"{min(big):.2f}."
-    ]
+    )
+    if scheduled:
+        of_bound = geometric_mean(least / best for least, best, _ in scheduled)
+        of_t = geometric_mean(ratio for *_, ratio in scheduled)
+        found += (
+            f" Over all products, the geometric mean of bound / scheduled is {of_bound:.2f}, and that of "
+            f"scheduled / T is {of_t:.2f}."
+        )
+    return [found]
 
 
 def _row(name: str, one: dict[str, Any]) -> list[str]:
     ratios = figures(one)
     bound = [f"{one['bound']:.3g} s", one["bound_by"]] if one.get("bound") else ["", ""]
-    cells = (f"{ratios[x]:.2f}" if x in ratios else "" for x in ("bound", "loop", "in_core"))
+    cells = (f"{ratios[x]:.2f}" if x in ratios else "" for x in ("bound", "scheduled", "loop", "in_core"))
     return [name, *bound, tables.seconds(one["samples"]["oocgemm"]), *cells]

@@ -1,5 +1,8 @@
 """Tables on plans: what each part of the planner gains, and what measured rates change."""
 
+from statistics import geometric_mean
+
+from grid_cases import IN_MEMORY
 from tables import load, table, unbroken
 
 
@@ -16,11 +19,21 @@ def ablation() -> list[str]:
 
 
 def rates() -> list[str]:
-    """Return the table of products that were planned with measured and learned rates."""
+    """Return the table of products that were planned with measured and learned rates, by their sources."""
     found = load("bench_rates.json")["cuda rates"]
-    rows = [
-        [unbroken(name), *(f"{one['ratios'][kind]:.3f}" for kind in ("measured", "learned", "both"))]
-        for name, one in found["cases"].items()
-    ]
-    means = (f"{found[kind]['geometric_mean']:.3f}" for kind in ("measured", "learned", "both"))
-    return table(["product", "calibrated", "learned", "both"], [*rows, ["geometric mean", *means]])
+    groups: dict[str, list[dict[str, float]]] = {
+        "pinned arrays": [],
+        "pageable arrays": [],
+        "files": [],
+        "all": [],
+    }
+    for name, one in found["cases"].items():
+        source = name.split()[2]
+        groups[f"{source} arrays" if source in IN_MEMORY else "files"].append(one["ratios"])
+        groups["all"].append(one["ratios"])
+    rows = []
+    for group, ratios in groups.items():
+        kinds = ([one[kind] for one in ratios] for kind in ("measured", "learned", "both"))
+        cells = (unbroken(f"{geometric_mean(some):.3f} ({min(some):.3f}-{max(some):.3f})") for some in kinds)
+        rows.append([f"{len(ratios)}: {group}", *cells])
+    return table(["products", "calibrated", "learned", "both"], rows)
