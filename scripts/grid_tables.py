@@ -57,9 +57,9 @@ def _summary(cases: dict[str, Any]) -> list[str]:
     more = [ratio for name, ratio in bound.items() if cases[name]["bound"] > TINY_SECONDS]
     big = [ratio for name, ratio in bound.items() if cases[name]["bound"] > BIG_SECONDS]
     scheduled = [
-        (cases[x]["bound"], cases[x]["scheduled"], one["scheduled"])
-        for x, one in ratios.items()
-        if "scheduled" in one
+        (cases[name]["bound"], cases[name]["scheduled"], one["scheduled"])
+        for name, one in ratios.items()
+        if "scheduled" in one and cases[name]["bound"] > TINY_SECONDS
     ]
     found = (
         f"The geometric mean of bound / T is {geometric_mean(more):.2f} over the {len(more)} products with a "
@@ -70,10 +70,8 @@ def _summary(cases: dict[str, Any]) -> list[str]:
     if scheduled:
         of_bound = geometric_mean(least / best for least, best, _ in scheduled)
         of_t = geometric_mean(ratio for *_, ratio in scheduled)
-        found += (
-            f" Over all products, the geometric mean of bound / scheduled is {of_bound:.2f}, and that of "
-            f"scheduled / T is {of_t:.2f}."
-        )
+        found += f" For these {len(scheduled)} products, that of bound / scheduled is {of_bound:.2f}, "
+        found += f"and that of scheduled / T is {of_t:.2f}."
     return [found]
 
 
