@@ -1,6 +1,7 @@
 """Compiled code and Python give chunk files the same fingerprints."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,22 @@ def test_compiled_code_gives_the_same_fingerprints(
     monkeypatch.setattr("oocgemm.stores.statuses.compiled", lambda: None)
     assert chunk_fingerprints(folder, key, (5, 7)) == found
     assert chunk_fingerprints(folder, key, (5, 6)) != found
+
+
+@pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
+def test_without_a_thread_the_caller_reads_all_statuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        (tmp_path / f"{number // 3}.{number % 3}").write_bytes(bytes(number))
+    right = chunk_fingerprints(tmp_path, KEYS["version 2"], (3, 3))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(statuses, "MIN_FILES", 2)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert chunk_fingerprints(tmp_path, KEYS["version 2"], (3, 3)) == right
 
 
 def test_any_change_of_a_file_changes_the_fingerprint(

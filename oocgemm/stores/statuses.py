@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from oocgemm.stores.cached import name_parts
@@ -35,10 +36,11 @@ def chunk_fingerprints(
         return content.value, changes.value
 
     threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
-    if threads < 2:
-        return digests(*statuses(chosen))
-    each = -(-len(chosen) // threads)
-    with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
-        content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
-    return digests(content, changes)
+    if threads > 1:
+        each = -(-len(chosen) // threads)
+        # If no thread can be started, this one does all.
+        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
+            found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
+            content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
+            return digests(content, changes)
+    return digests(*statuses(chosen))

@@ -109,6 +109,8 @@ def _attributed(
 
 def _idle(span: Span, gap: Interval, idle_cause: str, streams: dict[StreamKey, list[Span]]) -> list[Wait]:
     """Return the causes of a gap in which no operation ran that a span waited for, the latest first."""
+    if span.kind == "multiply":
+        return [(*gap, idle_cause)] if gap[0] < gap[1] else []
     issued = streams[_stream(span)]
     place = bisect_left(issued, span.id, key=lambda s: s.id)
     near = issued[max(0, place - MAX_AT_ONCE) : place + MAX_AT_ONCE]

@@ -16,6 +16,7 @@ or as moving each element once: planning then takes as long as it could save.
 from dataclasses import replace
 from functools import lru_cache
 
+from oocgemm.planning.cost.footprint import required_bytes
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
@@ -90,11 +91,18 @@ def _fastest(setting: Setting) -> float:
     problem, machine, prices = setting.problem, setting.machine, Prices(setting)
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     blocks = {"A": (m, k)} if problem.gram else {"A": (m, k), "B": (k, n)}
-    blocks |= {"C": (m, n)} if problem.reads_c else {}
-    read = sum(prices.read(x, *shape) for x, shape in blocks.items() if not prices.streams[x])
-    up = sum(prices.upload(x, *shape) for x, shape in blocks.items())
-    write = 0.0 if prices.streams["C"] else prices.write(m, n)
-    moved = (read, write) if machine.unified else (read, up, prices.download(m, n), write)
+    c = required_bytes(problem)["d2h"]  # of a Gram matrix, only a triangle
+
+    def of_c(link: str) -> float:
+        return c / prices.rate(link, "C", m, n)
+
+    moved = [
+        sum(prices.read(x, *shape) for x, shape in blocks.items() if not prices.streams[x]),
+        0.0 if prices.streams["C"] else of_c("write"),
+    ]
+    if not machine.unified:
+        old = of_c("h2d") if problem.reads_c else 0.0
+        moved += [sum(prices.upload(x, *shape) for x, shape in blocks.items()) + old, of_c("d2h")]
     return max(machine.multiply_seconds(problem.rate, problem.flops, m, n, k), *moved)
 
 
