@@ -81,6 +81,22 @@ def interrupt_soon() -> None:
     threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
+@pytest.fixture
+def own_runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the threads of a test apart. An interrupt just before one gets its work leaves it idle."""
+    runners = threads._Runners()
+    monkeypatch.setattr(threads, "_runners", runners)
+    before = set(threading.enumerate())
+    yield
+    left = set(threading.enumerate()) - before
+    for _ in left:
+        runners._work.put(None)
+    for thread in left:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("own_runners")
 def test_an_interrupt_at_any_bytecode_leaves_no_work() -> None:
     working = threading.Event()
 

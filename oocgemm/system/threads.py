@@ -109,7 +109,8 @@ class _Runners:
     def begin(self, work: Callable[[], object]) -> threading.Event:
         """Start `work`, which raises nothing, in an idle or a new thread; return an event for its end.
 
-        Raises `ExecutionError` if the system cannot start a thread.
+        Raises `ExecutionError` if the system cannot start a thread. If a signal handler raises an exception
+        just before the thread gets the work, one idle thread more is kept.
         """
         ended = threading.Event()
         if not self._idle.acquire(blocking=False):
