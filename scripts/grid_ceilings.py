@@ -31,7 +31,6 @@ MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
 CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
 KERNEL_SECONDS = 0.2
-PIPED = ("staged_h2d", "staged_d2h", "page_h2d")
 
 
 def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
@@ -80,8 +79,9 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
         transfer(4, False)
         sweep("page_read", lambda number: transfer(number, True), THREADS, size)
     if on_gpu:
-        threads |= piped(pageable[:size], copies(), path if stored else None)
-        found |= {name: max(rates.values()) for name, rates in threads.items() if name in PIPED}
+        paths = piped(pageable[:size], copies(), path if stored else None)
+        threads |= paths
+        found |= {name: max(rates.values()) for name, rates in paths.items()}
     if stored:
         path.unlink()
         ways = {"page cache": 0, "direct": os.O_DIRECT, "direct, in place": os.O_DIRECT}

@@ -1,4 +1,4 @@
-"""How long a product takes at least if all its links and its kernel run at their ceilings, but in turn.
+"""The predicted time of the best plan of a product, if its kernel and all links run at their ceilings.
 
 A block cannot be multiplied before it has arrived, nor downloaded before it is complete. So even a perfect
 run takes longer than its slowest resource: at its start and at its end, only some resources are busy.
@@ -18,7 +18,7 @@ LATENCY = 1e-6  # seconds of each operation, so that it is not worth while to us
 def scheduled(case: Case, rates: dict[str, Any], compute: float | None) -> float | None:
     """Return the seconds of the best plan on the virtual clock; None if the time in core is not known.
 
-    The rates are those of `grid_cases.bounds`. Operations take hardly any time besides.
+    `rates` and `compute` are as for `grid_cases.bounds`. Besides, each operation takes `LATENCY`.
     """
     if compute is None:
         return None

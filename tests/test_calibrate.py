@@ -210,7 +210,7 @@ def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) 
             assert 0.5 * most <= calibration.rates[link] <= 1.15 * most
         assert 0 <= calibration.rates["copy_latency"] < 1e-3
         assert most < calibration.samples["copies"]["both ways"] <= 2 * limit
-    # These rates vary, because other virtual machines share the memory of the host.
+    # In a virtual machine, these rates vary, because others share the memory of the host.
     for name in ("h2d", "d2h", "memory"):
         assert _spread(calibration.rates[name] for calibration in found) < 2, name
     for kernel in found[0].kernels:

@@ -16,7 +16,7 @@ from oocgemm.planning import Budgets, TileShape
 from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
-from oocgemm.timeline.exposed import exposed, stream_predecessors
+from oocgemm.timeline.exposed import exposed, spans_by_stream, stream_predecessors
 from oocgemm.timeline.intervals import intersection, length, union
 from tests.suite import slow
 
@@ -257,7 +257,7 @@ def test_the_gantt_picture_shades_by_share() -> None:
 def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
     reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
-    assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}
+    assert stream_predecessors(spans_by_stream(reads)) == {1: 0, 2: 0, 3: 1}
     # The upload waits for the third read, which started when the first read ended. All of the wait is for
     # reads.
     late = [*reads[:3], span(4, "upload", "h2d", 40, 45, 2), span(5, "multiply", "compute", 45, 60, 4)]

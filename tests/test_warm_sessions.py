@@ -51,7 +51,7 @@ def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
     for _ in range(3):
         np.testing.assert_array_equal(product(), A @ A)
     created = calls_of(device, *CREATING, "free")[len(before) :]
-    # Uploads at the same time need a stream each. No two may have met in the first run.
+    # Uploads that overlap use a stream each. If none overlapped in the first run, a later run creates one.
     assert created.count("Stream") <= 1
     assert [name for name in created if name != "Stream"] == ["free"] * 3  # free(0) creates the context
     device.check()

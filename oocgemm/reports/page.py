@@ -13,7 +13,7 @@ from typing import Any
 from oocgemm.reports.sections import Run, body, heading
 from oocgemm.reports.workers import labels, title
 from oocgemm.timeline.distribution import Distribution
-from oocgemm.timeline.exposed import last_predecessor, stream_predecessors
+from oocgemm.timeline.exposed import last_predecessor, spans_by_stream, stream_predecessors
 from oocgemm.timeline.metrics import report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
@@ -65,7 +65,7 @@ def run_data(timeline: Timeline, spread: Distribution | None = None) -> dict[str
         spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
     by_id = {span.id: span for span in spans}
-    before = stream_predecessors(spans)
+    before = stream_predecessors(spans_by_stream(spans))
     lanes, kinds, operands, causes = lanes_of(spans), _Index(), _Index(), _Index()
     tiles, sizes = _Index(), _Index()
     blockers = [last_predecessor(span, by_id, before) for span in spans]

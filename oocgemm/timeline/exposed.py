@@ -11,7 +11,7 @@ from oocgemm.timeline.verdict import shares
 Wait = tuple[int, int, str]
 # The worker, the device and the name of a stream.
 StreamKey = tuple[int, int, str]
-# Maximum number of operations of a stream that may run at the same time.
+# At most this many operations of a stream run at the same time, if several threads run them.
 MAX_AT_ONCE = 16
 
 
@@ -60,7 +60,7 @@ def exposed_intervals(
     """
     by_id = {s.id: s for s in spans}
     streams = spans_by_stream(spans)
-    before = stream_predecessors(spans)
+    before = stream_predecessors(streams)
     found: list[Wait] = []
     covered_until = since
     idle_cause = "start-up"
@@ -149,7 +149,7 @@ def _stream(span: Span) -> StreamKey:
     return span.worker, span.device, span.stream
 
 
-def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
+def stream_predecessors(streams: dict[StreamKey, list[Span]]) -> dict[int, int]:
     """Map the id of each span to the id of an earlier operation of its stream, which may have delayed it.
 
     If several threads run the operations of a stream, an operation starts when a thread becomes free. The
@@ -157,7 +157,7 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     operation issued just before the span is chosen. The first operation of a stream is left out.
     """
     found: dict[int, int] = {}
-    for issued in spans_by_stream(spans).values():
+    for issued in streams.values():
         ended = sorted(issued, key=lambda s: (s.end, s.id))
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
