@@ -191,7 +191,7 @@ def test_a_wrong_element_of_the_accumulator_is_found(engine: str, name: str) -> 
     stored = name in ("scale", "cast", "gram", "centered")
     searched = name in ("pairs", "coefficients", "threshold", "threshold of same")  # by the store of C
     with running_on(engine) as options:
-        plain = RESULTS[name](tile=TILE, **options)
+        right = RESULTS[name](tile=TILE, verify=True, **options)
         with wrong_sums(1):
             if not (stored or searched):
                 with pytest.raises(ExecutionError, match="differs from its checksums"):
@@ -200,8 +200,8 @@ def test_a_wrong_element_of_the_accumulator_is_found(engine: str, name: str) -> 
             found = RESULTS[name](tile=TILE, verify=True, **options)
     run = found.run if isinstance(found, oocgemm.Pairs) else found
     assert checked(run)["recomputed"] == [[1, 0]]
-    for right, array in zip(arrays(plain), arrays(found), strict=True):
-        np.testing.assert_array_equal(array, right)
+    for expected, array in zip(arrays(right), arrays(found), strict=True):
+        np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -204,14 +205,24 @@ def test_threads_that_look_up_a_function_at_once_get_the_same(
     """Otherwise the one that only one thread has got would be freed, while C code calls it."""
     library, made, others = ctypes.PyDLL("libcuda.so.1"), libraries.Function, list[object]()
 
-    def make(act: Any) -> libraries.Function:
+    def make(*given: Any) -> libraries.Function:
         if not others:
             others.append(None)
             others[0] = library.cuCtxSetCurrent  # by another thread meanwhile
-        return made(act)
+        return made(*given)
 
     monkeypatch.setattr(libraries, "Function", make)
     assert library.cuCtxSetCurrent is others[0] is library.cuCtxSetCurrent
+
+
+def test_freeing_a_stream_waits_for_no_lock(device: Device) -> None:
+    """Garbage may be collected in a thread that holds a lock for which the owner of the device's lock waits."""
+    streams = [sys.modules["cupy.cuda"].Stream()]
+    freeing = threading.Thread(target=streams.clear, daemon=True)
+    with device.lock:
+        freeing.start()
+        freeing.join(10)
+        assert not freeing.is_alive()
 
 
 def test_a_kernel_that_the_fake_lacks_is_named(device: Device) -> None:

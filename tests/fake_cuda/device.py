@@ -97,8 +97,7 @@ class Current:
     """The numbers of the devices that each thread has entered with `with`, the innermost last.
 
     To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
-    So threads of C code are told apart by their identifiers. A thread of Python may get the identifier of one
-    that has ended.
+    So threads of C code are told apart by their identifiers.
     """
 
     def __init__(self) -> None:
@@ -108,11 +107,13 @@ class Current:
     def devices(self) -> list[int]:
         found: list[int] | None = getattr(self._of_python, "devices", None)
         if found is None:
-            identifier = threading.get_ident()
-            if all(thread.ident != identifier for thread in threading.enumerate()):
-                return self._of_c.setdefault(identifier, [0])
             found = self._of_python.devices = [0]
         return found
+
+    def called_by_c(self) -> None:
+        """Tell that C code has called. Its thread is one of C code if it has entered no device in Python."""
+        if not hasattr(self._of_python, "devices"):
+            self._of_python.devices = self._of_c.setdefault(threading.get_ident(), [0])
 
     def use(self, device: int) -> None:
         """Make a device the current one of a thread of C code."""
@@ -139,6 +140,7 @@ class Device:
         self._random = random.Random(seed)
         self._counts: Counter[str] = Counter()
         self._queues: dict[int, Queue] = {}
+        self._retired: deque[int] = deque()
         self._handles = itertools.count(16)
         self._accesses: list[Access] = []
         self._host: Clock = {}
@@ -150,6 +152,9 @@ class Device:
     def new_queue(self, handle: int) -> None:
         """Create a stream. The scheduler draws some streams far more often than others."""
         with self.lock:
+            while self._retired:
+                if not self._queues[retired := self._retired.popleft()].commands:
+                    del self._queues[retired]
             self._queues[handle] = Queue(handle, 10 ** self._random.uniform(-1.5, 1.5), self.number)
 
     @property
@@ -276,18 +281,18 @@ class Device:
 
     def finish_all(self) -> None:
         """Block until every stream of the current device is idle."""
-        with self.lock:  # another thread may retire a stream
+        with self.lock:
             own = [handle for handle, queue in self._queues.items() if queue.device == self.number]
-            # Recording may collect garbage, and so retire a stream in this thread.
-            recordings = [self.record(handle) for handle in own if handle in self._queues]
+            recordings = [self.record(handle) for handle in own]
         for recording in recordings:
             self.finish(recording)
 
     def retire(self, handle: int) -> None:
-        """Forget a stream whose commands have all run."""
-        with self.lock:
-            if not self._queues[handle].commands:
-                del self._queues[handle]
+        """Forget a stream, if its commands have all run, when the next one is created.
+
+        Garbage collection calls this in any thread, which may hold any lock. So it must not wait for one.
+        """
+        self._retired.append(handle)
 
     def misuse(self, text: str) -> MisuseError:
         """Return an error, and keep it for `check`, since the caller may catch it."""

@@ -32,9 +32,10 @@ class Function:
 
     restype = ctypes.c_int
 
-    def __init__(self, act: Callable[..., int | None]) -> None:
+    def __init__(self, act: Callable[..., int | None], before: Callable[[], None]) -> None:
+        """`act` is the function; `before` is called first if the caller is C code."""
         self.argtypes: Any = ()
-        self._act = act
+        self._act, self._before = act, before
         # Passed to C code. All arguments are integers or addresses.
         numbers = [ctypes.c_size_t] * len(signature(act).parameters)
         self._as_parameter_ = ctypes.CFUNCTYPE(ctypes.c_int, *numbers)(self._called_by_c)
@@ -49,6 +50,7 @@ class Function:
             return error.status
 
     def _called_by_c(self, *arguments: int) -> int:
+        self._before()
         try:
             return self._act(*arguments) or 0
         except StatusError as error:
@@ -68,7 +70,8 @@ class Library:
         if act is None:
             raise AttributeError(f"the fake device has no {name}")
         # All threads get the same object: C code may call it at the address that one of them has passed on.
-        found: Function = vars(self).setdefault(name, Function(partial(act, self)))
+        new = Function(partial(act, self), self._device.current.called_by_c)
+        found: Function = vars(self).setdefault(name, new)
         return found
 
 
