@@ -65,7 +65,7 @@ def test_correlations_and_covariances_are_stored() -> None:
 def test_a_verified_selection_says_what_was_computed_again(given: tuple[str, ...]) -> None:
     done = command(*given, "--backend", "host", "--verify")
     assert done.code == 0, done.err
-    assert "checked 1 tiles in 1 blocks; recomputed 0" in done.out
+    assert "checked 1 tile in 1 block; recomputed 0" in done.out
     assert re.search(r"computed \d+ elements again in ", done.out)
 
 

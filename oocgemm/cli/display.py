@@ -12,7 +12,7 @@ from rich.table import Table
 from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
 from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.cost.links import LINKS
-from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
+from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.reports.gantt import gantt
 from oocgemm.reports.sections import heading
@@ -72,7 +72,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     )
     out.print(
         f"[bold]tile[/] {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, "
-        f"{plan.grid.steps} steps each, {plan.steps} in all"
+        f"{counted(plan.grid.steps, 'step')} each, {plan.steps} in all"
     )
     out.print(
         f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; "
@@ -271,7 +271,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
     redone = checks["recomputed"]
     which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
     out.print(
-        f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
+        f"[bold]checked[/] {counted(checks['tiles'], 'tile')} in {counted(checks['blocks'], 'block')}"
         + (f", {checks['undecided']} of them for nonfinite values only" if checks["undecided"] else "")
         + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
         + f"took {format_percent(checks['core_share'])} of the cores' time"
@@ -281,7 +281,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
             else ""
         )
         + (
-            f"; computed {checks['sampled']} elements again in {format_time(checks['sampled_seconds'])}"
+            f"; computed {counted(checks['sampled'], 'element')} again in {format_time(checks['sampled_seconds'])}"
             if checks.get("sampled")
             else ""
         ),

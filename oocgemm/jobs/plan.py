@@ -10,7 +10,7 @@ from oocgemm.jobs.options import RunOptions
 from oocgemm.jobs.request import RUN_OPTIONS, Request, check_names
 from oocgemm.jobs.result import Result
 from oocgemm.planning.parts.partition import Partition, scaling
-from oocgemm.planning.units import format_size, format_time, parse_rate
+from oocgemm.planning.units import counted, format_size, format_time, parse_rate
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +82,7 @@ class Plan(planning.Plan):
             left, right = f"X^T {problem.m} x {problem.k}", f"(X Q + 1 row) {problem.k} x {problem.n}"
         yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.described_dtype}"
         down, across = self.grid.shape
-        yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"
+        yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {counted(self.steps, 'step')}"
         tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}
         budgets = {"device": self.budgets.device, "host": self.budgets.host}
         used = (f"{tier} {format_size(tiers[tier])} of {format_size(budgets[tier])}" for tier in tiers)

@@ -32,7 +32,7 @@ from oocgemm.jobs.transforms import on_device
 from oocgemm.machine import info as system
 from oocgemm.machine.models import learn
 from oocgemm.planning import Plan
-from oocgemm.planning.units import format_size, format_time
+from oocgemm.planning.units import counted, format_size, format_time
 from oocgemm.stores.retries import Retries
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
@@ -312,7 +312,7 @@ def _stream(
     run(plan, checks)
     again = None
     if checks.failed:
-        logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
+        logger.warning("computed again, since checksums differ: %s", counted(len(checks.failed), "tile"))
         failing = checks.failing()
         again = Checks(failing, SEED + 1, session, checks.failed)
         run(failing, again)
@@ -325,9 +325,9 @@ def _log_plan(plan: Plan) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
-    logger.info("tile %s, %d steps, budgets %s", plan.tile, plan.steps, budgets)
+    logger.info("tile %s, %s, budgets %s", plan.tile, counted(plan.steps, "step"), budgets)
     if plan.done:
-        logger.info("%d tiles were done already", len(plan.done))
+        logger.info("done already: %s", counted(len(plan.done), "tile"))
 
 
 @contextmanager

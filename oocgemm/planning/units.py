@@ -129,6 +129,15 @@ def format_share(share: float | None) -> str:
     return f"{100 * share:.1f}%" if share < 0.0995 else f"{100 * share:.0f}%"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, in the plural unless the number is 1.
+
+    >>> counted(1, "tile"), counted(0, "tile")
+    ('1 tile', '0 tiles')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_percent(share: float | None) -> str:
     """Format a fraction in percent, always with one decimal, so that parts of a whole can be added up.
 
