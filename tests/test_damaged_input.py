@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -136,3 +137,32 @@ def test_report_refuses_rows_that_are_no_spans(here: Path, line: str) -> None:
     assert_one_line(command("report", "odd"), EXIT_USAGE, "odd")
     (here / "odd").write_text(json.dumps(json.loads(header) | {"version": 99}) + f"\n{line}\n")
     assert_one_line(command("report", "odd"), EXIT_USAGE, "version 99")
+
+
+@pytest.mark.parametrize("command_name", ["run", "verify"])
+@pytest.mark.parametrize(
+    ("what", "zarr_format", "shards"), [("chunks", 2, None), ("chunks", 3, None), ("shards", 3, (4, 4))]
+)
+def test_an_extent_of_zero_in_the_metadata_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command_name: str,
+    what: str,
+    zarr_format: Literal[2, 3],
+    shards: tuple[int, int] | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"shape": (4, 4), "dtype": "f8", "zarr_format": zarr_format}
+    zarr.create_array("a", chunks=(2, 2), shards=shards, **options)[:] = 1
+    np.save("b.npy", np.ones((4, 4)))
+    np.save("c.npy", np.full((4, 4), 4.0))
+    place = Path("a", "zarr.json" if zarr_format == 3 else ".zarray")
+    metadata = json.loads(place.read_text())
+    if zarr_format == 3:
+        metadata["chunk_grid"]["configuration"]["chunk_shape"] = [0, 4]
+    else:
+        metadata["chunks"] = [0, 4]
+    place.write_text(json.dumps(metadata))
+    done = command(command_name, "a", "b.npy", "new.npy" if command_name == "run" else "c.npy")
+    text = f"A: no zarr array at a: by its metadata, it has {what} of 0 x 4 elements"
+    assert_one_line(done, EXIT_USAGE, text)

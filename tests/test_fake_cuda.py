@@ -216,7 +216,7 @@ def test_threads_that_look_up_a_function_at_once_get_the_same(
 
 
 def test_freeing_a_stream_waits_for_no_lock(device: Device) -> None:
-    """Garbage may be collected in a thread that holds a lock for which the owner of the device's lock waits."""
+    """Garbage may be collected by a thread that has another lock, for which the device's owner waits."""
     streams = [sys.modules["cupy.cuda"].Stream()]
     freeing = threading.Thread(target=streams.clear, daemon=True)
     with device.lock:

@@ -281,7 +281,8 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
             else ""
         )
         + (
-            f"; computed {counted(checks['sampled'], 'element')} again in {format_time(checks['sampled_seconds'])}"
+            f"; computed {counted(checks['sampled'], 'element')} again "
+            f"in {format_time(checks['sampled_seconds'])}"
             if checks.get("sampled")
             else ""
         ),

@@ -82,7 +82,8 @@ class Plan(planning.Plan):
             left, right = f"X^T {problem.m} x {problem.k}", f"(X Q + 1 row) {problem.k} x {problem.n}"
         yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.described_dtype}"
         down, across = self.grid.shape
-        yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {counted(self.steps, 'step')}"
+        tiles, steps = f"{down} x {across} tiles", counted(self.steps, "step")
+        yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {tiles}, {steps}"
         tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}
         budgets = {"device": self.budgets.device, "host": self.budgets.host}
         used = (f"{tier} {format_size(tiers[tier])} of {format_size(budgets[tier])}" for tier in tiers)

@@ -14,17 +14,22 @@ def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal
         return Loads(0, 0, 0, 0)
     a = problem.m * problem.depth * problem.itemsizes["A"]
     b = problem.depth * problem.n * problem.itemsizes["B"]
-    a_up, b_up = _times_loaded(down, across, grid.steps, slots.a, slots.b, traversal)
+    steps = problem.depth / min(grid.tile.k, problem.depth) if problem.depth else 0.0
+    a_up, b_up = _times_loaded(down, across, steps, slots.a, slots.b, traversal)
     if slots.unified:
         return Loads(a * a_up, b * b_up, a * a_up, b * b_up)
-    a_read, b_read = _times_loaded(down, across, grid.steps, slots.host_a, slots.host_b, traversal)
+    a_read, b_read = _times_loaded(down, across, steps, slots.host_a, slots.host_b, traversal)
     return Loads(a * a_up, b * b_up, a * min(a_up, a_read), b * min(b_up, b_read))
 
 
 def _times_loaded(
-    down: int, across: int, steps: int, a_slots: int, b_slots: int, traversal: Traversal
+    down: int, across: int, steps: float, a_slots: int, b_slots: int, traversal: Traversal
 ) -> tuple[float, float]:
-    """Estimate how many times op(A) and op(B) are loaded into a cache of `a_slots` and `b_slots` panels."""
+    """Estimate how many times op(A) and op(B) are loaded into a cache of `a_slots` and `b_slots` panels.
+
+    `steps` is the depth in panels. It is no whole number if the last panel is thinner than the others, which
+    are the ones that stay cached.
+    """
     if traversal.axis == 1:
         b, a = _times_loaded(across, down, steps, b_slots, a_slots, traversal.along_rows)
         return a, b
@@ -39,10 +44,10 @@ def _times_loaded(
     return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))
 
 
-def _hit_rate(slots: int, panels: int) -> float:
+def _hit_rate(slots: int, panels: float) -> float:
     """Return the fraction of uses that find their panel in a cache with `slots` slots.
 
     The same `panels` panels are used again and again, alternately forwards and backwards. At each turn, the
     cached panels are the ones that are used next. The other panels are loaded again.
     """
-    return min(1.0, slots / panels)
+    return min(1.0, slots / panels) if panels else 1.0

@@ -85,6 +85,12 @@ def check_array(name: str, found: Any, path: str = "", *, writable: bool = False
         raise InputError(
             f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are not an object)"
         )
+    for what, extents in (("chunks", found.chunks), ("shards", found.shards or ())):
+        if 0 in extents and 0 not in found.shape:
+            raise InputError(
+                f"{name}: no zarr array at {path or found.store_path}: by its metadata, it has {what} of "
+                f"{' x '.join(map(str, extents))} elements: repair the metadata, or copy the array again"
+            )
     _check_endian(name, found)
 
 
