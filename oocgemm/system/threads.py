@@ -11,7 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from oocgemm.errors import ExecutionError
@@ -89,6 +89,36 @@ class Cancel:
                 self._stop = None
 
 
+class _End:
+    """The end of some work, for which another thread waits.
+
+    An exception that a signal handler raises may end a wait at any point. It could leave the lock of a
+    `threading.Event` or a `threading.Semaphore` locked for ever, since those are written in Python.
+    """
+
+    def __init__(self) -> None:
+        self._reached, self._lock = False, threading.Lock()
+        self._lock.acquire()
+
+    def reach(self) -> None:
+        """Let all waits return. Call this once."""
+        self._reached = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        while not self._reached:
+            self._lock.acquire(timeout=SIGNAL_INTERVAL)
+
+
+def _took(tokens: "SimpleQueue[None]") -> bool:
+    """Take a token out of a queue. Return False if there is none."""
+    try:
+        tokens.get_nowait()
+    except Empty:
+        return False
+    return True
+
+
 class _Runners:
     """Threads that each do one piece of work at a time, and are kept for the next one.
 
@@ -102,41 +132,41 @@ class _Runners:
 
     def forget(self) -> None:
         """Forget all threads. After a fork, the child process has none of them."""
-        self._work: SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._spare = threading.Semaphore(MAX_IDLE)  # how many more threads may become idle
+        self._work: SimpleQueue[tuple[Callable[[], object], _End] | None] = SimpleQueue()
+        # A token for each idle thread, and one for each thread that may still become idle.
+        self._idle, self._spare = SimpleQueue[None](), SimpleQueue[None]()
+        for _ in range(MAX_IDLE):
+            self._spare.put(None)
 
-    def begin(self, work: Callable[[], object]) -> threading.Event:
-        """Start `work`, which raises nothing, in an idle or a new thread; return an event for its end.
+    def begin(self, work: Callable[[], object], end: _End) -> None:
+        """Start `work`, which raises nothing, in an idle or a new thread. `end` is reached after the work.
 
         Raises `ExecutionError` if the system cannot start a thread. If a signal handler raises an exception
         just before the thread gets the work, one idle thread more is kept.
         """
-        ended = threading.Event()
-        if not self._idle.acquire(blocking=False):
-            start(threading.Thread(target=self._serve, name=IDLE, daemon=True))
+        if _took(self._idle):
+            self._spare.put(None)
         else:
-            self._spare.release()
-        self._work.put((work, ended))
-        return ended
+            start(threading.Thread(target=self._serve, name=IDLE, daemon=True))
+        self._work.put((work, end))
 
     def _serve(self) -> None:
         thread = threading.current_thread()
         while (item := self._work.get()) is not None:
             thread.name = "oocgemm-run"
             item[0]()
-            thread.name, stays = IDLE, self._spare.acquire(blocking=False)
+            thread.name, stays = IDLE, _took(self._spare)
             if stays:
-                self._idle.release()
-            ended, item = item[1], None  # drops the last reference to the work
-            ended.set()
+                self._idle.put(None)
+            end, item = item[1], None  # drops the last reference to the work
+            end.reach()
             if not stays:
                 return
 
     def release(self) -> None:
         """End the idle threads."""
-        while self._idle.acquire(blocking=False):
-            self._spare.release()
+        while _took(self._idle):
+            self._spare.put(None)
             self._work.put(None)
 
 
@@ -156,7 +186,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
     So the main thread only waits. If an exception interrupts the wait, this function requests `work` to stop,
     waits until it has ended, and then raises the exception.
     """
-    cancel, claim, done = Cancel(), threading.Lock(), threading.Event()
+    cancel, claim, end = Cancel(), threading.Lock(), _End()
     results: list[T] = []
     failures: list[BaseException] = []
 
@@ -167,18 +197,15 @@ def shielded(work: Callable[[Cancel], T]) -> T:
             results.append(work(cancel))
         except BaseException as error:
             failures.append(error)
-        finally:
-            done.set()
 
     try:
-        ended = _runners.begin(partial(copy_context().run, run))
-        while not ended.wait(SIGNAL_INTERVAL):
-            pass
+        _runners.begin(partial(copy_context().run, run), end)
+        end.wait()
     except BaseException as error:
         if claim.acquire(blocking=False):
             raise  # `run` can no longer take `claim`, so it never calls `work`
         _insist(partial(cancel.request, error))
-        _insist(done.wait)
+        _insist(end.wait)
         failure = failures.pop() if failures else None
         raise error from (None if failure is error else failure)
     if failures:
