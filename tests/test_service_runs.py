@@ -109,6 +109,24 @@ def test_a_job_waits_for_those_that_it_needs(service: Service) -> None:
     assert ended <= started
 
 
+def test_a_job_that_has_ended_when_the_dispatcher_looks_has_a_start(service: Service) -> None:
+    """A worker that waits for jobs multiplies small matrices in less time than passes are apart."""
+    (job,) = service.submit("C.npy")
+    service.dispatcher.step()
+    folder, begun = service.dispatcher.folder_of(job.id), time.time()
+    while launch.result_of(folder, 1) is None or launch.is_alive(folder):
+        assert time.time() < begun + 60
+        time.sleep(0.01)
+    service.run()
+    done = service.store.get(job.id)
+    assert done.state is State.SUCCEEDED
+    assert done.started is not None
+    assert done.ended is not None
+    assert done.result is not None
+    assert job.created <= done.started <= done.ended - done.result["seconds"]
+    assert service.store.usage()[job.owner] > 0
+
+
 def test_a_wrong_job_fails_once_with_the_message_of_the_run(service: Service) -> None:
     new = product_job(service.folder, "C.npy")
     (service.folder / "A.npy").write_bytes(b"nonsense")

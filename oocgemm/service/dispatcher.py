@@ -205,6 +205,11 @@ class Dispatcher:
             known: whether it was alive when this dispatcher last looked.
         """
         with self._store.together():
+            if job.state is State.STARTING and launch.has_begun(self.folder_of(job.id), job.attempt):
+                # It has begun and ended since this dispatcher last looked.
+                own = result if result is not None and result["attempt"] == job.attempt else {}
+                started = self._clock() - own.get("seconds", 0.0)
+                job = self._store.move(job, State.RUNNING, started=started)
             if job.started is not None:
                 self._store.charge(job.owner, max(0.0, self._clock() - job.started))
             self._conclude(job, result, code, known=known)
