@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from inspect import currentframe
 from types import FrameType
 from typing import Any
 
@@ -69,7 +70,9 @@ def interrupted_at(number: int, act: Callable[[], object]) -> bool:
                     raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, here = sys.gettrace(), currentframe()
+    assert here is not None
+    here.f_trace_opcodes = True  # Python 3.12 traces bytecodes only if some frame asks for it already
     sys.settrace(trace)
     try:
         act()
