@@ -216,7 +216,7 @@ def test_threads_that_look_up_a_function_at_once_get_the_same(
 
 
 def test_freeing_a_stream_waits_for_no_lock(device: Device) -> None:
-    """Garbage may be collected by a thread that has another lock, for which the device's owner waits."""
+    """The thread that frees it may hold a lock for which the thread with the device's lock waits."""
     streams = [sys.modules["cupy.cuda"].Stream()]
     freeing = threading.Thread(target=streams.clear, daemon=True)
     with device.lock:

@@ -206,7 +206,7 @@ class Dispatcher:
         """
         with self._store.together():
             if job.state is State.STARTING and launch.has_begun(self.folder_of(job.id), job.attempt):
-                # It has begun and ended since this dispatcher last looked.
+                # The process has begun and ended the job since the last call of `_look_after`.
                 own = result if result is not None and result["attempt"] == job.attempt else {}
                 started = self._clock() - own.get("seconds", 0.0)
                 job = self._store.move(job, State.RUNNING, started=started)

@@ -90,10 +90,10 @@ class Cancel:
 
 
 class _End:
-    """The end of some work, for which another thread waits.
+    """Lets a thread wait until another thread has ended some work.
 
-    An exception that a signal handler raises may end a wait at any point. It could leave the lock of a
-    `threading.Event` or a `threading.Semaphore` locked for ever, since those are written in Python.
+    `threading.Event` and `threading.Semaphore` are written in Python. If a signal handler raises an exception
+    in one of their methods, their lock may stay locked. Here, nothing stays locked.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Current:
     """The numbers of the devices that each thread has entered with `with`, the innermost last.
 
     To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
-    So threads of C code are told apart by their identifiers.
+    So for threads of C code, the numbers are kept by thread identifier.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,10 @@ class Current:
         return found
 
     def called_by_c(self) -> None:
-        """Tell that C code has called. Its thread is one of C code if it has entered no device in Python."""
+        """Note that C code calls, in a thread of its own or in one of Python.
+
+        If Python has entered no device in this thread, it is a thread of C code.
+        """
         if not hasattr(self._of_python, "devices"):
             self._of_python.devices = self._of_c.setdefault(threading.get_ident(), [0])
 
@@ -288,9 +291,9 @@ class Device:
             self.finish(recording)
 
     def retire(self, handle: int) -> None:
-        """Forget a stream, if its commands have all run, when the next one is created.
+        """Let the next call of `new_queue` forget a stream, if all of its commands have run by then.
 
-        Garbage collection calls this in any thread, which may hold any lock. So it must not wait for one.
+        The garbage collector calls this in any thread, which may hold any lock. So it waits for no lock.
         """
         self._retired.append(handle)
 

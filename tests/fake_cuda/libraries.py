@@ -33,7 +33,7 @@ class Function:
     restype = ctypes.c_int
 
     def __init__(self, act: Callable[..., int | None], before: Callable[[], None]) -> None:
-        """`act` is the function; `before` is called first if the caller is C code."""
+        """Make a function that calls `act`. If C code calls it, it calls `before` first."""
         self.argtypes: Any = ()
         self._act, self._before = act, before
         # Passed to C code. All arguments are integers or addresses.

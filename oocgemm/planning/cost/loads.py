@@ -14,7 +14,7 @@ def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal
         return Loads(0, 0, 0, 0)
     a = problem.m * problem.depth * problem.itemsizes["A"]
     b = problem.depth * problem.n * problem.itemsizes["B"]
-    steps = problem.depth / min(grid.tile.k, problem.depth) if problem.depth else 0.0
+    steps = max(1.0, problem.depth / max(1, grid.tile.k))
     a_up, b_up = _times_loaded(down, across, steps, slots.a, slots.b, traversal)
     if slots.unified:
         return Loads(a * a_up, b * b_up, a * a_up, b * b_up)
@@ -27,8 +27,8 @@ def _times_loaded(
 ) -> tuple[float, float]:
     """Estimate how many times op(A) and op(B) are loaded into a cache of `a_slots` and `b_slots` panels.
 
-    `steps` is the depth in panels. It is no whole number if the last panel is thinner than the others, which
-    are the ones that stay cached.
+    `steps` is the number of panels along k. If the last one is thinner than the others, it counts as a
+    fraction of a panel, since the panels that stay cached are full ones.
     """
     if traversal.axis == 1:
         b, a = _times_loaded(across, down, steps, b_slots, a_slots, traversal.along_rows)
@@ -50,4 +50,4 @@ def _hit_rate(slots: int, panels: float) -> float:
     The same `panels` panels are used again and again, alternately forwards and backwards. At each turn, the
     cached panels are the ones that are used next. The other panels are loaded again.
     """
-    return min(1.0, slots / panels) if panels else 1.0
+    return min(1.0, slots / panels)
