@@ -35,7 +35,7 @@ def test_what_this_process_uses_is_its_own() -> None:
 
 
 def test_a_run_records_the_processor_time_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oocgemm.jobs.run.MIN_CPU_WALL", 0.0)  # of very short runs, too
+    monkeypatch.setattr("oocgemm.jobs.execute.MIN_CPU_WALL", 0.0)  # of very short runs, too
     figures = oocgemm.gemm(np.ones((50, 50)), np.ones((50, 50)), backend="host").report
     assert figures.cpu is not None
     assert figures.cpu["cores"] >= 1
@@ -43,7 +43,7 @@ def test_a_run_records_the_processor_time_of_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_processor_time_is_not_read_before_the_first_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oocgemm.jobs.run.MIN_CPU_WALL", 0.0)
+    monkeypatch.setattr("oocgemm.jobs.execute.MIN_CPU_WALL", 0.0)
     happened, right = list[str](), CpuTimes.now
 
     def now() -> CpuTimes | None:
@@ -54,6 +54,6 @@ def test_the_processor_time_is_not_read_before_the_first_operation(monkeypatch: 
         happened.append("run begins")
         return lambda span: happened.append("operation ended")
 
-    monkeypatch.setattr("oocgemm.jobs.run.CpuTimes.now", now)
+    monkeypatch.setattr("oocgemm.jobs.execute.CpuTimes.now", now)
     oocgemm.gemm(np.ones((50, 50)), np.ones((50, 50)), backend="host", progress=progress)
     assert happened[:3] == ["run begins", "times read", "operation ended"]

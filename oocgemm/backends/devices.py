@@ -107,6 +107,8 @@ class Devices:
 class DevicesSession:
     """The sessions of one plan on several devices. Implements `Session`."""
 
+    begins_at_once = False  # the first uploads are begun on one device only
+
     def __init__(self, each: Sequence[Session], numbers: Sequence[int]) -> None:
         self._each, self._numbers = each, numbers
         first = each[0]

@@ -35,6 +35,7 @@ from oocgemm.distributed.timelines import tile_span
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.execute import disk_errors
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
@@ -42,7 +43,6 @@ from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
-from oocgemm.jobs.run import disk_errors
 from oocgemm.machine import info
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.parts.partition import partition

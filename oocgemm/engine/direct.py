@@ -20,6 +20,16 @@ from oocgemm.stores.zarr.matrix import ZarrMatrix
 Transfer = Callable[[Matrix, Range, Range, Array], None]
 
 
+def is_pageable(plan: Plan, operation: Operation) -> bool:
+    """Return whether an operation copies a block from or to pageable memory, or from a file.
+
+    The thread that submits it is busy until the copies of the block have been issued.
+    """
+    operand = operation.operand
+    copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer
+    return copies and plan.slots.streams(operand) and not plan.is_direct(operand)
+
+
 def host_block(
     plan: Plan, matrix: Matrix, operation: Operation, transfer: Transfer
 ) -> Pinned | Pageable | Found:

@@ -26,6 +26,7 @@ from typing import Protocol
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
 from oocgemm.engine.annotation import annotation
 from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
+from oocgemm.engine.direct import is_pageable
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -89,6 +90,7 @@ class Run:
         finished: Callable[[Tile], None] | None = None,
         verifier: Verifier | None = None,
         first: int = 0,
+        begun: dict[Operation, Callable[[], Token]] | None = None,
     ) -> None:
         """Prepare a run. If a callback raises, the run fails.
 
@@ -102,6 +104,7 @@ class Run:
                 the disk. The thread that ran the tile's last Write calls it.
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
+            begun: Uploads that the session has begun (`ahead.Ahead`). The run takes them out.
         """
         self._plan = plan
         self._remote = plan.layouts.remote
@@ -112,6 +115,7 @@ class Run:
         self._finished = finished
         self._verifier = verifier
         self._first = first
+        self._begun = {} if begun is None else begun
         self._unwritten: dict[Tile, int] = {}  # bytes still to be written of each partly written tile
         self._writing = threading.Lock()
         self._queues: dict[Stream, tuple[SimpleQueue[Item | None], list[threading.Thread]]] = {}
@@ -178,7 +182,7 @@ class Run:
     def _is_asynchronous(self, operation: Operation) -> bool:
         """Return whether an operation is only enqueued: no thread waits for the host or another device."""
         on_device = operation.kind in self._session.asynchronous and not operation.peer
-        return on_device and not self._staging.is_pageable(operation)
+        return on_device and not is_pageable(self._plan, operation)
 
     def _submit_on_wakeup(self, queue: "SimpleQueue[Item | None]") -> None:
         while queue.get() is not None:
@@ -226,7 +230,7 @@ class Run:
         store_workers = CODEC_WORKERS if operation.coded else store_workers
         store_workers = REMOTE_WORKERS if self._remote else store_workers
         workers = store_workers if on_store and (self._remote or self._plan.candidate.io_threads > 1) else 1
-        if self._staging.is_pageable(operation):
+        if is_pageable(self._plan, operation):
             workers = PANELS if self._plan.decoded else PAGEABLE_WORKERS
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 
@@ -323,7 +327,8 @@ class Run:
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         """Submit an operation that runs on the device to the backend."""
-        return self._session.submit(operation, self._host_block(operation), tokens)
+        host, begun = self._host_block(operation), self._begun.pop(operation, None)
+        return self._session.submit(operation, host, tokens) if begun is None else begun()
 
     def _host_block(self, operation: Operation) -> HostBlock:
         """Return the host memory of an operation that is about to be submitted."""

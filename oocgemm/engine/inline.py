@@ -120,7 +120,8 @@ class InlineRun(Run):
                 self._enter(operation)
                 host = self._host_block(operation)
                 if isinstance(host, Pageable):
-                    self._copying[i] = self._session.begin(operation, host, tokens)
+                    begun = self._begun.pop(operation, None)
+                    self._copying[i] = begun or self._session.begin(operation, host, tokens)
                 else:
                     self._tokens[i] = self._session.submit(operation, host, tokens)
         except BaseException as error:

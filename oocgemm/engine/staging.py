@@ -13,6 +13,7 @@ from oocgemm.engine.transfers import OnPart, Transfers, source_of
 from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, memory
+from oocgemm.stores.retries import Retries
 
 
 class Staging:
@@ -24,6 +25,7 @@ class Staging:
         operands: Mapping[str, Matrix],
         pin: Callable[[Sequence[Array]], object] = lambda columns: None,
         arena: Array | None = None,
+        retries: Retries | None = None,
     ) -> None:
         """Allocate the host slots and start the threads.
 
@@ -32,6 +34,7 @@ class Staging:
             operands: the matrices A, B and C, by name.
             pin: pins the memory of a slot. The thread that has faulted the pages in calls it.
             arena: memory for all slots, resident and pinned; None to allocate it.
+            retries: repeats reads that fail; None to repeat only those of this object.
 
         Raises:
             ExecutionError: the system refuses a thread.
@@ -40,7 +43,7 @@ class Staging:
         self._pin = pin
         self._slots = HostSlots(plan, pin, arena)
         self._operands = operands
-        self._transfers = Transfers(plan, operands)
+        self._transfers = Transfers(plan, operands, retries or Retries())
         self._read_before: set[Slot] = set()
         if plan.slots.streams("A") and plan.slots.streams("B"):  # no Read would be delayed
             self._slots.start_prefault()
@@ -59,15 +62,6 @@ class Staging:
     def retried(self) -> list[str]:
         """The error messages of the reads that failed and were tried again, one per retry."""
         return self._transfers.retried
-
-    def is_pageable(self, operation: Operation) -> bool:
-        """Return whether an Upload or a Download copies from or to pageable memory.
-
-        The thread that submits it is busy until the copies of the block have been issued.
-        """
-        operand = operation.operand
-        copies = operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) and not operation.peer
-        return copies and self._plan.slots.streams(operand) and not self._plan.is_direct(operand)
 
     def is_in_place(self, operation: Operation) -> bool:
         """Return whether the CPU multiplies an operation's block where it is in the caller's memory."""

@@ -30,11 +30,11 @@ class Transfers:
     in an object store has pools of its own, with a thread per request in flight. Most of these threads wait.
     """
 
-    def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
+    def __init__(self, plan: Plan, operands: Mapping[str, Matrix], retries: Retries) -> None:
         self._plan = plan
         self._operands = operands
         self._threads = plan.candidate.io_threads
-        self._retries = Retries()
+        self._retries = retries
         self.retried = self._retries.made
         # By whether it reads: two pools, so that reads never queue behind writes. If all operands go from
         # their memory to the device, there are no Reads and no Writes.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from oocgemm import backends
 from oocgemm.engine.short import is_brief
@@ -21,6 +21,7 @@ from oocgemm.jobs.options import (
 )
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.prepare import prepare
+from oocgemm.jobs.repeat import find
 from oocgemm.jobs.request import (
     GRAM_OPTIONS,
     GRAM_PLAN_OPTIONS,
@@ -32,9 +33,11 @@ from oocgemm.jobs.request import (
     parse_gram,
 )
 from oocgemm.jobs.result import Result
-from oocgemm.jobs.run import PreparedJob
+from oocgemm.jobs.run import PreparedJob, run_again
 from oocgemm.kernels.registry import check_plan
 from oocgemm.system.threads import Cancel, shielded, shielded_here
+
+T = TypeVar("T")
 
 
 def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[Options]) -> Any:
@@ -285,14 +288,21 @@ def run_request(request: Request) -> Result:
         warn_of_codes(request.a, request.transform_a, changeable=not request.standardize)
         if request.b is not request.a and not request.gram:
             warn_of_codes(request.b, request.transform_b)
-    shield = shielded
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed
 
-        run: Callable[[Progress | None, Cancel], Result] = partial(run_distributed, request)
-    else:
-        job = PreparedJob(request)
-        run, shield = job.run, shielded_here if is_brief(job.plan) else shielded
+        return _run(request, partial(run_distributed, request))
+    if (recent := find(request)) is not None:
+        again = partial(run_again, request, recent)
+        if (result := _run(request, again, brief=is_brief(recent.plan))) is not None:
+            return result
+    job = PreparedJob(request)
+    return _run(request, job.run, brief=is_brief(job.plan))
+
+
+def _run(request: Request, run: Callable[[Progress | None, Cancel], T], *, brief: bool = False) -> T:
+    """Call `run` with the progress callback of a request, where no signal interrupts it."""
+    shield = shielded_here if brief else shielded
     with _display(request.progress) as progress:
         return shield(partial(run, progress))
 

@@ -26,34 +26,38 @@ _options = attrgetter(*(field.name for field in fields(Request) if field.name no
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Recent:
     """What was prepared at the time `at`. Its matrices have no arrays: it keeps none alive."""
 
     at: float
+    engine: Backend
     plan: Plan
     a: ArrayMatrix
     b: ArrayMatrix
     c: ArrayMatrix | None
 
-
-_recent: dict[object, _Prepared] = {}
-
-
-def repeated(request: Request, engine: Backend) -> Job | None:
-    """Return the job of a request that is like a recent one; None if there is none, or if it may be wrong."""
-    key = _key(request, engine)
-    found = None if key is None else _recent.get(key)
-    if found is None or monotonic() - found.at > RECENT:
-        return None
-    a, b = found.a.like(request.a), found.b.like(request.b)
-    c = None if found.c is None else found.c.like(request.c.array)
-    if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
-        return None
-    layouts = found.plan.layouts
-    for x, layout in ((a, layouts.a), (b, layouts.b), (c, layouts.c)):
-        if x is not None and layout.zero_copy_width and engine.is_pinned(*stores.span(x)) != layout.pinned:
+    def job(self, request: Request) -> Job | None:
+        """Return the job of a request for which this was found; None if it must be prepared anew."""
+        a, b, layouts = self.a.like(request.a), self.b.like(request.b), self.plan.layouts
+        c = None if self.c is None else self.c.like(request.c.array)
+        if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
             return None
-    return Job(request, a, b, Output(c, None, None, None, {}), found.plan)
+        for x, layout in ((a, layouts.a), (b, layouts.b), (c, layouts.c)):
+            if x is None or not layout.zero_copy_width:
+                continue
+            if self.engine.is_pinned(*stores.span(x)) != layout.pinned:
+                return None
+        return Job(request, a, b, Output(c, None, None, None, {}), self.plan)
+
+
+_recent: dict[object, Recent] = {}
+
+
+def find(request: Request) -> Recent | None:
+    """Return what was prepared recently for a request like this one; None if nothing was."""
+    key = _key(request)
+    found = None if key is None else _recent.get(key)
+    return None if found is None or monotonic() - found.at > RECENT else found
 
 
 def remember(job: Job, engine: Backend) -> None:
@@ -64,12 +68,12 @@ def remember(job: Job, engine: Backend) -> None:
     as_given = a.array is request.a and b.array is request.b and not request.gram
     # A correction and scales are computed from the elements of the operands.
     if as_given and job.plan.steps and not job.has_numbers:
-        key = _key(request, engine)
+        key = _key(request) if engine.name == "cuda" else None
         if key is not None:
             if len(_recent) >= MAX_KEPT:
                 _recent.clear()
             kept = a.like(None), b.like(None), None if c is None else c.like(None)
-            _recent[key] = _Prepared(monotonic(), job.plan, *kept)
+            _recent[key] = Recent(monotonic(), engine, job.plan, *kept)
 
 
 def forget() -> None:
@@ -77,10 +81,10 @@ def forget() -> None:
     _recent.clear()
 
 
-def _key(request: Request, engine: Backend) -> object:
+def _key(request: Request) -> object:
     """Return what a preparation depends on, besides pinning and what changes slowly; None if on more."""
     arrays = request.a, request.b, request.c.array
-    if engine.name != "cuda" or request.c.path or not all(x is None or is_plain(x) for x in arrays):
+    if request.c.path or not all(x is None or is_plain(x) for x in arrays):
         return None
     key = _options(request), *map(_form, arrays)
     try:

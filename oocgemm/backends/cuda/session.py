@@ -60,13 +60,13 @@ class CudaSession:
 
     # Prepare is missing here: its thread waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
+    begins_at_once = True
 
     def __init__(self, device: int, plan: Plan, kernel: str, beside: "Sequence[CudaSession]" = ()) -> None:
         self._device, self._number = cupy.cuda.Device(device), len(beside)
-        self._problem, self._tile_rows, self._tile_cols = plan.problem, plan.grid.rows, plan.grid.cols
-        self._arena, self._spins = 0, spins(plan)
-        known = [(session._device.id, session._places) for session in beside]
-        self._places: Places = connected(device, known)
+        self._problem, self._arena, self._spins = plan.problem, 0, spins(plan)
+        self._tile_rows, self._tile_cols = plan.grid.rows, plan.grid.cols
+        self._places: Places = connected(device, [(x._device.id, x._places) for x in beside])
         self._warm, self._closed, self._loading = take(device), False, Loading()
         self._host: HostMemory = HostMemory(self._device, beside[0]._host if beside else None)
         self.host_arena: Array | None = None

@@ -52,6 +52,7 @@ class HostSession:
     strip_sums: SumsOfStrips | None = None
     host_arena: Array | None = None
     asynchronous: Collection[Kind] = ()
+    begins_at_once = False
 
     def __init__(self, plan: Plan, beside: "Sequence[HostSession]" = ()) -> None:
         self._problem = plan.problem

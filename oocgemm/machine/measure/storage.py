@@ -19,6 +19,7 @@ from oocgemm.machine.measure.sampling import per_second, typical
 from oocgemm.machine.measure.streaming import loading_seconds, rate_of, streaming
 from oocgemm.machine.measure.workbench import block_copy, plan_of
 from oocgemm.planning import Kind, MachineModel, StoreRates, TileShape
+from oocgemm.stores.retries import Retries
 from oocgemm.system.memory import allocate
 
 # The compressed matrix is this much smaller than the uncompressed one: encoding takes longest.
@@ -98,7 +99,7 @@ def _written(
     columns = slot_views(plan, fill, allocate(source.nbytes), source.dtype)
     for _, (first, last), part in located(plan, fill, columns):
         part[...] = source[:, first:last]
-    with closing(Transfers(plan, {"C": matrix})) as transfers:
+    with closing(Transfers(plan, {"C": matrix}, Retries())) as transfers:
 
         def once() -> float:
             started = perf_counter()

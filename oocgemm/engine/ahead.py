@@ -1,0 +1,74 @@
+"""Begins the first uploads of a run, so that the GPU copies while the rest of the run is prepared."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import islice
+
+from oocgemm.backends.base import Pageable, Session, Stream, Token
+from oocgemm.backends.compressed import Compressed
+from oocgemm.engine.direct import host_block, is_pageable
+from oocgemm.engine.executor import located_error
+from oocgemm.planning import Kind, Operation, Plan
+from oocgemm.stores import Matrix, memory
+from oocgemm.stores.retries import Retries
+
+# The blocks that may begin are the first MAX_BEGUN that the first LOOKED_AT operations upload. Copies of more
+# blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.
+MAX_BEGUN, LOOKED_AT = 4, 24
+
+
+class Ahead:
+    """The open session of a run, and the uploads that have begun.
+
+    Attributes:
+        session: the memory and the streams of the run.
+        retries: repeats reads of files that fail.
+        begun: per Upload that has begun, the function that waits until its block has been read, and returns
+            its token. The run takes them out.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.retries = session, Retries()
+        self.begun: dict[Operation, Callable[[], Token]] = {}
+        self._called = False
+
+    def begin(self, plan: Plan, operands: Mapping[str, Matrix], c: Matrix | None) -> None:
+        """Begin the first Uploads that wait for no other operation, unless that was done before.
+
+        Only Uploads of arrays in memory, and of files in the page cache, can begin. `operands` are A and B by
+        name. C is None if it does not exist.
+        """
+        if self._called or not self.session.begins_at_once:
+            return
+        self._called = True
+        upload = getattr(self.session, "upload_ahead", None)
+        if upload is not None and c is not None:
+            try:
+                upload([*map(memory, (operands["A"], operands["B"], c))])
+            except Exception as error:
+                raise located_error(error, "the first uploads") from error
+        for operation, waits in islice(plan.program, LOOKED_AT):
+            operand = operation.operand
+            first = operation.kind is Kind.UPLOAD and not waits and operand in ("A", "B")
+            if first and is_pageable(plan, operation) and len(self.begun) < MAX_BEGUN:
+                self._begin(plan, operands[operand], operation)
+
+    def _begin(self, plan: Plan, matrix: Matrix, operation: Operation) -> None:
+        """Begin an Upload of a pageable block, unless the device must decode it."""
+        try:
+            block = host_block(plan, matrix, operation, self.retries.read)
+            if not isinstance(block, Pageable) or isinstance(block, Compressed):
+                return
+            with self.session.worker(Stream.of(operation)):
+                self.begun[operation] = self.session.begin(operation, block, [])
+        except Exception as error:
+            raise located_error(error, operation) from error
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for all that has begun, and close the session."""
+        if failed:
+            self.retries.stop()
+        while self.begun:
+            with suppress(Exception):  # the run has failed already
+                self.begun.popitem()[1]()
+        self.session.close(failed)
