@@ -12,7 +12,7 @@ import numpy as np
 from oocgemm.backends.base import numpy_dtype
 from tests.fake_cuda.device import NOT_READY, Device
 from tests.fake_cuda.kernels import KERNELS, Operand, gemm
-from tests.fake_cuda.memory import BASE, INVALID_VALUE, Block, StatusError
+from tests.fake_cuda.memory import BASE, Block, StatusError
 from tests.fake_cuda.objects import Objects
 
 CUBLAS_VERSION = 130000
@@ -110,14 +110,15 @@ class Driver(Library):
         self._device.enter("cuStreamWaitEvent", stream, event, flags)
         self._device.await_(stream, self._objects.event(event).recording)
 
-    def _cuPointerGetAttribute(self, to: int, attribute: int, address: int) -> int:  # noqa: N802
-        self._device.enter("cuPointerGetAttribute", attribute, address)
+    def _cuPointerGetAttributes(self, count: int, asked: int, to: int, address: int) -> None:  # noqa: N802
+        self._device.enter("cuPointerGetAttributes", address)
         found = self._device.memory.range_at(address)
-        if found is None:
-            return INVALID_VALUE
-        kind = ctypes.c_uint if attribute == 2 else ctypes.c_size_t
-        kind.from_address(to).value = {2: 2 if address >= BASE else 1, 11: found[0], 12: found[1]}[attribute]
-        return 0
+        begin, size = (0, 0) if found is None else found[:2]
+        kind = 0 if found is None else 2 if address >= BASE else 1
+        attributes = (ctypes.c_int * count).from_address(asked)
+        for attribute, place in zip(attributes, (ctypes.c_size_t * count).from_address(to), strict=True):
+            type_ = ctypes.c_uint if attribute == 2 else ctypes.c_size_t
+            type_.from_address(place).value = {2: kind, 11: begin, 12: size}[attribute]
 
     def _cuMemcpyAsync(self, to: int, source: int, size: int, stream: int) -> None:  # noqa: N802
         fault = self._device.enter("cuMemcpyAsync", to, source, size, stream)

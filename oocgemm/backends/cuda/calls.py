@@ -29,6 +29,7 @@ _UNIFIED = 4
 # What can be asked about an address, from cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
 # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR and CU_POINTER_ATTRIBUTE_RANGE_SIZE.
 _KIND, _BEGIN, _SIZE_OF = 2, 11, 12
+_ASKED = (_INT * 3)(_KIND, _BEGIN, _SIZE_OF)
 # CU_MEMORYTYPE_HOST, which the driver returns for an address in pinned host memory.
 _HOST = 1
 
@@ -141,12 +142,15 @@ def pinned_bytes(address: int) -> int:
 
     Returns 0 if the address is not in pinned memory.
     """
-    kind, begin, size = _UNSIGNED(), _SIZE(), _SIZE()
-    ask = _cuda("cuPointerGetAttribute", _AT, _INT, _SIZE)
-    for found, attribute in ((kind, _KIND), (begin, _BEGIN), (size, _SIZE_OF)):
-        if ask(ctypes.addressof(found), attribute, address):
-            return 0
-    return begin.value + size.value - address if kind.value == _HOST else 0
+    # One call takes less time than three. For memory that CUDA does not know, it finds zeros.
+    found = (_SIZE * 3)()
+    at = ctypes.addressof(found)
+    places = (_SIZE * 3)(at, at + 8, at + 16)
+    ask = _cuda("cuPointerGetAttributes", _UNSIGNED, _AT, _AT, _SIZE)
+    if ask(3, ctypes.addressof(_ASKED), ctypes.addressof(places), address):
+        return 0
+    kind, begin, size = found
+    return begin + size - address if kind == _HOST else 0
 
 
 def ended(event: Any) -> bool:

@@ -1,8 +1,9 @@
-"""A session that stays open for the next run of the same plan, and makes the same launches again.
+"""A session that stays open for the next run of the same plan, and may make the same launches again.
 
-Preparing the launches of an operation takes as long as copying 4 MB. So the session keeps those of a short
-run from pinned memory. If A, B and C of the next run have the same addresses, it makes these launches again,
-with the same waits, in the same order and on the same streams.
+Opening a session takes as long as copying 10 MB, and preparing the launches of an operation as long as
+copying 4 MB. So the session of a run in memory is kept. Of a short run from pinned memory, it also keeps the
+launches. If A, B and C of the next run have the same addresses, it makes these launches again, with the same
+waits, in the same order and on the same streams.
 """
 
 from collections.abc import Callable, Generator, Sequence, Sized
@@ -21,16 +22,17 @@ from oocgemm.planning import Kind, Operation, Plan
 
 def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
-    p = plan.problem
-    depends = p.prepares or p.gram or p.centered or p.epilogue or p.selects or p.chained
-    return plan.devices == 1 and spins(plan) and not depends
+    p, layouts = plan.problem, plan.layouts
+    depends = p.prepares or p.gram or p.centered or p.epilogue or p.selects or p.chained or p.checked
+    in_memory = layouts.operands_in_memory and layouts.c.in_memory and all(map(plan.slots.streams, "ABC"))
+    return plan.devices == 1 and in_memory and not depends
 
 
 class RepeatedSession(CudaSession):
     """A session of a plan that `is_repeatable`."""
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
-        self._run_by = plan, kernel
+        self._run_by, self._keeps_launches = (plan, kernel), spins(plan)
         # Where A, B and C are, and per operation the function that enqueues it again, and its token.
         self._at: list[object] = []
         self._made: list[tuple[Callable[[], int], CudaToken]] = []
@@ -61,8 +63,11 @@ class RepeatedSession(CudaSession):
         """Return a generator that starts all operations of the last run again, and yields their tokens.
 
         Return None if A, B and C have other addresses, or if the last run did not start all operations of
-        `program`. The launches of the operations that follow are then remembered.
+        `program`. The launches of the operations that follow are then remembered. Return None also for a run
+        that is not short, or not from pinned memory.
         """
+        if not self._keeps_launches:
+            return None
         at = list(map(_place, operands))
         if at != self._at or len(self._made) != len(program):
             self._at, self._made, self._first_uploads = at, [], 0
