@@ -38,7 +38,9 @@ class Prediction:
 
     `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
     first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
-    multiplication. `ran` is roughly the number of operations that the clock ran, if it did.
+    multiplication. The last stream ends at the time `streams`. It is less than `total` if what several
+    streams use is busy for longer, such as the host's memory while pageable arrays are copied. `ran` is
+    roughly the number of operations that the clock ran, if it did.
     """
 
     lanes: Mapping[str, float]
@@ -46,6 +48,7 @@ class Prediction:
     bubbles: float
     tail: float
     total: float
+    streams: float
     ran: int = 0
 
     @property
@@ -69,7 +72,7 @@ def predict(
     """
     grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp)
     if 0 in grid.shape:
-        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
+        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
     clock = _Clock(prices or Prices(setting), candidate, grid, last_drains)
     clock.run()
     return clock.prediction()
@@ -106,11 +109,12 @@ class _Clock:
         # The old C and panels are loaded at the same time, on different streams, but over the same link and
         # from the same storage.
         shared = max(s.busy[lane] for lane in ("read", "decode", "h2d", "staged"))
-        total = max(s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write), shared)
+        streams = s.base + max(s.read, s.h2d, s.compute, s.d2h, s.write)
+        total = max(streams, shared)
         multiplied = s.base + s.multiplied
         tail = total - multiplied
         bubbles = multiplied - s.first_start - s.busy["compute"]
-        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, s.ran)
+        return Prediction(lanes, s.first_start, max(0.0, bubbles), tail, total, streams, s.ran)
 
     # The traversal: bands of tile rows, columns of a band, tiles of a column. If the traversal goes along
     # columns (axis 1), rows and columns change roles.

@@ -39,7 +39,7 @@ def predict(
         return clock.predict(setting, candidate, prices)
     grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp, candidate.slots.strip)
     if 0 in grid.shape:
-        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0)
+        return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
     lines, steps, slots = grid.shape[0], grid.steps, candidate.slots
     counted = None
     if not rough and 2 * grid.count * steps <= MAX_COUNTED:
@@ -184,7 +184,7 @@ class _Formulas:
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
             # Of the largest elements of rows, those of a tile row are downloaded together.
             total += (grid.shape[0] if problem.kept else downs) * STREAMED_STRIP if streams_c else 0.0
-        return Prediction(busy, start, bubbles, tail, total + tail)
+        return Prediction(busy, start, bubbles, tail, total + tail, total + tail)
 
     def _staircase(self, rows: int, depth: int) -> float:
         """Return the seconds of one step of a tile of `rows` rows on the diagonal."""

@@ -135,4 +135,5 @@ def part_of(whole: Prediction, share: float) -> Prediction:
     lanes = {lane: share * seconds for lane, seconds in whole.lanes.items()}
     rest = whole.total - whole.start_up - whole.tail
     total = whole.start_up + share * rest + whole.tail if share else 0.0
-    return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total)
+    streams = max(0.0, whole.streams - whole.total + total)
+    return Prediction(lanes, whole.start_up, share * whole.bubbles, whole.tail, total, streams)
