@@ -284,7 +284,7 @@ def test_a_plan_does_not_rely_on_rates_that_nobody_measured(monkeypatch: pytest.
     """All rates are known but that of host memory, which is slower than assumed."""
     monkeypatch.setattr(guarded, "_kept", lambda *_: None)
     monkeypatch.setattr(guarded, "MARGIN", 0.05)
-    case = next(c for c in CUDA if c.name == "65536x16384x512 float32 pageable")
+    case = next(c for c in CUDA if c.name == "16384x16384x16384 float64 pageable")
     setting = setting_of(case, GPU)
     true = true_machine(GPU, 28)
     informed = scaled(true, {"memory": GPU.memory / true.memory})

@@ -104,6 +104,9 @@ def _fastest(setting: Setting) -> float:
     if not machine.unified:
         old = of_c("h2d") if problem.reads_c else 0.0
         moved += [sum(prices.upload(x, *shape) for x, shape in blocks.items()) + old, of_c("d2h")]
+        # Of a Gram matrix, only a triangle may be copied.
+        staged = 0.0 if problem.gram else (1 + problem.reads_c) * prices.staged("C", m, n)
+        moved.append(staged + sum(prices.staged(x, *shape) for x, shape in blocks.items()))
     return max(machine.multiply_seconds(problem.rate, problem.flops, m, n, k), *moved)
 
 

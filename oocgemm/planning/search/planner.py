@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
 
 from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate, required_bytes
@@ -215,7 +214,8 @@ class _Search:
 
         Candidates of the same tile shape come later, because other shapes are more likely to be faster.
         """
-        best, alike = inf, Counter[tuple[TileShape, int]]()
+        best: Prediction | None = None
+        alike = Counter[tuple[TileShape, int]]()
         order: list[tuple[float, int]] = []
         for number, (least, candidate) in enumerate(found):
             shape = candidate.tile, candidate.slots.c
@@ -225,10 +225,11 @@ class _Search:
             least, candidate = found[number]
             if self._found and self._spent > ENUMERATED * self._limit:
                 break
-            if least > best:
+            if best and _is_hopeless(least, best):
                 continue
-            best = min(best, self._run(candidate).total)
-            usual = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best))
+            one = self._run(candidate)
+            best = one if best is None or one.total < best.total else best
+            usual = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best.total))
             self._limit = min(usual, max(SHORT_EFFORT, self._effort * usual))
 
     def improve(self) -> None:
@@ -252,7 +253,7 @@ class _Search:
         for least, candidate in moves(self._prices, start.candidate):
             if self._spent >= self._limit:
                 return None
-            if least > start.prediction.total or candidate in self._found:
+            if _is_hopeless(least, start.prediction, MIN_GAIN) or candidate in self._found:
                 continue
             if _compared(self._run(candidate)) < limit:
                 return Scored(candidate, self._found[candidate])
@@ -281,6 +282,15 @@ def _rank(s: Scored) -> tuple[float, int, int, int]:
     """Return a sort key, smallest for the best candidate: predicted time, then numbers to break ties."""
     slots = s.candidate.slots
     return _compared(s.prediction), slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
+
+
+def _is_hopeless(least: float, than: Prediction, gain: float = 0.0) -> bool:
+    """Tell whether a candidate with a lower bound of `least` seconds cannot save the part `gain` of a time.
+
+    If what streams share limits the plan that takes that time, a plan with the same limit may still have
+    streams that end sooner.
+    """
+    return least > than.total if than.streams < than.total else least >= (1 - gain) * than.total
 
 
 def _compared(prediction: Prediction) -> float:
