@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from oocgemm.planning import Budgets, TileShape, default_model, make_plan
 from oocgemm.planning.cost.simulate import simulate
 from tests.plan_cases import GIB, STORED, problem
+from tests.test_clock import PAGEABLE
 
 
 def test_the_last_tile_is_smaller_where_c_drains_slowly() -> None:
@@ -39,3 +42,18 @@ def test_a_walk_ends_in_the_smaller_tile_where_the_tail_is_long() -> None:
     plan = make_plan(p, Budgets(8 * GIB, 60 * GIB), machine, STORED)
     sizes = [plan.grid.elements(tile) for tile in plan.schedule().tiles]
     assert sizes[-1] == min(sizes) < max(sizes)
+
+
+def test_streams_end_early_also_where_the_hosts_copies_limit_all_plans() -> None:
+    p, machine, budgets = (
+        problem(196_608, 2048, 2048),
+        default_model("cuda", 16),
+        Budgets(100 * GIB, 50 * GIB),
+    )
+    plan = make_plan(p, budgets, machine, PAGEABLE)
+    halves = make_plan(p, budgets, machine, PAGEABLE, TileShape(98_304, 2048, 2048))
+    assert plan.prediction.total == pytest.approx(halves.prediction.total, rel=1e-3)
+    assert plan.prediction.streams < 0.98 * halves.prediction.streams < halves.prediction.total
+    quick = replace(machine, memory=1e12)  # only streams limit these plans
+    one = make_plan(p, budgets, quick, PAGEABLE).prediction
+    assert one.streams == one.total
