@@ -90,6 +90,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "rates": plan_tables.rates,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
+        "losses": grid_tables.losses,
         "calls": grid_tables.calls,
         "commands": grid_tables.commands,
         "rungs": ladder_tables.rungs,

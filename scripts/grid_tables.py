@@ -1,10 +1,10 @@
 """Markdown tables of the products that `bench_grid.py` measured."""
 
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any
 
 import tables
-from grid_cases import BIG_SECONDS, TINY_SECONDS, figures
+from grid_cases import BIG_SECONDS, IN_MEMORY, TINY_SECONDS, figures
 
 HEADS = ["product", "bound", "by", "T", "bound / T", "scheduled / T", "loop / T", "in core / T"]
 
@@ -20,6 +20,36 @@ def grid() -> list[str]:
         lines += [f"### {machine}, {len(cases)} products", "", *_summary(cases), ""]
         lines += [*tables.table(HEADS, [_row(name, one) for name, one in cases.items()]), ""]
     return lines[:-1]
+
+
+def losses() -> list[str]:
+    """Return the table of what separates T from the bound, by where the operands are."""
+    heads = ["GPU", "operands", "products", "bound / T", "bound / scheduled", "scheduled / T"]
+    rows = []
+    for key, found in tables.load("bench_grid.json").items():
+        machine, _, kind = key.rpartition(", ")
+        if kind != "grid" or machine == "host":
+            continue
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for one in found["cases"].values():
+            if one.get("samples", {}).get("oocgemm") and one["bound"] > TINY_SECONDS and "scheduled" in one:
+                source = one["case"]["source"]
+                groups.setdefault(source if source in IN_MEMORY else "in files", []).append(one)
+        for source, cases in groups.items():
+            ratios = [figures(one) for one in cases]
+            means = (
+                geometric_mean(one["bound"] for one in ratios),
+                geometric_mean(one["bound"] / one["scheduled"] for one in ratios),
+                geometric_mean(one["scheduled"] for one in ratios),
+            )
+            times = [tables.median(one["samples"]["oocgemm"]) for one in cases]
+            parts = (
+                mean(one["exposed"].get(part, 0.0) / t for one, t in zip(cases, times, strict=True))
+                for part in ("start-up", "tail")
+            )
+            cells = [*(f"{x:.2f}" for x in means), *(f"{x:.0%}" for x in parts)]
+            rows.append([machine, source, str(len(cases)), *cells])
+    return tables.table([*heads, "start-up", "tail"], rows)
 
 
 def calls() -> list[str]:
