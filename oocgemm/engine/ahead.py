@@ -8,7 +8,9 @@ from oocgemm.backends.base import Pageable, Session, Stream, Token
 from oocgemm.backends.compressed import Compressed
 from oocgemm.engine.direct import host_block, is_pageable
 from oocgemm.engine.executor import located_error
+from oocgemm.engine.short import is_short
 from oocgemm.planning import Kind, Operation, Plan
+from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix, memory
 from oocgemm.stores.retries import Retries
 
@@ -47,7 +49,9 @@ class Ahead:
                 upload([*map(memory, (operands["A"], operands["B"], c))])
             except Exception as error:
                 raise located_error(error, "the first uploads") from error
-        for operation, waits in islice(plan.program, LOOKED_AT):
+        # A plan keeps its program, so one of many operations is not asked for it.
+        program = plan.program if is_short(plan) else Program(plan.schedule())
+        for operation, waits in islice(program, LOOKED_AT):
             operand = operation.operand
             first = operation.kind is Kind.UPLOAD and not waits and operand in ("A", "B")
             if first and is_pageable(plan, operation) and len(self.begun) < MAX_BEGUN:
