@@ -252,6 +252,7 @@ def test_bad_input_is_refused() -> None:
         ("gamma = 0: pass a positive number", [Gaussian(0)], {}),
         ("gamma = inf is not finite", [Gaussian(np.inf)], {}),
         ("cannot be cast to 'int8'", [Cast("int8")], {}),
+        ("cannot be cast to 'f8,nothing'", [Cast("f8,nothing")], {}),
         ("make it the last one", [Cast("float32"), Scale(U)], {}),
         ("9 steps, and 8 are allowed", [Scale()] * 9, {}),
         ("one further matrix can be read", [Add(D), Divide(D)], {}),

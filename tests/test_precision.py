@@ -51,6 +51,8 @@ def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, bac
         ),
         ("float16", {"out_dtype": "float64"}, "choose one of float16, float32"),
         ("float64", {"out_dtype": "number"}, "C cannot have dtype number"),
+        ("float64", {"out_dtype": "f8,nothing"}, "C cannot have dtype f8,nothing"),
+        ("float64", {"out_dtype": ",("}, r"C cannot have dtype ,\("),
         (
             "float64",
             {"compute": "tf32"},

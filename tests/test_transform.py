@@ -299,6 +299,7 @@ def test_an_unfinished_run_is_resumed_only_with_the_same_transform(
         ({"scale": "hwe", "log1p": True}, "log1p changes them: drop one"),
         ({"cast": "int32"}, "cast = 'int32': choose one of float16"),
         ({"cast": "complex64"}, "cast = 'complex64'"),
+        ({"cast": "f8,nothing"}, "cast = 'f8,nothing'"),
     ],
 )
 def test_a_transform_that_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from oocgemm.jobs.norms import inverse_norms, squared_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.base import named_dtype
 
 # dtypes to which C may be cast.
 CASTS = ("float16", "bfloat16", "float32", "float64")
@@ -239,10 +240,7 @@ def _vector(given: Any, extent: int, name: str) -> Array | None:
 
 
 def _cast(step: Cast) -> str:
-    try:
-        name = str(np.dtype(step.dtype).name)
-    except TypeError:
-        name = str(step.dtype)
+    name = named_dtype(step.dtype)
     if name not in CASTS:
         raise InputError(f"C cannot be cast to {step.dtype!r}: choose one of {', '.join(CASTS)}")
     numpy_dtype(name)

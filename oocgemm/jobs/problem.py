@@ -13,7 +13,7 @@ from oocgemm.jobs.corrections import is_centered
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.stores import Matrix
-from oocgemm.stores.base import dtype_name
+from oocgemm.stores.base import dtype_name, named_dtype
 from oocgemm.stores.transformed import TransformedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
@@ -98,10 +98,7 @@ def _out_dtype(given: Any, operands: DType) -> str:
     """Return the name of C's dtype. Raises `InputError` if operands of this dtype cannot give it."""
     if given is None:
         return operands.results[0]
-    try:
-        name = str(np.dtype(given).name)
-    except TypeError:
-        name = str(given)
+    name = named_dtype(given)
     if name not in operands.results:
         raise InputError(
             f"C cannot have dtype {name} with {operands.name} operands: choose one of "

@@ -197,6 +197,14 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)
 
 
+def named_dtype(given: Any) -> str:
+    """Return the name of the dtype that a caller has passed; if it is none, what was passed, as text."""
+    try:
+        return str(np.dtype(given).name)
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses texts with commas, which may be anything
+        return str(given)
+
+
 def package(source: object) -> str:
     """Return the name of the package that defines an object's type."""
     return type(source).__module__.partition(".")[0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from oocgemm.errors import InputError, missing_bfloat16
 from oocgemm.planning.integers import EXACT_LIMIT
-from oocgemm.stores.base import Array
+from oocgemm.stores.base import Array, named_dtype
 
 # Dtypes to which a transform may cast.
 CASTS = ("float16", "bfloat16", "float32", "float64", "int8")
@@ -73,7 +73,7 @@ class Transform:
                 "scale = 'hwe' is for genotypes 0, 1 and 2, and log1p changes them: drop one of them"
             )
         if self.cast is not None:
-            name = _dtype_name(self.cast)
+            name = named_dtype(self.cast)
             if name not in CASTS:
                 raise InputError(f"cast = {self.cast!r}: choose one of {', '.join(CASTS)}")
             object.__setattr__(self, "cast", name)
@@ -179,13 +179,6 @@ def _shown(value: Any) -> str:
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(value == 0)
-
-
-def _dtype_name(given: Any) -> str:
-    try:
-        return str(np.dtype(given).name)
-    except TypeError:
-        return str(given)
 
 
 def _vector(name: str, given: Any, words: tuple[str, ...]) -> Array | str | None:
