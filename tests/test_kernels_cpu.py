@@ -85,3 +85,28 @@ def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params, tmp_pa
         np.testing.assert_array_equal(
             product(run, kernel, params, case), triple_loop(case), f"{params} {shape}"
         )
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 4])
+@pytest.mark.parametrize("beta", [0.0, 2.0])
+def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float, tmp_path: Path) -> None:
+    """It loads four elements at once only where the addresses of both arrays allow it."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    macros = "-DOOC_STORED=bfloat_t", "-DOOC_ACCUMULATED=float"
+    run = built("finish", "finish", macros, tmp_path)
+    rng = np.random.default_rng(2)
+    sums = rng.standard_normal(1100).astype(np.float32)
+    old = rng.standard_normal(1100).astype(ml_dtypes.bfloat16)
+    for count, part in (
+        (1000, slice(skipped, None)),
+        (1003, slice(skipped, None)),
+        (2, slice(skipped, None)),
+    ):
+        source, result = sums[part], old.copy()
+        real, place = ctypes.c_double, ctypes.c_void_p
+        values = real(3.0), real(0.0), place(source.ctypes.data), real(beta), real(0.0)
+        run((2, 1, 1), (64, 1, 1), ctypes.c_longlong(count), *values, place(result[part].ctypes.data))
+        expected = old.copy()
+        wide = 3 * source[:count] + (np.float32(beta) * old[part][:count].astype(np.float32) if beta else 0)
+        expected[skipped : skipped + count] = wide.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))

@@ -203,7 +203,8 @@ class Session(Protocol):
         asynchronous: kinds of operations for which `submit` returns at once, unless their host memory is
             `Pageable`. Any thread may submit these, but only one thread at a time.
         host_arena: resident, pinned memory for all host slots; None if the engine shall allocate it.
-        begins_at_once: whether `begin` returns while the block is being copied.
+        begins_at_once: whether `begin` returns while a block is being copied, and may be called before the
+            run.
     """
 
     host_arena: Array | None

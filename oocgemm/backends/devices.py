@@ -107,7 +107,7 @@ class Devices:
 class DevicesSession:
     """The sessions of one plan on several devices. Implements `Session`."""
 
-    begins_at_once = False  # the first uploads are begun on one device only
+    begins_at_once = False  # `engine.prefetch` supports one device
 
     def __init__(self, each: Sequence[Session], numbers: Sequence[int]) -> None:
         self._each, self._numbers = each, numbers

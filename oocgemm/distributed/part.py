@@ -42,7 +42,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     from oocgemm import backends, stores
     from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
     from oocgemm.distributed.probe import library_of
-    from oocgemm.engine.ahead import Ahead
+    from oocgemm.engine.prefetch import Prefetch
     from oocgemm.jobs.budgets import check_memory
     from oocgemm.jobs.execute import execute
     from oocgemm.jobs.prepare import prepare_part
@@ -68,11 +68,11 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     job = prepare_part(request, engine, _earlier(spec))
     engine.check(job.plan, request.kernel)
     check_memory(job.plan, request)
-    ahead = Ahead(engine.open(job.plan, request.kernel)) if job.plan.steps else None
+    prefetch = Prefetch(engine.open(job.plan, request.kernel)) if job.plan.steps else None
     described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
     known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
     try:
-        _, log = execute(job, ahead, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
+        _, log = execute(job, prefetch, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
     finally:
         clean_up(folder)
     return {

@@ -104,7 +104,7 @@ class Run:
                 the disk. The thread that ran the tile's last Write calls it.
             verifier: checks strips of C. A strip that fails is not written.
             first: the number that the first operation gets. Spans refer to operations by number.
-            begun: Uploads that the session has begun (`ahead.Ahead`). The run takes them out.
+            begun: Uploads that the session has begun (`prefetch.Prefetch`). The run takes them out.
         """
         self._plan = plan
         self._remote = plan.layouts.remote

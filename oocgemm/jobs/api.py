@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, TypeVar, Unpack
 
 from oocgemm import backends
@@ -293,7 +294,7 @@ def run_request(request: Request) -> Result:
 
         return _run(request, partial(run_distributed, request))
     if (recent := find(request)) is not None:
-        again = partial(run_again, request, recent)
+        again = partial(run_again, request, recent, perf_counter_ns())
         if (result := _run(request, again, brief=is_brief(recent.plan))) is not None:
             return result
     job = PreparedJob(request)

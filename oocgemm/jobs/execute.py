@@ -8,9 +8,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from oocgemm import stores
-from oocgemm.engine.ahead import Ahead
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.inline import InlineRun
+from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError
@@ -45,7 +45,7 @@ logger = logging.getLogger("oocgemm")
 
 def execute(
     job: Job,
-    ahead: Ahead | None,
+    prefetch: Prefetch | None,
     origin: int,
     known: dict[str, Any],
     progress: Progress | None,
@@ -58,8 +58,8 @@ def execute(
 
     Args:
         job: what to run.
-        ahead: the backend's memory and streams, and the uploads that have begun; None if no tile is left to
-            compute.
+        prefetch: the backend's memory and streams, and the uploads that have begun; None if no tile is left
+            to compute.
         origin: value of `perf_counter_ns` from which the wall time of the run is counted.
         known: the parts of the log's header that describe the machine and the backend.
         progress, cancel: as for `PreparedJob.run`.
@@ -67,27 +67,27 @@ def execute(
     """
     with ExitStack() as cleanup, disk_errors():
         opened = cleanup.enter_context(ExitStack())
-        if ahead is not None:
-            opened.push(lambda kind, error, trace: ahead.close(failed=error is not None))
-            ahead.begin(job.plan, job.read, job.output.matrix)
+        if prefetch is not None:
+            opened.push(lambda kind, error, trace: prefetch.close(failed=error is not None))
+            prefetch.begin(job.plan, job.read, job.output.matrix)
         target = cleanup.enter_context(open_target(job))
         log = recorder(job, target.matrix, known)
         cleanup.callback(log.close)
         facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
         kernels, cpu = list[str](), list[CpuTimes | None]()
-        if ahead is not None:
-            session, operands = ahead.session, job.read | {"C": target.matrix}
+        if prefetch is not None:
+            session, operands = prefetch.session, job.read | {"C": target.matrix}
             session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
             session.use_transforms(on_device(job.plan.problem, job.a, job.b), job.finishing)
             if job.factor is not None:
                 session.use_factor(job.factor)
-            staging = Staging(job.plan, operands, session.pin, session.host_arena, ahead.retries)
+            staging = Staging(job.plan, operands, session.pin, session.host_arena, prefetch.retries)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)
             # Other programs hardly slow down a run of the GPU alone. To read the times takes 0.3 ms.
             if job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10):
                 observe = _reading_cpu(cpu, observe)
-            facts["checks"] = _stream(job.plan, ahead, staging, target, observe, log, origin, cancel)
+            facts["checks"] = _stream(job.plan, prefetch, staging, target, observe, log, origin, cancel)
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
@@ -124,7 +124,7 @@ def _note(retried: list[str], facts: list[str]) -> None:
 
 
 def _frees_little(plan: Plan) -> bool:
-    """Return whether nothing is unpinned after a run, and C need not be flushed meanwhile."""
+    """Return whether C is in memory and nothing is unpinned, so that a thread for that would gain nothing."""
     return plan.layouts.c.in_memory and all(map(plan.slots.streams, "ABC"))
 
 
@@ -153,7 +153,7 @@ def _freeing(staging: Staging, session: ExitStack) -> Iterator[None]:
 
 def _stream(
     plan: Plan,
-    ahead: Ahead,
+    prefetch: Prefetch,
     staging: Staging,
     target: output.Target,
     observe: Observer,
@@ -168,8 +168,8 @@ def _stream(
 
     def run(part: Plan, checks: "Checks | None") -> None:
         kind = InlineRun if is_short(part) else Run
-        numbered = log.spans, ahead.begun
-        one = kind(part, ahead.session, staging, origin, observe, target.finished, checks, *numbered)
+        numbered = log.spans, prefetch.begun
+        one = kind(part, prefetch.session, staging, origin, observe, target.finished, checks, *numbered)
         try:
             one.execute(cancel)
         finally:
@@ -180,13 +180,13 @@ def _stream(
         return None
     from oocgemm.integrity.checksums.check import Checks
 
-    checks = Checks(plan, SEED, ahead.session)
+    checks = Checks(plan, SEED, prefetch.session)
     run(plan, checks)
     again = None
     if checks.failed:
         logger.warning("computed again, since checksums differ: %s", counted(len(checks.failed), "tile"))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, ahead.session, checks.failed)
+        again = Checks(failing, SEED + 1, prefetch.session, checks.failed)
         run(failing, again)
         again.raise_first_failure()
     return checks.figures(again)

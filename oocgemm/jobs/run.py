@@ -12,7 +12,7 @@ from typing import Any
 
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
-from oocgemm.engine.ahead import Ahead
+from oocgemm.engine.prefetch import Prefetch
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.execute import execute
@@ -34,19 +34,20 @@ logger = logging.getLogger("oocgemm")
 
 @dataclass(frozen=True)
 class Begun:
-    """A job whose first uploads began at the time `origin`, before it was checked (`run_again`)."""
+    """A job whose first uploads have begun before all of it was checked. Its T began at the time `origin`."""
 
     origin: int
+    engine: Backend
     job: Job
-    ahead: Ahead
+    prefetch: Prefetch
 
 
 class PreparedJob:
     """A request whose backend and operands are open, checked and planned. It can run once.
 
     The constructor imports the packages that the request needs, and then starts the clock for T, the wall
-    time of the run. It writes nothing. It raises what `prepare` raises, and `BackendError` if the backend is
-    unavailable.
+    time of the run, unless the run has begun. It writes nothing. It raises what `prepare` raises, and
+    `BackendError` if the backend is unavailable.
     """
 
     def __init__(self, request: Request, begun: Begun | None = None) -> None:
@@ -60,10 +61,10 @@ class PreparedJob:
         known: dict[str, Any] = {"machine": system.machine()}
         self._origin = perf_counter_ns() if begun is None else begun.origin
         started = time()
-        self._engine, devices = _open(request)
+        self._engine = _open(request) if begun is None else begun.engine
         backends.check_kernel(self._engine.name, request.kernel)
         described = {"name": self._engine.name, "kernel": request.kernel} | self._engine.describe()
-        self._known = known | {"started": started, "backend": described, "devices": devices}
+        self._known = known | {"started": started, "backend": described, "devices": self._devices()}
         self._job = self._prepare() if begun is None else self._checked(begun.job)
 
     @property
@@ -87,9 +88,9 @@ class PreparedJob:
         """
         handled = sys.exception()
         try:
-            job, ahead = self._take_memory()
+            job, prefetch = self._take_memory()
             _log_plan(job.plan)
-            matrix, log = execute(job, ahead, self._origin, self._known, progress, cancel)
+            matrix, log = execute(job, prefetch, self._origin, self._known, progress, cancel)
             operands = job.read | {"C": matrix}
             learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
@@ -102,6 +103,12 @@ class PreparedJob:
             ) from log.failure
         logger.info("C is done in %s", format_time(log.wall / 1e9))
         return Result(matrix, job.plan, log)
+
+    def _devices(self) -> list[dict[str, str]]:
+        """Return the descriptions of the devices."""
+        if isinstance(self._engine, backends.Devices):
+            return self._engine.described()
+        return [{"number": str(self._request.device)} | self._engine.describe()]
 
     def _prepare(self) -> Job:
         job = prepare(self._request, self._engine, running=True)
@@ -121,7 +128,7 @@ class PreparedJob:
             check_log_apart(os.fsdecode(self._request.timeline), job)
         return job
 
-    def _take_memory(self) -> tuple[Job, Ahead | None]:
+    def _take_memory(self) -> tuple[Job, Prefetch | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
         If the plan no longer fits, since other programs have allocated memory, the job is planned once more:
@@ -129,7 +136,7 @@ class PreparedJob:
         """
         job, request = self._job, self._request
         if self._begun is not None:
-            return job, self._begun.ahead
+            return job, self._begun.prefetch
         for last in (False, True):
             if not job.plan.steps:
                 break
@@ -145,40 +152,40 @@ class PreparedJob:
         return job, None
 
 
-def run_again(request: Request, recent: Recent, progress: Progress | None, cancel: Cancel) -> Result | None:
+def run_again(
+    request: Request, recent: Recent, origin: int, progress: Progress | None, cancel: Cancel
+) -> Result | None:
     """Run a request that is like a recent one. Return None if it must be prepared anew.
 
-    The GPU begins to copy blocks before the rest of the run is prepared. Call it, and pass arguments, as with
-    `PreparedJob.run`, which it calls.
+    The GPU begins to copy blocks before the rest of the run is prepared. Call it as `PreparedJob.run`, which
+    it calls. T begins at the time `origin`.
     """
-    origin, job = perf_counter_ns(), recent.job(request)
+    job = recent.job(request)
     if job is None:
         return None
     try:
-        ahead = _opened(recent.engine, job.plan, request)
+        prefetch = _opened(recent.engine, job.plan, request)
     except OutOfMemoryError:
         return None
     with ExitStack() as undo:
-        undo.push(lambda kind, error, trace: ahead.close(failed=error is not None))
-        ahead.begin(job.plan, job.read, job.output.matrix)
-        prepared = PreparedJob(request, Begun(origin, job, ahead))
+        undo.push(lambda kind, error, trace: prefetch.close(failed=error is not None))
+        prefetch.begin(job.plan, job.read, job.output.matrix)
+        prepared = PreparedJob(request, Begun(origin, recent.engine, job, prefetch))
         undo.pop_all()
     return prepared.run(progress, cancel)
 
 
-def _opened(engine: Backend, plan: Plan, request: Request) -> Ahead:
+def _opened(engine: Backend, plan: Plan, request: Request) -> Prefetch:
     """Allocate the memory of a plan. Raises `OutOfMemoryError`."""
     check_memory(plan, request)
-    return Ahead(engine.open(plan, request.kernel))
+    return Prefetch(engine.open(plan, request.kernel))
 
 
-def _open(request: Request) -> tuple[Backend, list[dict[str, str]]]:
-    """Open the device or the devices of a request. Also return their descriptions, one per device."""
+def _open(request: Request) -> Backend:
+    """Open the device or the devices of a request."""
     if request.devices is None:
-        engine = backends.open_backend(request.backend, request.device)
-        return engine, [{"number": str(request.device)} | engine.describe()]
-    several = backends.open_devices(request.backend, request.devices)
-    return several, several.described()
+        return backends.open_backend(request.backend, request.device)
+    return backends.open_devices(request.backend, request.devices)
 
 
 def _log_plan(plan: Plan) -> None:

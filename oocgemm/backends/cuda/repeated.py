@@ -38,7 +38,7 @@ class RepeatedSession(CudaSession):
         self._made: list[tuple[Callable[[], int], CudaToken]] = []
         # How many of the operations are Uploads before any other one, and the tokens of those that this run
         # has started already.
-        self._first_uploads, self._ahead = 0, list[Token]()
+        self._first_uploads, self._prefetched = 0, list[Token]()
         super().__init__(device, plan, kernel)
 
     def runs(self, plan: Plan, kernel: str) -> bool:
@@ -46,18 +46,18 @@ class RepeatedSession(CudaSession):
 
     def reopen(self) -> None:
         """Begin another run of the plan. The session was closed. This run allocates no device memory."""
-        self._closed, self._free_before, self._ahead = False, None, []
+        self._closed, self._free_before, self._prefetched = False, None, []
         self._host = HostMemory(self._device)
         self._host.take(self._run_by[0], self._multiplier.kernels, 0)
 
-    def upload_ahead(self, operands: Sequence[Array]) -> None:
+    def prefetch(self, operands: Sequence[Array]) -> None:
         """Begin to upload the first blocks, if A, B and C have the addresses that they had in the last run.
 
         The GPU copies them while the rest of the run is prepared. C is not changed.
         """
         if self._made and list(map(_place, operands)) == self._at:
             with self._device:
-                self._ahead += map(self._start_again, self._made[: self._first_uploads])
+                self._prefetched += map(self._start_again, self._made[: self._first_uploads])
 
     def repeat(self, operands: Sequence[Array], program: Sized) -> Generator[Token, None, None] | None:
         """Return a generator that starts all operations of the last run again, and yields their tokens.
@@ -75,9 +75,9 @@ class RepeatedSession(CudaSession):
         return self._all_again()
 
     def _all_again(self) -> Generator[Token, None, None]:
-        yield from self._ahead
+        yield from self._prefetched
         with self.worker(Stream(0, "compute")):
-            yield from map(self._start_again, self._made[len(self._ahead) :])
+            yield from map(self._start_again, self._made[len(self._prefetched) :])
 
     def _start_again(self, made: tuple[Callable[[], int], CudaToken]) -> Token:
         enqueue, token = made

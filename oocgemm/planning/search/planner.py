@@ -5,9 +5,9 @@ the planner changes one decision of the best candidate at a time, and keeps each
 does so once more from the best candidate of a shape that it has not reached: several changes may only save
 time together.
 
-If the host copies pageable arrays at its limit, many candidates are predicted to take the same time. Those
-whose streams end sooner are faster in a run all the same. So half of that time is added when candidates are
-compared.
+If streams share what limits the run, such as the copies of pageable arrays on the host, many candidates are
+predicted to take the same time. Those whose streams end sooner are faster in a run all the same. So half of
+that time is added when candidates are compared whose predicted times are nearly the least.
 
 Predictions have errors of more than one percent. Among candidates whose predictions are within one percent of
 the best, the planner chooses the one that would be fastest if no operations overlapped. This candidate moves
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 
 from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate, required_bytes
@@ -53,6 +54,8 @@ MIN_SLOW, MIN_FASTER = 5.0, 10
 # memory, 16384^3 in float16 took 35 or 40 ms on an H200, and 8192^3 in float64 with 512 MiB 44 or 48 ms. Of
 # the plans, which were predicted to take 37 and 46 ms, the streams of the faster ones end 3 and 4 ms sooner.
 STREAMS_SHARE = 0.5
+# By this fraction, the predicted time of a candidate that is chosen for its streams may exceed the least one.
+MAX_LONGER = 0.02
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
 # Of these, candidates whose times differ by at most this fraction if no operations overlap count as alike:
@@ -207,6 +210,7 @@ class _Search:
         self._prices, self._effort = prices, effort
         self._found: dict[Candidate, Prediction] = {}
         self._spent, self._limit = 0.0, MIN_EFFORT
+        self._least = inf  # predicted time
         self._first: Scored | None = None  # what the first descent chose
 
     def run_best(self, found: Sequence[tuple[float, Candidate]]) -> None:
@@ -242,46 +246,51 @@ class _Search:
     def _descend(self, reached: set[TileShape]) -> None:
         """Improve the best candidate of a shape not in `reached` as far as possible, and add its shapes."""
         left = [Scored(*item) for item in self._found.items() if item[0].tile not in reached]
-        now = min(left, key=_rank, default=None)
+        now = min(left, key=self._rank, default=None)
         while now is not None:
             reached.add(now.candidate.tile)
             now = self._changed(now)
 
     def _changed(self, start: Scored) -> Scored | None:
         """Return a faster candidate that differs from `start` in one decision; None if none is found."""
-        limit = (1 - MIN_GAIN) * _compared(start.prediction)
+        limit = (1 - MIN_GAIN) * self._compared(start.prediction)
         for least, candidate in moves(self._prices, start.candidate):
             if self._spent >= self._limit:
                 return None
             if _is_hopeless(least, start.prediction, MIN_GAIN) or candidate in self._found:
                 continue
-            if _compared(self._run(candidate)) < limit:
+            if self._compared(self._run(candidate)) < limit:
                 return Scored(candidate, self._found[candidate])
         return None
 
     def ranked(self) -> list[Scored]:
         """Return the chosen candidate, then all others that have run, best first."""
-        scored = sorted((Scored(*item) for item in self._found.items()), key=_rank)
-        limit = (1 + CLOSE) * _compared(scored[0].prediction)
-        close = [s for s in scored if _compared(s.prediction) <= limit]
+        scored = sorted((Scored(*item) for item in self._found.items()), key=self._rank)
+        limit = (1 + CLOSE) * self._compared(scored[0].prediction)
+        close = [s for s in scored if self._compared(s.prediction) <= limit]
         serial = (1 + ALIKE) * min(s.prediction.serial for s in close)
         alike = [s for s in close if s.prediction.serial <= serial]
-        chosen = min(alike, key=lambda s: (s.prediction.start_up, s.prediction.serial, _rank(s)))
+        chosen = min(alike, key=lambda s: (s.prediction.start_up, s.prediction.serial, self._rank(s)))
         first = self._first
-        if first and _compared(chosen.prediction) >= (1 - CLOSE) * _compared(first.prediction):
+        if first and self._compared(chosen.prediction) >= (1 - CLOSE) * self._compared(first.prediction):
             chosen = first
         return [chosen, *(s for s in scored if s is not chosen)]
 
     def _run(self, candidate: Candidate) -> Prediction:
         found = self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
         self._spent += CANDIDATE_SECONDS + found.ran * OPERATION_SECONDS
+        self._least = min(self._least, found.total)
         return found
 
+    def _compared(self, prediction: Prediction) -> float:
+        """Return the seconds by which candidates are compared."""
+        near = prediction.total <= (1 + MAX_LONGER) * self._least
+        return prediction.total + STREAMS_SHARE * (prediction.streams if near else prediction.total)
 
-def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Return a sort key, smallest for the best candidate: predicted time, then numbers to break ties."""
-    slots = s.candidate.slots
-    return _compared(s.prediction), slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
+    def _rank(self, s: Scored) -> tuple[float, int, int, int]:
+        """Return a sort key, smallest for the best candidate: seconds, then numbers to break ties."""
+        slots = s.candidate.slots
+        return self._compared(s.prediction), slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 
 
 def _is_hopeless(least: float, than: Prediction, gain: float = 0.0) -> bool:
@@ -291,11 +300,6 @@ def _is_hopeless(least: float, than: Prediction, gain: float = 0.0) -> bool:
     streams that end sooner.
     """
     return least > than.total if than.streams < than.total else least >= (1 - gain) * than.total
-
-
-def _compared(prediction: Prediction) -> float:
-    """Return the seconds by which candidates are compared."""
-    return prediction.total + STREAMS_SHARE * prediction.streams
 
 
 def _varied(scored: Sequence[Scored]) -> Iterator[Scored]:

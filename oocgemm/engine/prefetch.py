@@ -1,11 +1,10 @@
 """Begins the first uploads of a run, so that the GPU copies while the rest of the run is prepared."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 from oocgemm.backends.base import Pageable, Session, Stream, Token
-from oocgemm.backends.compressed import Compressed
 from oocgemm.engine.direct import host_block, is_pageable
 from oocgemm.engine.executor import located_error
 from oocgemm.engine.short import is_short
@@ -14,12 +13,12 @@ from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix, memory
 from oocgemm.stores.retries import Retries
 
-# The blocks that may begin are the first MAX_BEGUN that the first LOOKED_AT operations upload. Copies of more
+# The blocks that may begin are the first MAX_BEGUN that the first MAX_SEEN operations upload. Copies of more
 # blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.
-MAX_BEGUN, LOOKED_AT = 4, 24
+MAX_BEGUN, MAX_SEEN = 4, 24
 
 
-class Ahead:
+class Prefetch:
     """The open session of a run, and the uploads that have begun.
 
     Attributes:
@@ -37,36 +36,27 @@ class Ahead:
     def begin(self, plan: Plan, operands: Mapping[str, Matrix], c: Matrix | None) -> None:
         """Begin the first Uploads that wait for no other operation, unless that was done before.
 
-        Only Uploads of arrays in memory, and of files in the page cache, can begin. `operands` are A and B by
-        name. C is None if it does not exist.
+        Only Uploads of arrays in memory, and of files in the page cache that compiled code reads, can begin.
+        Reads of other files may have to be repeated, and only a run can be told to stop that. `operands` are
+        A and B by name. C is None if it does not exist.
         """
         if self._called or not self.session.begins_at_once:
             return
         self._called = True
-        upload = getattr(self.session, "upload_ahead", None)
-        if upload is not None and c is not None:
-            try:
-                upload([*map(memory, (operands["A"], operands["B"], c))])
-            except Exception as error:
-                raise located_error(error, "the first uploads") from error
+        prefetch = getattr(self.session, "prefetch", None)
+        if prefetch is not None and c is not None:
+            with _located("the first uploads"):
+                prefetch([*map(memory, (operands["A"], operands["B"], c))])
         # A plan keeps its program, so one of many operations is not asked for it.
         program = plan.program if is_short(plan) else Program(plan.schedule())
-        for operation, waits in islice(program, LOOKED_AT):
+        for operation, waits in islice(program, MAX_SEEN):
             operand = operation.operand
             first = operation.kind is Kind.UPLOAD and not waits and operand in ("A", "B")
             if first and is_pageable(plan, operation) and len(self.begun) < MAX_BEGUN:
-                self._begin(plan, operands[operand], operation)
-
-    def _begin(self, plan: Plan, matrix: Matrix, operation: Operation) -> None:
-        """Begin an Upload of a pageable block, unless the device must decode it."""
-        try:
-            block = host_block(plan, matrix, operation, self.retries.read)
-            if not isinstance(block, Pageable) or isinstance(block, Compressed):
-                return
-            with self.session.worker(Stream.of(operation)):
-                self.begun[operation] = self.session.begin(operation, block, [])
-        except Exception as error:
-            raise located_error(error, operation) from error
+                block = host_block(plan, operands[operand], operation, self.retries.read)
+                if isinstance(block, Pageable) and (block.memory is not None or block.stored is not None):
+                    with _located(operation), self.session.worker(Stream.of(operation)):
+                        self.begun[operation] = self.session.begin(operation, block, [])
 
     def close(self, *, failed: bool) -> None:
         """Wait for all that has begun, and close the session."""
@@ -76,3 +66,15 @@ class Ahead:
             with suppress(Exception):  # the run has failed already
                 self.begun.popitem()[1]()
         self.session.close(failed)
+
+
+@contextmanager
+def _located(where: Operation | str) -> Iterator[None]:
+    """Let an error in the `with` block name the operation that failed."""
+    try:
+        yield
+    except Exception as error:
+        located = located_error(error, where)
+        if located is error:
+            raise
+        raise located from error
