@@ -135,3 +135,19 @@ def test_uploads_that_fail(name: str, device: Device) -> None:
         oocgemm.gemm(a, b, **OPTIONS)
     device.faults.clear()
     check(a, b)
+
+
+def test_files_that_python_reads_are_left_to_the_run(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their reads may be repeated for seconds, which only a run can be told to stop."""
+    monkeypatch.setattr("oocgemm.engine.direct.cached_chunks", lambda matrix: None)
+    right, copied = output.create_output, list[bool]()
+
+    def create(*arguments: Any) -> Any:
+        copied.append(any(name.startswith("cuMemcpy") for name, _ in device.calls))
+        return right(*arguments)
+
+    monkeypatch.setattr(output, "create_output", create)
+    check(*stored(tmp_path, "npy"), tmp_path / "c.zarr")
+    assert copied == [False]
