@@ -53,7 +53,9 @@ def test_the_next_run_creates_nothing_on_the_device(device: Device) -> None:
     created = calls_of(device, *CREATING, "free")[len(before) :]
     # Uploads that overlap use a stream each. If none overlapped in the first run, a later run creates one.
     assert created.count("Stream") <= 1
-    assert [name for name in created if name != "Stream"] == ["free"] * 3  # free(0) creates the context
+    # free(0) creates the context, where a run is not like one of the last half second.
+    assert {name for name in created if name != "Stream"} <= {"free"}
+    assert created.count("free") <= 3
     device.check()
 
 
