@@ -90,7 +90,6 @@ def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params, tmp_pa
 @pytest.mark.parametrize("skipped", [0, 1, 4])
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float, tmp_path: Path) -> None:
-    """It loads four elements at once only where the addresses of both arrays allow it."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     macros = "-DOOC_STORED=bfloat_t", "-DOOC_ACCUMULATED=float"
     run = built("finish", "finish", macros, tmp_path)

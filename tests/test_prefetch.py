@@ -14,17 +14,11 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs import output, repeat
 from oocgemm.machine import info
 from tests.fake_cuda import Device, Fault, fake_cuda
+from tests.test_repeated_sessions import OPTIONS
 
 M, K, N = 60, 50, 70
 A = np.arange(float(M * K)).reshape(M, K) % 7
 B = np.arange(float(K * N)).reshape(K, N) % 5
-OPTIONS: dict[str, Any] = {
-    "backend": "cuda",
-    "kernel": "cublas",
-    "device_memory": "96MiB",
-    "host_memory": "64MiB",
-    "tile": "24x32x20",
-}
 
 
 @pytest.fixture

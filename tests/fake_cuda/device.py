@@ -96,8 +96,8 @@ class Queue:
 class Current:
     """The numbers of the devices that each thread has entered with `with`, the innermost last.
 
-    To `threading.local`, each call of a Python function by a thread of C code would be one of a new thread.
-    So for threads of C code, the numbers are kept by thread identifier.
+    If C code has started a thread, `threading.local` has new values in each Python function that the thread
+    calls. So the numbers of such threads are in a dictionary, by thread identifier.
     """
 
     def __init__(self) -> None:
@@ -111,9 +111,9 @@ class Current:
         return found
 
     def called_by_c(self) -> None:
-        """Note that C code calls, in a thread of its own or in one of Python.
+        """Find the devices of the calling thread, which C code or Python has started. C code calls this.
 
-        If Python has entered no device in this thread, it is a thread of C code.
+        If Python has entered no device in this thread, C code has started it.
         """
         if not hasattr(self._of_python, "devices"):
             self._of_python.devices = self._of_c.setdefault(threading.get_ident(), [0])
