@@ -246,6 +246,22 @@ def test_another_product_in_between(device: Device, started: list[Operation]) ->
     assert not device.memory.allocated
 
 
+def test_arrays_that_are_no_longer_pinned(device: Device) -> None:
+    from cupy.cuda import runtime
+
+    arrays = pinned((60, 50), (50, 70), (60, 70))
+
+    def layouts() -> list[bool]:
+        plan = check(*arrays).plan
+        return [x.pinned for x in (plan.layouts.a, plan.layouts.b, plan.layouts.c)]
+
+    assert layouts() == layouts() == [True] * 3
+    runtime.hostUnregister(arrays[0].ctypes.data)
+    assert layouts() == layouts() == [False, True, True]
+    runtime.hostRegister(arrays[0].ctypes.data, arrays[0].nbytes, 0)
+    assert layouts() == layouts() == [True] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device answers")
 @pytest.mark.parametrize(
