@@ -91,6 +91,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
         "losses": grid_tables.losses,
+        "directions": grid_tables.directions,
         "calls": grid_tables.calls,
         "commands": grid_tables.commands,
         "rungs": ladder_tables.rungs,

@@ -19,7 +19,7 @@ import numpy as np
 from grid_cases import Case
 from grid_data import block
 from grid_loop import DOWN, UP, multiplier
-from grid_piped import Copy, piped
+from grid_piped import Copy, piped, piped_both
 
 from oocgemm.system.compiled import compiled
 
@@ -31,6 +31,7 @@ MIN_STAGED = 1 << 20  # bytes that one thread copies at a time
 DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
 CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
 KERNEL_SECONDS = 0.2
+PARTS = 16  # copies per direction when the rates of the link are measured
 
 
 def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
@@ -40,12 +41,12 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     pinned memory, by NumPy or by compiled code; `stage_small`, `unstage_small`: the same for fewer bytes, by
     bytes; `page_read`: from the page cache to pinned memory; `disk_write`: to the disk, synced;
     `staged_h2d`, `staged_d2h`, `page_h2d`: from pageable memory to the device, back, and from the page cache
-    to the device. `threads` holds every sample.
+    to the device; `staged_h2d_both`, `staged_d2h_both`: the first two at once. `threads` holds every sample.
     """
     memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
     pageable = np.ones(2 * size, np.uint8)
     found: dict[str, Any] = _pcie(memory) if on_gpu else {}
-    threads: dict[str, dict[Any, float]] = {}
+    threads: dict[str, dict[Any, Any]] = {}
     pieces, half = range(0, size, PIECE), range(0, size // 2, PIECE)
 
     def sweep(
@@ -82,6 +83,10 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
         paths = piped(pageable[:size], copies(), path if stored else None)
         threads |= paths
         found |= {name: max(rates.values()) for name, rates in paths.items()}
+        alone = found["staged_h2d"], found["staged_d2h"]
+        *_, copy = copies().values()  # the compiled one, if there is one
+        threads["staged_both"] = ways = piped_both(pageable, copy, alone)
+        found["staged_h2d_both"], found["staged_d2h_both"] = max(ways.values(), key=sum)
     if stored:
         path.unlink()
         ways = {"page cache": 0, "direct": os.O_DIRECT, "direct, in place": os.O_DIRECT}
@@ -165,27 +170,37 @@ def _disk_write(path: Path, memory: Any, pieces: range, flag: int) -> float:
 
 
 def _pcie(memory: Any) -> dict[str, float]:
+    """Return the rates of copies between pinned memory and the device: each direction alone, and both."""
     import cupy
     from cupy.cuda import runtime
 
     device, half = cupy.empty(memory.nbytes, np.uint8), memory.nbytes // 2
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    streams = {kind: cupy.cuda.Stream(non_blocking=True) for kind in (UP, DOWN)}
+    part = half // PARTS
 
-    def copies(up: bool, down: bool) -> float:
-        def work(_: int) -> None:
-            for at in range(0, half, half // 4):
+    def rates(*kinds: int) -> list[float]:
+        """Return the bytes per second of each direction, while all of them copy."""
+        start, ends = cupy.cuda.Event(), {kind: [cupy.cuda.Event() for _ in range(PARTS)] for kind in kinds}
+        start.record(streams[kinds[0]])
+        for kind in kinds:
+            streams[kind].wait_event(start)
+        for number in range(PARTS):
+            for kind in kinds:
+                at = number * part + (half if kind == DOWN else 0)
                 here, there = memory.ctypes.data + at, device.data.ptr + at
-                if up:
-                    runtime.memcpyAsync(there, here, half // 4, UP, streams[0].ptr)
-                if down:
-                    runtime.memcpyAsync(here + half, there + half, half // 4, DOWN, streams[1].ptr)
-            for stream in streams:
-                stream.synchronize()
+                to, source = (there, here) if kind == UP else (here, there)
+                runtime.memcpyAsync(to, source, part, kind, streams[kind].ptr)
+                ends[kind][number].record(streams[kind])
+        for kind in kinds:
+            streams[kind].synchronize()
+        times = [[cupy.cuda.get_elapsed_time(start, end) / 1e3 for end in ends[kind]] for kind in kinds]
+        until = min(each[-1] for each in times)
+        return [float(np.interp(until, [0.0, *each], range(PARTS + 1))) * part / until for each in times]
 
-        return half / _best(work, 1, repeats=4)
-
-    both = copies(True, True)
-    return {"h2d": copies(True, False), "d2h": copies(False, True), "h2d_both": both, "d2h_both": both}
+    (up,), (down,), (up_both, down_both) = (
+        max((rates(*kinds) for _ in range(5)), key=sum) for kinds in ((UP,), (DOWN,), (UP, DOWN))
+    )
+    return {"h2d": up, "d2h": down, "h2d_both": up_both, "d2h_both": down_both}
 
 
 def kernel_seconds(case: Case) -> tuple[float, str] | None:

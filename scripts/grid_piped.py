@@ -5,8 +5,9 @@ ways here are plain threads, with several sizes of pieces. One is the ring of oo
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +25,7 @@ THREADS, PIECES = (4, 8, 12), (4 << 20, 16 << 20)
 ROW = 1 << 16  # bytes of a row of the block that the ring copies
 Copy = Callable[[Any, Any], object]  # copies bytes to the first array from the second
 Fill = Callable[[int, Any], object]  # moves the piece at a position to or from a buffer
+Begin = Callable[[], Iterator[None]]
 
 
 def piped(pageable: Any, copies: dict[str, Copy], path: Path | None) -> dict[str, dict[str, float]]:
@@ -39,8 +41,9 @@ def piped(pageable: Any, copies: dict[str, Copy], path: Path | None) -> dict[str
 
         ways.setdefault("staged_h2d", {}).update(_rates(size, name, before=fill))
         ways.setdefault("staged_d2h", {}).update(_rates(size, name, after=empty))
-    for name, rate in zip(ways, _by_ring(pageable), strict=True):
-        ways[name]["ring"] = rate
+    with _ring() as ring:
+        for name, uploads in (("staged_h2d", True), ("staged_d2h", False)):
+            ways[name]["ring"] = size / _seconds(partial(_by_ring, ring, pageable, uploads))
     if path is not None:
         with path.open("rb") as file:
 
@@ -109,38 +112,99 @@ def _run(size: int, threads: int, piece: int, before: Fill | None, after: Fill |
             list(pool.map(serve, range(threads)))
 
 
-def _by_ring(pageable: Any) -> tuple[float, float]:
-    """Return the rates of uploads and downloads of one large block by the ring of oocgemm."""
+def piped_both(pageable: Any, copy: Copy, alone: tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """Return the rates of uploads and of downloads that run at the same time, in bytes per second.
+
+    The keys name the ways of copying. One half of an array is uploaded. The other half receives what is
+    downloaded. `alone` are the rates of uploads and of downloads that run alone.
+    """
+    import cupy
+
+    half = pageable.size // 2
+    up, down = pageable[:half], pageable[half : 2 * half]
+
+    def fill(at: int, buffer: Any) -> None:
+        copy(buffer, up[at : at + buffer.size])
+
+    def empty(at: int, buffer: Any) -> None:
+        copy(down[at : at + buffer.size], buffer)
+
+    ways: dict[str, tuple[Begin, Begin]] = {
+        f"{threads} threads, {piece >> 20} MiB": (
+            partial(_run, half, threads, piece, fill, None),
+            partial(_run, half, threads, piece, None, empty),
+        )
+        for piece in PIECES
+        for threads in THREADS
+    }
+    found = {}
+    with ThreadPoolExecutor(2, initializer=partial(cupy.cuda.runtime.setDevice, 0)) as pool, _ring() as ring:
+        ways["ring"] = partial(_by_ring, ring, up, True), partial(_by_ring, ring, down, False)
+        for way, pair in ways.items():
+            found[way] = max((_while_both(half, times, alone) for times in _times(pair, pool)), key=sum)
+    return found
+
+
+def _times(pair: tuple[Begin, Begin], pool: ThreadPoolExecutor) -> Iterator[list[float]]:
+    """Advance two iterators at the same time, several times. Yield the seconds that each step took."""
+
+    def timed(steps: Iterator[None]) -> float:
+        started = perf_counter()
+        next(steps)
+        return perf_counter() - started
+
+    both = [begin() for begin in pair]
+    for number in range(2 + REPEATS):
+        times = list(pool.map(timed, both))
+        if number >= 2:  # the first step begins, and the second warms up
+            yield times
+
+
+def _while_both(size: int, times: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
+    """Return the rates of uploads and downloads while both ran, from the seconds that each took.
+
+    Each copied `size` bytes. After the faster one had ended, the slower one ran at its rate in `alone`.
+    """
+    until = min(times)
+    up, down = (
+        max(0.0, size - rate * (each - until)) / until for each, rate in zip(times, alone, strict=True)
+    )
+    return up, down
+
+
+@contextmanager
+def _ring() -> Iterator[Any]:
     import cupy
 
     from oocgemm.backends.cuda.ring import Ring
 
-    rows = pageable[: pageable.size // ROW * ROW].reshape(-1, ROW)
-    device = cupy.empty(rows.size, np.uint8)
     ring = Ring(cupy.cuda.Device(), RingShape(1 + COMPILED_LANES, PIECE))
-
-    def read(down: Any, along: Any, part: Any) -> None:
-        np.copyto(part, rows[slice(*down), slice(*along)])
-
-    def write(down: Any, along: Any, part: Any) -> None:
-        np.copyto(rows[slice(*down), slice(*along)], part)
-
-    def copies(begin: Any, move: Any) -> Iterator[None]:
-        block = Pageable(rows.shape, rows.dtype, move, memory=rows)
-        while True:
-            yield
-            work = begin(device.data.ptr, block, [])()
-            work.end.synchronize()
-            work.finish()
-
     try:
-        up, down = (_seconds(partial(copies, *of)) for of in ((ring.upload, read), (ring.download, write)))
+        yield ring
     finally:
         ring.close()
-    return rows.size / up, rows.size / down
 
 
-def _seconds(begin: Callable[[], Iterator[None]]) -> float:
+def _by_ring(ring: Any, pageable: Any, uploads: bool) -> Iterator[None]:
+    """Copy one large block through the pinned buffers of `ring`, once per `next`."""
+    import cupy
+
+    rows = pageable[: pageable.size // ROW * ROW].reshape(-1, ROW)
+    device = cupy.empty(rows.size, np.uint8)
+
+    def move(down: Any, along: Any, part: Any) -> None:
+        here = rows[slice(*down), slice(*along)]
+        np.copyto(*((part, here) if uploads else (here, part)))
+
+    block = Pageable(rows.shape, rows.dtype, move, memory=rows)
+    while True:
+        yield
+        work = (ring.upload if uploads else ring.download)(device.data.ptr, block, [])()
+        work.end.synchronize()
+        work.finish()
+
+
+def _seconds(begin: Begin) -> float:
     """Return the least seconds of a step of an iterator. The first step begins, and the second warms up."""
     steps, found = begin(), []
     next(steps)

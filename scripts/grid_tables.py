@@ -52,6 +52,27 @@ def losses() -> list[str]:
     return tables.table([*heads, "start-up", "tail"], rows)
 
 
+def directions() -> list[str]:
+    """Return the table of the rates of copies to the device and back, alone and at once."""
+    heads = [
+        "GPU",
+        "memory",
+        "to the GPU",
+        "from the GPU",
+        "to the GPU, both at once",
+        "from the GPU, both at once",
+    ]
+    rows = []
+    for key, found in tables.load("bench_grid.json").items():
+        machine, _, kind = key.rpartition(", ")
+        for memory, prefix in (("pinned", ""), ("pageable", "staged_")) if kind == "grid" else ():
+            names = [f"{prefix}{x}{both}" for both in ("", "_both") for x in ("h2d", "d2h")]
+            rates = found.get("links", {})
+            if all(name in rates for name in names):
+                rows.append([machine, memory, *(f"{rates[name] / 1e9:.0f} GB/s" for name in names)])
+    return tables.table(heads, rows)
+
+
 def calls() -> list[str]:
     """Return the table of calls with small arrays, beside CuPy."""
     rows = []

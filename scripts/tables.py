@@ -350,10 +350,9 @@ def traffic() -> list[str]:
         *table([*heads, "of these, the search too"], rows),
         "",
         f"The grid has {found['cases']} cases, with beta 0 and 1; {found['cases_done']} were run. "
-        f"Bytes are counted exactly "
-        f"for the {counted['counted']} of {plans} plans of up to a million steps. The other plans "
-        f"use a closed form. Where "
-        f"both are known, they differ by at most {off:.2%}.",
+        f"Plans of up to a million steps, {counted['counted']} of {plans}, have their bytes counted exactly. "
+        "A closed form gives the bytes of the other plans. Where both are known, they differ by at most "
+        f"{off:.2%}.",
         "",
         *table(
             ["why plans are above 1.10 of the lower bound", "plans"],
