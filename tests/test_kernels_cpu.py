@@ -96,16 +96,14 @@ def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float, tmp
     rng = np.random.default_rng(2)
     sums = rng.standard_normal(1100).astype(np.float32)
     old = rng.standard_normal(1100).astype(ml_dtypes.bfloat16)
-    for count, part in (
-        (1000, slice(skipped, None)),
-        (1003, slice(skipped, None)),
-        (2, slice(skipped, None)),
-    ):
-        source, result = sums[part], old.copy()
+    for count in (1000, 1003, 2):
+        source, result = sums[skipped:], old.copy()
         real, place = ctypes.c_double, ctypes.c_void_p
         values = real(3.0), real(0.0), place(source.ctypes.data), real(beta), real(0.0)
-        run((2, 1, 1), (64, 1, 1), ctypes.c_longlong(count), *values, place(result[part].ctypes.data))
+        run((2, 1, 1), (64, 1, 1), ctypes.c_longlong(count), *values, place(result[skipped:].ctypes.data))
         expected = old.copy()
-        wide = 3 * source[:count] + (np.float32(beta) * old[part][:count].astype(np.float32) if beta else 0)
+        wide = 3 * source[:count] + (
+            np.float32(beta) * old[skipped:][:count].astype(np.float32) if beta else 0
+        )
         expected[skipped : skipped + count] = wide.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))

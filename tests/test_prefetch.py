@@ -134,7 +134,7 @@ def test_uploads_that_fail(name: str, device: Device) -> None:
 def test_files_that_python_reads_are_left_to_the_run(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their reads may be repeated for seconds, which only a run can be told to stop."""
+    """Reads that fail are repeated for some seconds. Only a run can be told to stop that."""
     monkeypatch.setattr("oocgemm.engine.direct.cached_chunks", lambda matrix: None)
     right, copied = output.create_output, list[bool]()
 

@@ -13,8 +13,8 @@ from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix, memory
 from oocgemm.stores.retries import Retries
 
-# The blocks that may begin are the first MAX_BEGUN that the first MAX_SEEN operations upload. Copies of more
-# blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.
+# At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
+# of more blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.
 MAX_BEGUN, MAX_SEEN = 4, 24
 
 

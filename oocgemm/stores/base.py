@@ -198,7 +198,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def named_dtype(given: Any) -> str:
-    """Return the name of the dtype that a caller has passed; if it is none, what was passed, as text."""
+    """Return the name of a dtype that a caller has passed. If it is not a dtype, return it as text."""
     try:
         return str(np.dtype(given).name)
     except (TypeError, ValueError, SyntaxError):  # NumPy parses texts with commas, which may be anything

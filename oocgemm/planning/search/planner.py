@@ -55,7 +55,8 @@ MIN_SLOW, MIN_FASTER = 5.0, 10
 # 40 ms. Two plans for 8192^3 in float64 with 512 MiB were predicted to take 46 ms, and took 44 and 48 ms. In
 # both pairs, the streams of the faster plan end 3 to 4 ms sooner.
 STREAMS_SHARE = 0.5
-# By this fraction, the predicted time of a candidate that is chosen for its streams may exceed the least one.
+# When streams end is only compared among candidates whose predicted time exceeds the least one by at most
+# this fraction.
 MAX_LONGER = 0.02
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
@@ -284,7 +285,11 @@ class _Search:
         return found
 
     def _compared(self, prediction: Prediction) -> float:
-        """Return the seconds by which candidates are compared."""
+        """Return the seconds by which candidates are compared.
+
+        They are the predicted time, and a share of the time at which the last stream ends. The streams of a
+        candidate whose predicted time is not near the least one count as if they ended with the run.
+        """
         near = prediction.total <= (1 + MAX_LONGER) * self._least
         return prediction.total + STREAMS_SHARE * (prediction.streams if near else prediction.total)
 
