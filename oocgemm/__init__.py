@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from oocgemm.errors import (
         BackendError,
         BudgetError,
+        DataWarning,
         ExecutionError,
         InputError,
         NotFoundError,
@@ -55,6 +56,7 @@ __all__ = [
     "Cast",
     "Client",
     "Correlation",
+    "DataWarning",
     "Divide",
     "ExecutionError",
     "Gaussian",
@@ -110,7 +112,7 @@ __all__ = [
 # For each module, the public names that are imported from it.
 _HOMES = {
     "errors": (
-        *("BackendError", "BudgetError", "ExecutionError", "InputError"),
+        *("BackendError", "BudgetError", "DataWarning", "ExecutionError", "InputError"),
         *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
     ),
     "backends": ("release",),

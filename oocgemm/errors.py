@@ -1,4 +1,4 @@
-"""Define every error that oocgemm raises on purpose.
+"""Define every error that oocgemm raises on purpose, and its warning about data.
 
 A message names the object that is at fault, the numbers that do not fit, and the remedy.
 """
@@ -51,6 +51,14 @@ class ExecutionError(OocGemmError):
 
 class ScheduleError(OocGemmError):
     """Raised for a schedule that could compute wrong results. It is a defect of the planner."""
+
+
+class DataWarning(UserWarning):
+    """Warns about values in the data that change what a result means, such as rows without variation.
+
+    The library issues it with `warnings.warn`. A command prints it as one line on stderr, and a job of the
+    service keeps it in its field `warnings`.
+    """
 
 
 def missing_bfloat16() -> InputError:

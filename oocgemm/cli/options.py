@@ -147,7 +147,7 @@ TIMELINE = click.option(
     type=click.Path(dir_okay=False),
     help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
 )
-QUIET = click.option("--quiet", is_flag=True, help="Print only errors.")
+QUIET = click.option("--quiet", is_flag=True, help="Print only errors and warnings about the data.")
 VERIFY = click.option(
     "--verify",
     is_flag=True,

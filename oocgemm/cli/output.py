@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from oocgemm.errors import BudgetError, InputError
+from oocgemm.errors import BudgetError, DataWarning, InputError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -37,6 +37,11 @@ def _snake(key: Any) -> Any:
 def print_note(message: str) -> None:
     """Print a note on stderr."""
     click.echo(f"Note: {message}", err=True)
+
+
+def print_warning(message: str) -> None:
+    """Print a warning about the data on one line of stderr, even if the message has several lines."""
+    click.echo(f"Warning: {' '.join(message.splitlines())}", err=True)
 
 
 def print_error(message: str) -> None:
@@ -71,7 +76,9 @@ def warnings_as_notes() -> Iterator[None]:
         before = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if category is UserWarning:
+            if issubclass(category, DataWarning):
+                print_warning(str(message))
+            elif category is UserWarning:
                 print_note(str(message))
             else:
                 before(message, category, *where, **more)
@@ -85,8 +92,12 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def silence_warnings() -> None:
-    """Suppress the warnings of this package until the command ends, as --quiet does."""
+    """Suppress the notes of this package until the command ends, as --quiet does.
+
+    Warnings about the data stay, since they change what the result means.
+    """
     warnings.simplefilter("ignore", UserWarning)
+    warnings.simplefilter("default", DataWarning)
     for handler in logging.getLogger("oocgemm").handlers:
         if isinstance(handler, _Notes):
             handler.setLevel(logging.CRITICAL)
