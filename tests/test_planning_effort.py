@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oocgemm.planning import Budgets, default_model, make_plan
+from oocgemm.planning import Budgets, Layout, Layouts, default_model, make_plan
 from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.search import candidates, planner
@@ -108,3 +108,34 @@ def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch:
         monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
         assert p.loads.a_read == pytest.approx(counted.a_read, rel=0.01)
         assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("extents", "budgets", "chunk"),
+    [
+        ((264_582, 28_434, 12_871), (2 * GIB, GIB), 2048),
+        ((23_293, 169_879, 28_683), (2 * GIB, GIB), 2048),
+        ((60_076, 150_308, 48_282), (256 * MIB, 512 * MIB), 1000),
+        ((16_384, 16_384, 16_384), (GIB, 3 * GIB), 1000),
+        ((2283, 1172, 13_012), (128 * MIB, 256 * MIB), 1000),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cuda", "host"])
+def test_estimated_loads_are_as_near_as_the_plan_says(
+    extents: tuple[int, int, int],
+    budgets: tuple[int, int],
+    chunk: int,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where panels and tiles do not divide the product, loads differ from the count by more than 1%."""
+    layout = Layout((chunk, chunk), decode_bytes=8 * chunk * chunk)
+    layouts = Layouts(layout, layout, Layout(free_chunks=True))
+    plan = make_plan(problem(*extents), Budgets(*budgets), default_model(backend, 8), layouts)
+    counted = plan.schedule().loads()
+    monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
+    found = plan.loads
+    assert found.a_read + found.b_read == pytest.approx(counted.a_read + counted.b_read, rel=0.2)
+    assert found.a_up + found.b_up == pytest.approx(counted.a_up + counted.b_up, rel=0.2)
+    for name in ("a_read", "b_read", "a_up", "b_up"):
+        assert 1 / 7 < getattr(found, name) / getattr(counted, name) < 7
