@@ -324,6 +324,7 @@ CHAIN = tuple(
         ("rank_one", False, True, -1.0),
         ("correlation", True, False, 0.7),
         ("divide", False, False, 1.0),
+        ("divide_or_zero", False, False, 1.0),
         ("scale", False, False, 0.5),
     )
 )

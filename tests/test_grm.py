@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.errors import InputError
+from oocgemm.errors import DataWarning, InputError
 from oocgemm.stores.genetics.grm import GrmFiles, GrmMatrix, companions
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.command import command
@@ -51,6 +52,147 @@ def test_relationships_agree_with_numpy(engine: Engine, method: str, tmp_path: P
             tolerance = 1e-13 if found.out.dtype == np.float64 else 2e-6
             np.testing.assert_allclose(found.out, expected, rtol=0, atol=tolerance)
             np.testing.assert_array_equal(found.out, found.out.T)
+
+
+AUTOSOMES = [str(number) for number in range(1, 23)]
+HUMAN = [*AUTOSOMES, "X", "Y", "XY", "MT", "0"]
+NUMBERED = [*AUTOSOMES, "23", "24", "25", "26", "0"]
+
+
+def name_chromosomes(path: Path, names: Sequence[str]) -> Array:
+    """Write a .bim file in which the names take turns. Return the name of each variant."""
+    each = np.array([names[i % len(names)] for i in range(X.shape[1])])
+    path.with_suffix(".bim").write_text(
+        "".join(f"{name}\trs{j} 0 {j + 1} A G\n" for j, name in enumerate(each))
+    )
+    return each
+
+
+def used_by(path: Path, method: str, used: Array, **options: Any) -> None:
+    """Compare a matrix with that of the given variants."""
+    expected, excluded = reference(X[:, used], method)
+    given: Any = {"backend": "host", "tile": "24x24x50", "method": method} | options
+    found = oocgemm.grm(path, **given)
+    numbers = (int(used.sum()) - excluded, excluded, int((~used).sum()))
+    assert (found.variants, found.excluded, found.elsewhere) == numbers
+    if options.get("pairwise"):
+        known = (X[:, used] != -1).astype(int)
+        p = np.where(known, X[:, used], 0).sum(0) / np.maximum(1, known.sum(0)) / 2
+        known = known[:, (p > 0) & (p < 1)]
+        np.testing.assert_array_equal(found.counts, known @ known.T)
+        expected = expected * found.variants / found.counts
+    np.testing.assert_allclose(found.out, expected, rtol=0, atol=2e-2 if "cast" in options else 3e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prefix", ["", "chr", "CHR"])
+@pytest.mark.parametrize("names", [HUMAN, NUMBERED, [name.lower() for name in HUMAN]], ids=str)
+def test_autosomes_are_used_by_default(method: str, prefix: str, names: list[str], tmp_path: Path) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    each = name_chromosomes(path, [prefix + name for name in names])
+    used_by(path, method, np.isin(each, [prefix + name for name in AUTOSOMES]))
+
+
+@pytest.mark.parametrize(
+    ("chromosomes", "named"),
+    [
+        ("all", HUMAN),
+        ("autosomes", AUTOSOMES),
+        ("1-22,X", [*AUTOSOMES, "X"]),
+        (["autosomes", "MT"], [*AUTOSOMES, "MT"]),
+        ("chrx", ["X"]),
+        ("23", ["X"]),
+        (range(1, 4), AUTOSOMES[:3]),
+        (7, ["7"]),
+        ("2-3, 5", ["2", "3", "5"]),
+        ("0", ["0"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_chromosomes_are_chosen_by_their_names(
+    chromosomes: Any, named: list[str], numbered: bool, tmp_path: Path
+) -> None:
+    path, aliases = write_bed(tmp_path / "x.bed", X), dict(zip(HUMAN, NUMBERED, strict=True))
+    each = name_chromosomes(path, NUMBERED if numbered else HUMAN)
+    used = np.isin(each, [aliases[name] if numbered else name for name in named])
+    used_by(path, "vanraden", used, chromosomes=chromosomes)
+    text = chromosomes if isinstance(chromosomes, str) else ",".join(map(str, np.atleast_1d(chromosomes)))
+    out = str(tmp_path / "g.npy")
+    line = "--chromosomes", text, "--method", "vanraden", "--backend", "host"
+    done = command("grm", str(path), out, *line)
+    assert done.code == 0, done.err
+    np.testing.assert_allclose(np.load(out), reference(X[:, used], "vanraden")[0], rtol=0, atol=3e-6)
+    assert (f"{(~used).sum()} of 200 variants were left out: they are on other" in done.err) == bool(
+        (~used).any()
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", METHODS)
+def test_variants_elsewhere_count_nowhere(engine: Engine, method: str, tmp_path: Path) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    used = np.isin(name_chromosomes(path, HUMAN), AUTOSOMES)
+    with running_on(engine) as options:
+        for more in ({}, {"pairwise": True}, {"cast": "float16"}, {"cast": "float64"}):
+            used_by(path, method, used, **options, **more)
+
+
+def test_chromosomes_of_other_species(tmp_path: Path) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    cow = [str(number) for number in range(1, 31)]
+    each = name_chromosomes(path, [*cow, "X"])
+    with pytest.warns(DataWarning, match="names chromosome 30, .* such as 1-30, or all"):
+        used_by(path, "gcta", np.isin(each, AUTOSOMES))
+    used_by(path, "gcta", np.isin(each, cow[:29]), chromosomes="1-29")  # 23 is not X here
+    used_by(path, "gcta", each == "X", chromosomes="X")
+    each = name_chromosomes(path, ["1", "23", "X"])
+    used_by(path, "gcta", each == "23", chromosomes="23")
+
+
+def test_without_chromosomes_all_variants_are_used(tmp_path: Path) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    name_chromosomes(path, ["0"])
+    used_by(path, "gcta", np.ones(200, bool))
+    given: Any = {"chromosomes": "all", "backend": "host"}
+    np.testing.assert_array_equal(oocgemm.grm(X, **given).out, oocgemm.grm(path, **given).out)
+
+
+@pytest.mark.parametrize(
+    ("names", "chromosomes", "message", "remedy"),
+    [
+        (
+            ["NC_1", "NC_2"],
+            None,
+            "no variant .* on chromosome autosomes: x.bim names NC_1, NC_2; pass",
+            "NC_1",
+        ),
+        (["1", "2"], "X", "on chromosome X: x.bim names 1, 2; .* or all", "all"),
+        (["1", "2"], "1,7-9", "on chromosome 7-9", "1"),
+        (["1"], "1,", "pass names, numbers or ranges, such as '1-22,X'", "1-22"),
+        (["1"], [], "pass names, numbers or ranges", "autosomes"),
+        (["1"], True, "pass names, numbers or ranges", "all"),
+        (["1"], 1.0, "pass names, numbers or ranges", 1),
+    ],
+)
+def test_chromosomes_that_are_not_there_are_refused(
+    names: list[str], chromosomes: Any, message: str, remedy: Any, tmp_path: Path
+) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    name_chromosomes(path, names)
+    with pytest.raises(InputError, match=message):
+        oocgemm.grm(path, chromosomes=chromosomes, backend="host")
+    oocgemm.grm(path, chromosomes=remedy, backend="host")
+    with pytest.raises(InputError, match="X is no such file: drop chromosomes"):
+        oocgemm.grm(X, chromosomes=remedy if remedy != "all" else "1", backend="host")
+
+
+def test_a_plan_knows_the_chromosomes(tmp_path: Path) -> None:
+    path = write_bed(tmp_path / "x.bed", X)
+    name_chromosomes(path, HUMAN)
+    line = "grm", str(path), str(tmp_path / "g.npy"), "--method", "vanraden", "--backend", "host", "--dry-run"
+    assert command(*line, "--json").code == 0
+    assert "no variant of" in command(*line, "--chromosomes", "40").err
 
 
 def test_half_precision_gives_float32() -> None:

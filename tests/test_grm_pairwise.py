@@ -1,6 +1,5 @@
 """`grm` divides each element by the number of variants that both individuals have, as GCTA does."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.errors import InputError
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.command import command
 from tests.plink import Array, genotypes, write_bed
@@ -23,19 +21,22 @@ X[5, 17], X[8, 20:] = -1, -1
 LOWER = np.tril_indices(60)
 
 
-def reference(x: Array) -> tuple[Array, Array]:
+def reference(x: Array, method: str = "gcta") -> tuple[Array, Array]:
     """Return the relationships and the numbers of variants, by a loop over pairs as GCTA's."""
     known = x != -1
     p = np.where(known, x, 0).sum(0) / np.maximum(1, known.sum(0)) / 2
     used = (p > 0) & (p < 1)
-    z = (x - 2 * p)[:, used] / np.sqrt(2 * p * (1 - p))[used]
+    variance = (2 * p * (1 - p))[used]
+    z, weight = (x - 2 * p)[:, used], variance.mean()
+    if method == "gcta":
+        z, weight = z / np.sqrt(variance), 1
     known = known[:, used]
     sums, counts = np.zeros((2, len(x), len(x)))
     for j in range(len(x)):
         for k in range(len(x)):
             both = known[j] & known[k]
             counts[j, k], sums[j, k] = both.sum(), z[j, both] @ z[k, both]
-    return sums / counts, counts
+    return sums / np.maximum(1, counts) / weight, counts
 
 
 MATRIX, COUNTS = reference(X)
@@ -99,14 +100,41 @@ def test_without_missing_genotypes_there_is_one_number() -> None:
     assert found.counts is None
 
 
-def test_a_pair_without_a_common_variant_is_nan() -> None:
-    x = np.array([[0, 1, -1, -1], [-1, -1, 2, 1], [2, 2, 0, 0]], np.int8)
-    found = oocgemm.grm(x, pairwise=True, backend="host").out
-    np.testing.assert_array_equal(np.isnan(found), [[0, 1, 0], [1, 0, 0], [0, 0, 0]])
+@pytest.mark.parametrize("method", ["gcta", "vanraden"])
+@pytest.mark.parametrize("name", ["", "g.grm.bin", "g.npy", "g.zarr"])
+@pytest.mark.parametrize("dtype", ["int8", "float32", "float64"])
+def test_a_pair_without_a_common_variant_is_0(name: str, method: str, dtype: str, tmp_path: Path) -> None:
+    x = np.array([[0, 1, -1, -1], [-1, -1, 2, 1], [2, 2, 0, 0], [-1, -1, -1, -1]]).astype(dtype)
+    expected, counts = reference(x, method)
+    cast: Any = "float32" if name.endswith("bin") else "float64"
+    out = str(tmp_path / name) if name else None
+    found = oocgemm.grm(x, out, method=method, pairwise=True, cast=cast, verify=True, backend="host")
+    matrix, numbers = np.asarray(found.out[:]), np.asarray(found.counts[:])
+    lower = np.tril_indices(4) if name.endswith("bin") else slice(None)
+    np.testing.assert_array_equal(numbers, counts[lower])
+    np.testing.assert_allclose(matrix, expected[lower], rtol=1e-6 if cast == "float32" else 1e-13)
+    assert (matrix[numbers == 0] == 0).all()
+    assert (numbers == 0).sum() > 3
 
 
-def test_bad_input_is_refused(tmp_path: Path) -> None:
-    out = os.fspath(tmp_path / "g.zarr")
-    with pytest.raises(InputError, match="pairwise is for the method gcta, not vanraden"):
-        oocgemm.grm(X, out, pairwise=True, method="vanraden", backend="host")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("engine", ENGINES)
+def test_vanraden_is_divided_as_gcta_divides(engine: Engine, tmp_path: Path) -> None:
+    """GCTA divides by the number of common variants, times the mean of 2 p (1 - p) over all variants."""
+    path, (expected, counts) = write_bed(tmp_path / "x.bed", X), reference(X, "vanraden")
+    with running_on(engine) as options:
+        given: Any = {"method": "vanraden", "pairwise": True, "tile": "24x24x50", **options}
+        for x, more in ((path, {}), (X, {"cast": "float64"}), (X.astype(np.float32), {"missing": -1.0})):
+            found = oocgemm.grm(x, **given, **more)
+            tolerance = 1e-13 if found.out.dtype == np.float64 else 2e-6
+            np.testing.assert_allclose(found.out[LOWER], expected[LOWER], rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(found.counts[LOWER], counts[LOWER])
+
+
+def test_the_command_takes_both_options(tmp_path: Path) -> None:
+    path, out = write_bed(tmp_path / "x.bed", X), tmp_path / "g.grm.bin"
+    line = "--method", "vanraden", "--pairwise", "--backend", "host", "--tile", "24x24x50"
+    done = command("grm", str(path), str(out), *line)
+    assert done.code == 0, done.err
+    expected, counts = reference(X, "vanraden")
+    np.testing.assert_allclose(np.fromfile(out, "<f4"), expected[LOWER], rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "g.grm.N.bin", "<f4"), counts[LOWER])

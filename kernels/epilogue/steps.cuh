@@ -30,6 +30,9 @@ __device__ inline double rank_one(double c, const step_t& s, long long i, long l
 }
 __device__ inline double add(double c, const step_t& s, long long, long long, double d) { return c + s.value * d; }
 __device__ inline double divide(double c, const step_t&, long long, long long, double d) { return c / d; }
+__device__ inline double divide_or_zero(double c, const step_t&, long long, long long, double d) {
+    return d == 0 ? 0 : c / d;
+}
 
 // NaN stays NaN.
 __device__ inline double correlation(double c, const step_t& s, long long i, long long j, double) {

@@ -61,6 +61,12 @@ from oocgemm.stores.genetics.grm import is_grm
     help="Divide by the number of variants that both individuals have, as GCTA does. It takes a second "
     "product. The numbers are stored beside OUT.",
 )
+@click.option(
+    "--chromosomes",
+    metavar="NAMES",
+    help="Chromosomes of a .bed file whose variants are used, such as 1-22,X or all.  [default: autosomes, "
+    "which are 1-22]",
+)
 @taking(*STATISTICS)
 @click.option(
     "--dry-run", is_flag=True, help="Show how OUT would be computed. Read no genotypes, and write nothing."
@@ -76,12 +82,14 @@ def grm(
     missing: float,
     cast: str | None,
     pairwise: bool,
+    chromosomes: str | None,
     **options: Any,
 ) -> None:
     """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.
 
     X has genotypes 0, 1 and 2: a PLINK 1 .bed file with its .bim and .fam files, or an array. Missing
-    genotypes are replaced by means. Variants with one allele are left out. OUT is the path of a zarr array, a
+    genotypes are replaced by means. Variants with one allele are left out, and those of a .bed file that are
+    not on autosomes. OUT is the path of a zarr array, a
     .npy file, or a .grm.bin file of GCTA. In the last case, .grm.id and .grm.N.bin files are written too.
 
     Example: oocgemm grm data.bed data.grm.bin
@@ -91,7 +99,7 @@ def grm(
 
         triangle = uplo or ("lower" if is_grm(out) else "full")
         kept = {name: value for name, value in options.items() if name in (*GRAM_PLAN_OPTIONS, "axis")}
-        transform = placeholder(x, options["axis"], method, missing, cast)
+        transform = placeholder(x, options["axis"], method, missing, cast, chromosomes)
         planned = api.plan_gram(x, out, uplo=triangle, transform=transform, **kept)
         note_clipped(options["tile"], planned)
         if as_json:
@@ -112,14 +120,18 @@ def grm(
             "missing": missing,
             "cast": cast,
             "pairwise": pairwise,
+            "chromosomes": chromosomes,
             "progress": progress,
         }
         found.append(compute_grm(x, out, **given, **options))
         return found[0]
 
     run_product(compute, out, (x,), options, as_json=as_json, quiet=quiet)
-    if not quiet and found[0].excluded:
+    counts = found[0]
+    whole = counts.variants + counts.excluded + counts.elsewhere
+    if not quiet and counts.elsewhere:
+        print_note(f"{counts.elsewhere} of {whole} variants were left out: they are on other chromosomes")
+    if not quiet and counts.excluded:
         print_note(
-            f"{found[0].excluded} of {found[0].variants + found[0].excluded} variants were left out: they "
-            "have one allele, or no known genotype"
+            f"{counts.excluded} of {whole} variants were left out: they have one allele, or no known genotype"
         )

@@ -88,6 +88,8 @@ class Elements:
                 added = step.value * d
             case "divide":
                 low, high = _sorted(low / d, high / d)
+            case "divide_or_zero":
+                low, high = (np.where(d == 0, 0, x) for x in _sorted(low / d, high / d))
             case "gaussian":
                 low, high = (np.maximum(u + v - 2 * x, 0) for x in (high, low))
                 low, high = _widened(low, high, 0, STEP_ERROR * DOUBLE * (u + v))

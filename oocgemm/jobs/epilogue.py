@@ -69,6 +69,11 @@ class Divide:
     d: Any
 
 
+@dataclass(frozen=True, eq=False)
+class DivideOrZero(Divide):
+    """Divide C by D as `Divide` does, but replace an element by 0 where D is 0."""
+
+
 @dataclass(frozen=True)
 class Correlation:
     """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
@@ -201,6 +206,8 @@ def _step(given: EpilogueStep, problem: GemmProblem, name: str) -> Step:
             return Step(kind, found[0], found[1], _number(given.value, f"value of {name}"))
         case Add():
             return Step("add", value=_number(given.value, f"value of {name}"))
+        case DivideOrZero():
+            return Step("divide_or_zero")
         case Divide():
             return Step("divide")
         case Correlation():

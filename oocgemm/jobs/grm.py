@@ -11,7 +11,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.epilogue import Divide
+from oocgemm.jobs.epilogue import DivideOrZero
 from oocgemm.jobs.options import DenseOptions, Operand, Output
 from oocgemm.jobs.request import DENSE_OPTIONS, Known, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
@@ -20,6 +20,7 @@ from oocgemm.jobs.transforms import memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
 from oocgemm.stores.genetics.bed import MISSING, individuals_of, is_bed
+from oocgemm.stores.genetics.chromosomes import ALL, Chromosomes, on_chromosomes
 from oocgemm.stores.genetics.grm import companions, is_grm, write_companions
 from oocgemm.stores.transform import Transform
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("oocgemm")
 METHODS = ("gcta", "vanraden")
 # Floating-point dtypes to which genotypes may be cast.
 CASTS = ("float32", "float64", "float16", "bfloat16")
+# Genotypes of variants on other chromosomes are divided by this. Their products are 0 in every dtype.
+_VANISHING = 1e300
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,12 +41,14 @@ class Relationships(Result):
         variants: number of variants that the matrix was computed from.
         excluded: number of variants that were left out: all known genotypes are homozygous for the same
             allele, or none is known.
+        elsewhere: number of variants that were left out, because they are on other chromosomes.
         counts: with `pairwise`, the array with the number of variants that both individuals of a pair have.
-            It is stored as the matrix is.
+            It is stored as the matrix is. None if no genotype is missing.
     """
 
     variants: int = 0
     excluded: int = 0
+    elsewhere: int = 0
     counts: Any = None
 
 
@@ -57,6 +62,7 @@ def grm(
     missing: float | None = MISSING,
     cast: str | None = None,
     pairwise: bool = False,
+    chromosomes: Chromosomes | None = None,
     **options: Unpack[DenseOptions],
 ) -> Relationships:
     """Compute the genetic relationship matrix (GRM) of the individuals in a matrix of genotypes.
@@ -67,8 +73,9 @@ def grm(
         gcta        mean of (x_j - 2 p) (x_k - 2 p) / (2 p (1 - p))
         vanraden    sum of (x_j - 2 p) (x_k - 2 p), divided by the sum of 2 p (1 - p)
 
-    A missing genotype is replaced by 2 p. Variants with p = 0 or 1 and those without any known genotype are
-    left out. The genotypes are read twice: the frequencies come from `stats`, which caches them for files.
+    A missing genotype is replaced by 2 p. Of a .bed file, the variants on autosomes are used. Variants with
+    p = 0 or 1 and those without any known genotype are left out. The genotypes are read twice: the
+    frequencies come from `stats`, which caches them for files.
 
     Args:
         x: the genotypes, individuals x variants: a PLINK 1 .bed file, or any real operand of `gemm`. It may
@@ -85,9 +92,12 @@ def grm(
             default float32 for int8, as in a .bed file, and else as for `Transform`. A GPU is fastest with
             float16 and bfloat16; the matrix is then float32.
         pairwise: divide the relationship of two individuals by the number of variants that both have, as GCTA
-            does, and not by the number of all variants. For the method gcta. It takes a second,
-            exact product. The numbers are stored beside a path `out`: in x.grm.N.bin for x.grm.bin, in
-            x.counts.zarr for x.zarr. A pair without a common variant is NaN.
+            does, and not by the number of all variants; with "vanraden" also by the mean of 2 p (1 - p) over
+            all variants. It takes a second, exact product. The numbers are stored beside a path `out`: in
+            x.grm.N.bin for x.grm.bin, in x.counts.zarr for x.zarr. A pair without a common variant is 0.
+        chromosomes: which variants of a .bed file are used, by the chromosomes in its .bim file: such as
+            "1-22,X", 21, or "all". By default the autosomes, 1 to 22, as GCTA does; all if the .bim file
+            names no chromosome. For other operands None or "all".
         options: those of `gram`, except alpha, beta, transform and out_dtype.
 
     Returns:
@@ -96,7 +106,8 @@ def grm(
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if an element
-            that is not missing is below 0 or above 2, and if all variants are left out.
+            that is not missing is below 0 or above 2, if all variants are left out, and if none is on a
+            chromosome that was passed.
 
     >>> import oocgemm
     >>> oocgemm.grm([[0, 2], [1, 2], [2, -1]], backend="host").out
@@ -109,8 +120,6 @@ def grm(
         raise InputError(f"method = {method!r}: choose one of {', '.join(METHODS)}")
     if cast is not None and cast not in CASTS:
         raise InputError(f"cast = {cast!r}: choose one of {', '.join(CASTS)}")
-    if pairwise and method != "gcta":
-        raise InputError(f"pairwise is for the method gcta, not {method}: drop pairwise")
     x, out = stores.located("X", x), stores.located("C", out)
     if isinstance(out, str) and out.endswith(".grm"):
         raise InputError(
@@ -123,6 +132,7 @@ def grm(
     triangle = uplo or ("full" if gcta is None else "lower")
     request = parse_gram(x, out, axis, triangle, dict[str, Any](options))  # type: ignore[arg-type]
     matrix, op = stores.by_rows(stores.open_matrix("X", x), Op.T if axis else Op.N)
+    chosen = _chosen(x, axis, chromosomes, matrix.shape[1 - int(op.swaps)])
     individuals: list[tuple[str, str]] = []
     if gcta is not None:
         individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
@@ -132,31 +142,58 @@ def grm(
     known.result("X", matrix.dtype)  # refuses complex operands
     found = stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
-    change, divisor, used = _standardizing(found, method)
-    pairwise, variants = pairwise and bool(found.missing.any()), int(used.sum())
-    excluded = len(found.count) - variants
-    logger.info("%d of %d variants have one allele or no known genotype", excluded, len(found.count))
+    change, divisor, used = _standardizing(found, method, chosen)
+    pairwise, variants = pairwise and bool(found.missing[used].any()), int(used.sum())
+    elsewhere = int((~chosen).sum())
+    excluded = len(chosen) - elsewhere - variants
+    logger.info("%d of %d variants are on other chromosomes", elsewhere, len(chosen))
+    logger.info("%d others have one allele or no known genotype", excluded)
     del found  # 48 bytes per variant
     transform = Transform(missing=missing, cast=cast, **change)
     request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
     counted: Result | None = None
     if pairwise:
         counted = run_request(_counting(request, matrix.dtype, used, out))
-        request = replace(request, alpha=1.0, epilogue=(Divide(_place(counted, request)),))
+        divided = (DivideOrZero(_place(counted, request)),)
+        request = replace(request, alpha=variants / divisor, epilogue=divided)
     result = run_request(request)
     if gcta is not None:
         write_companions(gcta, individuals, None if pairwise else variants)
     facts = {field.name: getattr(result, field.name) for field in fields(Result)}
     counts = None if counted is None else counted.out
-    return Relationships(**facts, variants=variants, excluded=excluded, counts=counts)
+    return Relationships(**facts, variants=variants, excluded=excluded, elsewhere=elsewhere, counts=counts)
 
 
-def placeholder(x: Operand, axis: int, method: str, missing: float | None, cast: str | None) -> Transform:
-    """Return a transform like that of `grm` with these arguments, to plan with. Nothing is read."""
-    extent = stores.open_matrix("X", stores.located("X", x)).shape[1 - axis]
+def placeholder(
+    x: Operand,
+    axis: int,
+    method: str,
+    missing: float | None,
+    cast: str | None,
+    chromosomes: Chromosomes | None,
+) -> Transform:
+    """Return a transform like that of `grm` with these arguments, to plan with. No genotypes are read."""
+    x = stores.located("X", x)
+    extent = stores.open_matrix("X", x).shape[1 - axis]
     ones = np.ones(extent)
-    found = Stats(ones, np.zeros(extent), ones, ones, ones, ones)
-    return Transform(missing=missing, cast=cast, **_standardizing(found, method)[0])
+    found, chosen = (
+        Stats(ones, np.zeros(extent), ones, ones, ones, ones),
+        _chosen(x, axis, chromosomes, extent),
+    )
+    return Transform(missing=missing, cast=cast, **_standardizing(found, method, chosen)[0])
+
+
+def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> Array:
+    """Return whether each variant is on one of the chromosomes."""
+    if isinstance(x, str) and is_bed(x) and axis == 0:
+        return on_chromosomes(Path(x), chromosomes)
+    if chromosomes not in (None, ALL):
+        raise InputError(
+            f"chromosomes = {chromosomes!r}: chromosomes are named in the .bim file of a .bed file with "
+            "individuals as rows, and X is no such file: drop chromosomes (--chromosomes), and select the "
+            "variants in X"
+        )
+    return np.ones(extent, bool)
 
 
 def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) -> Request:
@@ -196,27 +233,30 @@ def _place(counted: Result, request: Request) -> Any:
     return _beside(request.c.path) if request.c.path else counted.out
 
 
-def _standardizing(found: Stats, method: str) -> tuple[dict[str, Any], float, Array]:
+def _standardizing(found: Stats, method: str, chosen: Array) -> tuple[dict[str, Any], float, Array]:
     """Return how genotypes are transformed, what the product is divided by, and which variants are used.
+
+    Those that are not `chosen` are not.
 
     Raises:
         InputError: all variants are left out.
     """
     # 2 p (1 - p), where the mean is 2 p. It is NaN if no genotype is known.
     variance = found.mean * (1 - found.mean / 2)
-    used = variance > 0
+    used = (variance > 0) & chosen
     count = int(used.sum())
     if not count:
         raise InputError(
-            f"none of the {used.size} variants of X has two alleles among its known genotypes: check whether "
-            "axis (--axis) and missing (--missing) fit X"
+            f"none of the {chosen.sum()} variants of X has two alleles among its known genotypes: check "
+            "whether axis (--axis) and missing (--missing) fit X"
         )
     center = np.where(found.count > 0, found.mean, 0)
     change: dict[str, Any] = {"impute": center, "center": center}
+    # Centered elements of variants with one allele are 0, by whatever they are divided.
+    scale = np.where(chosen, 1.0, _VANISHING)
     if method == "vanraden":
-        return change, float(variance[used].sum()), used
-    # Centered elements of the variants that are left out are 0, by whatever they are divided.
-    return change | {"scale": np.sqrt(np.where(used, variance, 1))}, float(count), used
+        return change if chosen.all() else change | {"scale": scale}, float(variance[used].sum()), used
+    return change | {"scale": scale * np.sqrt(np.where(used, variance, 1))}, float(count), used
 
 
 def _individuals(x: Any, axis: int, count: int) -> list[tuple[str, str]]:

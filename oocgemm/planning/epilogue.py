@@ -16,11 +16,12 @@ STEPS = {
     "rank_one": "c + value u[i] v[j]",
     "add": "c + value d",
     "divide": "c / d",
+    "divide_or_zero": "c / d, but 0 where d is 0",
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
-_MERGING, _DERIVED = ("add", "divide"), ("correlation", "gaussian")
+_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian")
 
 # What a reduction makes of the elements of a row of C.
 REDUCTIONS = ("sum", "sumsq", "max")

@@ -59,6 +59,9 @@ def _changed(
             c += step.value * d
         case "divide":
             c /= d
+        case "divide_or_zero":
+            c /= d
+            c[d == 0] = 0
         case "correlation":
             c *= step.value * u * v
             np.clip(c, -1, 1, out=c)  # keeps NaN
