@@ -1,6 +1,7 @@
 """No hand-made tile of a small set is predicted to be faster than the planner's own choice.
 
-The set holds strips of rows or columns of C, the whole of C, and squares, each with panels of several depths. A tile passed by hand goes through the same planner, which then only chooses slots.
+The set holds strips of rows or columns of C, the whole of C, and squares, each with panels of several depths.
+A tile passed by hand goes through the same planner, which then only chooses slots.
 """
 
 from collections.abc import Iterator
