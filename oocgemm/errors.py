@@ -3,6 +3,8 @@
 A message names the object that is at fault, the numbers that do not fit, and the remedy.
 """
 
+from collections.abc import Callable, Mapping
+
 
 class OocGemmError(Exception):
     """The base class of all errors of this package."""
@@ -24,14 +26,24 @@ class BudgetError(OocGemmError, MemoryError):
     - `least`: the smallest sufficient value, in bytes, of the budget that the message names first; None if
       unknown.
     - `needed`: the bytes of device memory and of host memory that the smallest plan needs; None if unknown.
+    - `named`: the sizes that the message names, in bytes by option, if they are budgets of a product.
+    - `naming`: returns an error like this one that names other sizes; None if there are none.
     """
 
     def __init__(
-        self, message: str, *, least: int | None = None, needed: tuple[int, int] | None = None
+        self,
+        message: str,
+        *,
+        least: int | None = None,
+        needed: tuple[int, int] | None = None,
+        named: Mapping[str, int] | None = None,
+        naming: "Callable[[Mapping[str, int]], BudgetError] | None" = None,
     ) -> None:
         super().__init__(message)
         self.least = least
         self.needed = needed
+        self.named = {} if named is None else named
+        self.naming = naming
 
 
 class BackendError(OocGemmError):

@@ -186,11 +186,6 @@ def test_memory_excludes_the_two_budgets() -> None:
         oocgemm.plan(A, B, backend="host", memory="1GiB", device_memory="1GiB")
 
 
-def test_memory_is_refused_on_cuda() -> None:
-    with pytest.raises(InputError, match="this run uses cuda: pass device_memory"):
-        oocgemm.plan(A, B, backend="cuda", memory="1GiB")
-
-
 # Logging.
 
 

@@ -88,8 +88,9 @@ _BUDGETS = (
     click.option(
         "--memory",
         metavar="SIZE",
-        help="Upper bound on all memory, such as 4GiB; host backend only. It replaces --device-memory and "
-        "--host-memory: 3/4 are for blocks of A, B and C, the rest is for reading and writing.",
+        help="Upper bound on host memory, such as 4GiB, in place of --host-memory. With the host backend it "
+        "also replaces --device-memory: 3/4 are for blocks of A, B and C, the rest is for reading and "
+        "writing.",
     ),
     click.option(
         "--device-memory",
@@ -196,6 +197,12 @@ STATISTICS = (*SELECTION[:-4], *_STORAGE[1:], DEVICE, VERIFY, OVERWRITE, *RUN)
 JOB = (
     *PRODUCT,
     *_ARITHMETIC,
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help="Upper bound on host memory, such as 4GiB, in place of --host-memory. If the service computes "
+        "on the CPU, it also replaces --device-memory.",
+    ),
     click.option(
         "--device-memory",
         metavar="SIZE",

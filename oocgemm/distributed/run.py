@@ -141,6 +141,9 @@ def _plan(request: Request, engine: Backend, found: Collection[Found]) -> tuple[
     except BudgetError as error:
         if max(ram, device) == 1:
             raise
+        if error.naming is not None:  # the user names the sizes for all workers
+            counts = {"device_memory": device}
+            error = error.naming({x: size * counts.get(x, ram) for x, size in error.named.items()})
         message = f"each worker gets 1/{ram} of the host memory and 1/{device} of the device: {error}"
         raise BudgetError(message, least=error.least, needed=error.needed) from error
     engine.check(job.plan, request.kernel)

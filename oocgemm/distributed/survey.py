@@ -229,19 +229,19 @@ def with_shares(request: Request, found: Collection[Found]) -> Request:
     budgets of the worker with the least memory, since they follow one plan.
     """
     shared = sharers(found)
-    if request.memory is not None:
+    if request.memory is not None and all(one.backend == "host" for one in found):
         return replace(
             request, memory=parse_size(request.memory) // max(ram for ram, _, _ in shared.values())
         )
     each = []
     for one in found:
         ram, device, _ = shared[one.worker]
-        given = request.device_memory, request.host_memory
+        given = request.device_memory, request.all_host_memory
         whole = budgets_of(one.backend, partial(int, one.free), *given, one.available)
         each.append(Budgets(whole.device // device, whole.host // ram))
-    return replace(
-        request, device_memory=min(one.device for one in each), host_memory=min(one.host for one in each)
-    )
+    host = min(one.host for one in each)
+    request = replace(request, device_memory=min(one.device for one in each))
+    return replace(request, host_memory=host) if request.memory is None else replace(request, memory=host)
 
 
 def check_memory(plan: Plan, found: Collection[Found]) -> None:
@@ -252,11 +252,12 @@ def check_memory(plan: Plan, found: Collection[Found]) -> None:
     for one in found:
         ram, device, _ = shared[one.worker]
         needs = [(host * ram, one.available, "host", ram)]
+        option = "memory" if plan.budgets.memory else "host-memory"
         needs += [] if unified else [(plan.footprint.device_total * device, one.free, "device", device)]
         for needed, free, tier, count in needs:
             if needed > free:
                 raise OutOfMemoryError(
                     f"{count} workers on {one.host} ({one.worker} is one of them) need {format_size(needed)} "
                     f"of {tier} memory together, {format_size(free)} are free: pass a smaller "
-                    f"--{tier}-memory, or use fewer workers"
+                    f"--{'device-memory' if tier == 'device' else option}, or use fewer workers"
                 )

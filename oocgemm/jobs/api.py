@@ -108,9 +108,10 @@ def gemm(
             is as accurate as native.
         out_dtype: dtype of C. float16 and bfloat16 operands give their own dtype (default) or float32; int8
             operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
-        memory: upper bound on all memory, on the host backend only, in bytes or as "4GiB". It replaces
-            `device_memory` and `host_memory`: three quarters are for blocks of A, B and C, one quarter is for
-            buffers for reading and writing. A share grows if the smallest plan requires more.
+        memory: upper bound on host memory, in bytes or as "4GiB". On cuda it is another name of
+            `host_memory`. On the host backend it replaces `device_memory` too: three quarters are for blocks
+            of A, B and C, one quarter is for buffers for reading and writing. A share grows if the smallest
+            plan requires more.
         device_memory: upper bound on device memory, 90% of the free memory by default. On the host backend it
             bounds the RAM for blocks of A, B and C, 37.5% of the available RAM by default.
         host_memory: upper bound on host memory for buffers between storage and device, half of the available

@@ -1,23 +1,24 @@
 """Choose the device and the host budget of a run.
 
-The caller passes both budgets, or one bound on all memory, which is divided between them. By default, a
-budget is a share of the free memory.
+The caller passes both budgets, or one bound on all host memory, which is divided between them where the host
+computes. By default, a budget is a share of the free memory.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from oocgemm.errors import BudgetError, InputError, OutOfMemoryError
 from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Request
-from oocgemm.planning import Budgets, Plan
-from oocgemm.planning.units import ceil_size, format_size, parse_size
+from oocgemm.planning import Budgets, Plan, usable, within
+from oocgemm.planning.units import format_size, parse_size
 from oocgemm.system.memory import RECENT, available_for, available_memory
 
 
 def budgets_of(
     backend: str,
-    free: Callable[[], int],
+    free: Callable[[], int] | None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     available: int | None = None,
@@ -27,10 +28,16 @@ def budgets_of(
     On cuda, the device budget is 90% of the free device memory, the host budget half of the available RAM.
     On the host backend, they are 37.5% and 12.5% of the available RAM. `free` returns the free device memory
     or, on the host backend, the available RAM, in bytes. `available` is the available RAM; None to query it.
+    If `free` is None, the device memory is unknown: without `device_memory`, `InputError` is raised.
     """
     on_host = backend == "host"
     if device_memory is not None:
         device = parse_size(device_memory)
+    elif free is None:
+        raise InputError(
+            "planning for cuda does not query the device's memory: pass how much of it to use, such as "
+            "device_memory='16GiB' (--device-memory 16GiB)"
+        )
     else:
         device = _steady(free() * 3 // 8 if on_host else free() * 9 // 10)
     if host_memory is not None:
@@ -62,49 +69,60 @@ def _steady(size: int) -> int:
 def within_budgets(
     request: Request,
     backend: str,
-    free: Callable[[], int],
-    plan: Callable[[Budgets], Plan],
+    free: Callable[[], int] | None,
+    plan: Callable[[Budgets, float], Plan],
     devices: int = 1,
 ) -> Plan:
     """Return the result of `plan`, called with the budgets of a request or with their defaults.
 
-    `free` is as for `budgets_of`; with several devices, what each of them may allocate.
+    Args:
+        request: names the budgets.
+        backend: "host" or "cuda".
+        free: as for `budgets_of`; with several devices, what each of them may allocate. None to plan for cuda
+            without a device.
+        plan: makes a plan within budgets, with a part of the usual effort of the search.
+        devices: number of devices.
 
-    Raises `BudgetError` if the budgets are too small.
+    Raises:
+        InputError: budgets exclude each other, or one that has no default is missing.
+        BudgetError: the budgets are too small.
     """
-    if request.memory is not None:
-        if backend != "host":
+    if backend == "host" and request.memory is not None:
+        if request.device_memory is not None:
             raise InputError(
-                "memory bounds the RAM of the host backend, but this run uses cuda: pass device_memory and "
-                "host_memory instead (--device-memory, --host-memory)"
+                "memory bounds both budgets of the host backend together: drop device_memory, or drop memory "
+                "and pass both budgets"
             )
-        return _within(parse_size(request.memory), plan, devices)
-    return plan(budgets_of(backend, free, request.device_memory, request.host_memory))
-
-
-def _within(memory: int, plan: Callable[[Budgets], Plan], devices: int) -> Plan:
-    """Split one memory bound, in bytes, into two budgets, and plan within them.
-
-    The device budgets get three quarters, in equal parts, and the host budget one quarter. If no plan fits,
-    the smallest plan gets what it needs, and they share the rest in this way.
-    """
-    budgets = Budgets((memory - memory // 4) // devices, memory // 4)
+        sizes = {"memory": parse_size(request.memory)}
+    else:
+        given = request.device_memory, request.all_host_memory
+        budgets = budgets_of(backend, free, *given)
+        memory = 0 if request.memory is None else budgets.host
+        sizes = replace(budgets, memory=memory).by_option(unified=False)
     try:
-        return plan(budgets)
+        found = within(sizes, lambda budgets: plan(budgets, 1.0), devices)
     except BudgetError as error:
-        if error.needed is None:
-            raise
-        device, host = error.needed
-        least = devices * device + host
-        if least > memory:
-            raise BudgetError(
-                f"memory {format_size(memory)} cannot hold the smallest plan ({least} bytes): pass "
-                f"memory='{ceil_size(least)}' (--memory {ceil_size(least)})",
-                least=least,
-                needed=error.needed,
-            ) from error
-        host += (memory - least) // 4
-    return plan(Budgets((memory - host) // devices, host))
+        limits = {} if free is None else _available(sizes, backend, free, devices)
+        raise usable(error, sizes, plan, devices, limits) from error
+    if found.faster is None or free is None:
+        return found
+    limits, faster = _available({}, backend, free, devices), found.faster.budgets
+    fits = all(size <= limits[name] for name, size in faster.by_option(unified=backend == "host").items())
+    return found if fits else replace(found, faster=None)
+
+
+def _available(
+    sizes: Mapping[str, int], backend: str, free: Callable[[], int], devices: int
+) -> dict[str, int]:
+    """Return how large a size of each option may be to fit in the free memory, beside those in `sizes`."""
+    host = available_memory(RECENT)
+    if backend != "host":
+        return {"device_memory": free(), "host_memory": host, "memory": host}
+    return {
+        "device_memory": (host - sizes.get("host_memory", 0)) // devices,
+        "host_memory": host - devices * sizes.get("device_memory", 0),
+        "memory": host,
+    }
 
 
 def check_memory(plan: Plan, request: Request) -> None:

@@ -24,7 +24,7 @@ SHARE = 1 / 2
 
 
 def measured(
-    request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int]
+    request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int] | None
 ) -> GemmProblem:
     """Return the problem, `measured` if the device finds the statistics that its transform needs.
 
@@ -33,7 +33,7 @@ def measured(
         problem: the product. The device transforms its panels, if they are transformed.
         x: op(X), if the problem is a Gram matrix.
         tile: the tile that the user chose.
-        free: returns the free device memory in bytes.
+        free: returns the free device memory in bytes; None if it is unknown.
     """
     if not (problem.gram and isinstance(x, TransformedMatrix) and _is_measurable(problem, x)):
         return problem
@@ -53,7 +53,9 @@ def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
     return bool(small and transform.needs_stats and by_word and read_as_stored and not known)
 
 
-def _decided(request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int]) -> bool:
+def _decided(
+    request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int] | None
+) -> bool:
     if request.planned is not None:
         return request.planned.problem.measured
     folder = request.c.journal_folder if request.resume else None
@@ -65,6 +67,6 @@ def _decided(request: Request, problem: GemmProblem, tile: TileShape | None, fre
     whole = TileShape(problem.m, problem.m, 1)
     grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))
     of_k = measure_room(replace(problem, measured=True)).end + sum(vector_bytes(problem).values())
-    budget = budgets_of("cuda", free, request.device_memory, request.host_memory).device
+    budget = budgets_of("cuda", free, request.device_memory, request.all_host_memory).device
     room = SHARE * (budget - default_model("cuda", 1).device_reserve)
     return grid.elements((0, 0)) * problem.itemsizes["acc"] + of_k <= room

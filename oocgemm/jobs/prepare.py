@@ -127,7 +127,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile, scales = tile_of(request.tile, problem), None
     if engine is None or engine.name == "cuda":
-        problem = measured(request, problem, a, tile, _unknown if engine is None else engine.free_memory)
+        problem = measured(request, problem, a, tile, None if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
         a, b = readable_both(request, problem, a, b)
@@ -303,19 +303,19 @@ def _plan(
         coded = with_encoding(Setting(problem, machine, asked, budgets, devices), codec)
         return with_decoding(Setting(problem, machine, coded, budgets), found)
 
-    def planned(budgets: Budgets, codec: str) -> Plan:
+    def planned(budgets: Budgets, effort: float, codec: str) -> Plan:
         to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
         if output.resumed is not None:
             return _continued(output.resumed, problem, budgets, machine, to, devices)
         if devices == 1:
-            return guarded_plan(*given, to, tile)
+            return guarded_plan(*given, to, tile, effort)
         return shared_plan(*given, to, tile, devices)
 
-    def plan(budgets: Budgets) -> Plan:
-        return encoding_if_possible(partial(planned, budgets), codec)
+    def plan(budgets: Budgets, effort: float = 1.0) -> Plan:
+        return encoding_if_possible(partial(planned, budgets, effort), codec)
 
     if request.planned is None:
-        free = _unknown if engine is None else engine.free_memory
+        free = None if engine is None else engine.free_memory
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
@@ -366,13 +366,6 @@ def _sessions(request: Request, engine: Backend | None) -> int:
     """Return how many sessions of a run share one GPU: more than 1 if a number is given several times."""
     numbers = engine.numbers if isinstance(engine, backends.Devices) else request.devices
     return max(Counter(numbers).values()) if isinstance(numbers, tuple) else 1
-
-
-def _unknown() -> int:
-    raise InputError(
-        "planning for cuda does not query the device's memory: pass how much of it to use, such as "
-        "device_memory='16GiB' (--device-memory 16GiB)"
-    )
 
 
 def _continued(

@@ -170,18 +170,19 @@ class Request:
         return requests_of(self.requests)
 
     @property
+    def all_host_memory(self) -> Size | None:
+        """The upper bound on host memory, under either of its names; None if there is none."""
+        return self.host_memory if self.memory is None else self.memory
+
+    @property
     def is_distributed(self) -> bool:
         """Whether other processes compute the product."""
         return self.workers is not None or self.client is not None or self.executor is not None
 
     def __post_init__(self) -> None:
         requests_of(self.requests)
-        budgets = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
-        if self.memory is not None and budgets:
-            raise InputError(
-                f"memory bounds both budgets together: drop {' and '.join(budgets)}, or drop memory and pass "
-                "both budgets"
-            )
+        if self.memory is not None and self.host_memory is not None:
+            raise InputError("memory and host_memory both bound host memory: drop one of them")
         if self.devices is not None and self.device:
             raise InputError(f"device = {self.device} and devices both name devices: drop device")
         if self.devices is not None and self.is_distributed:

@@ -19,6 +19,7 @@ from oocgemm.planning.schedule.operation import Kind, Lane, Operation
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.search.bounds import usable, within
 from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.search.shared import shared_plan
@@ -73,6 +74,8 @@ __all__ = [
     "recorded_plan",
     "resumed_plan",
     "shared_plan",
+    "usable",
     "with_decoding",
     "with_encoding",
+    "within",
 ]

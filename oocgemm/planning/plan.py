@@ -84,13 +84,12 @@ class Plan:
         """A hint for the user that larger budgets would make the product far faster; empty if none would."""
         if self.faster is None:
             return ""
+        unified = self.machine.unified
+        given = self.budgets.by_option(unified=unified)
         options = " ".join(
-            f"--{tier}-memory {ceil_size(size)}"
-            for tier, size, given in (
-                ("device", self.faster.budgets.device, self.budgets.device),
-                ("host", self.faster.budgets.host, self.budgets.host),
-            )
-            if size > given
+            f"--{name.replace('_', '-')} {ceil_size(size)}"
+            for name, size in self.faster.budgets.by_option(unified=unified).items()
+            if size > given[name]
         )
         return (
             f"these budgets make the product slow, {format_time(self.prediction.total)} predicted; "

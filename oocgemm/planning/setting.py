@@ -25,10 +25,26 @@ ENQUEUE, ENQUEUED_BYTES = 60e-6, 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Hard upper bounds, in bytes, on the memory that a run occupies on the device and on the host."""
+    """Hard upper bounds, in bytes, on the memory that a run occupies on the device and on the host.
+
+    `memory` is the size in the option ``memory``, or 0 if that option was not given: the bound on the host
+    budget or, if the memory of the device is host memory, on both budgets together.
+    """
 
     device: int
     host: int
+    memory: int = 0
+
+    def by_option(self, *, unified: bool) -> dict[str, int]:
+        """Return the sizes in bytes by the options of a run that they belong to.
+
+        >>> Budgets(1, 2).by_option(unified=True), Budgets(3, 1, 4).by_option(unified=True)
+        ({'device_memory': 1, 'host_memory': 2}, {'memory': 4})
+        """
+        if not self.memory:
+            return {"device_memory": self.device, "host_memory": self.host}
+        on_device = {} if unified else {"device_memory": self.device}
+        return on_device | {"memory": self.memory}
 
 
 @dataclass(frozen=True, slots=True)

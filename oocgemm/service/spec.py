@@ -17,7 +17,7 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("alpha", "beta"), (int, float, str)),
     **dict.fromkeys(("trans_a", "trans_b", "kernel", "compute", "out_dtype", "tile", "compressor"), (str,)),
     "chunks": (list,),
-    **dict.fromkeys(("device_memory", "host_memory"), (int, str)),
+    **dict.fromkeys(("memory", "device_memory", "host_memory"), (int, str)),
     **dict.fromkeys(("verify", "overwrite", "trust_operands"), (bool,)),
 }
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
@@ -95,11 +95,16 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         defaults = {"device_memory": host * 3 // 4, "host_memory": host // 4}
     else:
         defaults = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
+    if "memory" in options:
+        defaults = {} if backend == "host" else {"device_memory": defaults["device_memory"]}
     options = defaults | options
     plan = api.plan(spec["a"], spec["b"], spec["c"], **options)
+    # The job itself gets both budgets, as small as they may be.
+    options.pop("memory", None)
+    options |= {"device_memory": plan.budgets.device, "host_memory": plan.budgets.host}
     used = {
         "device_memory": plan.footprint.device_total,
-        "host_memory": min(plan.footprint.host_total + MARGIN, parse_size(options["host_memory"])),
+        "host_memory": min(plan.footprint.host_total + MARGIN, plan.budgets.host),
     }
     try:
         plan = api.plan(spec["a"], spec["b"], spec["c"], **options | used)

@@ -77,7 +77,7 @@ def scratch(size: int, use: str = "scratch") -> Array:
         except OSError as error:
             raise MemoryError(
                 f"the system refuses {format_size(rounded)} of host memory for a chunk: "
-                "pass a smaller --host-memory"
+                "pass a smaller --host-memory (or --memory)"
             ) from error
         buffer = np.frombuffer(block, np.uint8)
         setattr(_of_thread, use, buffer)

@@ -87,7 +87,7 @@ class Decoder:
             self._pool.shutdown()
             raise BackendError(
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
-                "pass a smaller --host-memory, or raise ulimit -l"
+                "pass a smaller --host-memory (or --memory), or raise ulimit -l"
             ) from error
         for i in range(shape.lanes):
             part = self._memory[i * size : (i + 1) * size]

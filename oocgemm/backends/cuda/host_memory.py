@@ -175,7 +175,7 @@ class HostMemory:
         except runtime.CUDARuntimeError as error:
             raise BackendError(
                 f"the system refuses to pin {format_size(size)} of host memory ({error}): "
-                "pass a smaller --host-memory, or raise ulimit -l"
+                "pass a smaller --host-memory (or --memory), or raise ulimit -l"
             ) from error
 
     def close(self, *, keep: bool) -> None:

@@ -56,7 +56,7 @@ class Direction:
         except runtime.CUDARuntimeError as error:
             raise BackendError(
                 f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
-                "pass a smaller --host-memory, or raise ulimit -l"
+                "pass a smaller --host-memory (or --memory), or raise ulimit -l"
             ) from error
         self._streams: list[Any] = []  # those that no block uses
         self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created

@@ -28,6 +28,7 @@ from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
+from oocgemm.planning.search.bounds import within
 from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.gram import gram_candidates, smallest
 from oocgemm.planning.search.moves import moves
@@ -100,9 +101,9 @@ def _plan_with_advice(setting: Setting, tile: TileShape | None, effort: float) -
 def _faster(plan: Plan) -> Faster | None:
     """Find larger budgets that make a slow product at least `MIN_FASTER` times as fast, or return None.
 
-    The device budget, the host budget and both are doubled, then quadrupled. The first budgets that suffice
-    are returned. None are tried if the product takes less than `MIN_SLOW` seconds, or if no plan could be
-    that much faster: it must still read the operands once and multiply them.
+    The sizes in the options that bound the memory are doubled, one of them or all, and then quadrupled. The
+    first budgets that suffice are returned. None are tried if the product takes less than `MIN_SLOW` seconds,
+    or if no plan could be that much faster: it must still read the operands once and multiply them.
     """
     setting = plan.setting
     problem, budgets, machine = setting.problem, setting.budgets, setting.machine
@@ -112,12 +113,14 @@ def _faster(plan: Plan) -> Faster | None:
     compute = machine.multiply_seconds(problem.rate, problem.flops, problem.m, problem.n, depth)
     if seconds < MIN_SLOW or seconds < MIN_FASTER * (compute + once):
         return None
+    given = budgets.by_option(unified=machine.unified)
     for times in (2, 4):
-        device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
-        for tried in (Budgets(device, budgets.host), Budgets(budgets.device, host), Budgets(device, host)):
-            found = _planned(replace(setting, budgets=tried), None, 0.0).considered[0].prediction.total
-            if MIN_FASTER * found <= seconds:
-                return Faster(tried, found)
+        larger = {name: parse_size(ceil_size(times * size)) for name, size in given.items()}
+        for some in (*((name,) for name in given), tuple(given)):
+            sizes = given | {name: larger[name] for name in some}
+            found = within(sizes, lambda tried: _planned(replace(setting, budgets=tried), None, 0.0))
+            if MIN_FASTER * (predicted := found.considered[0].prediction.total) <= seconds:
+                return Faster(found.budgets, predicted)
     return None
 
 
@@ -169,7 +172,7 @@ def resumed_plan(
         used = plan.footprint
         if (used.device_total <= budgets.device and used.host_total <= budgets.host) or plan.steps == 0:
             return plan
-    raise too_small(budgets, used, "the plan that the run was begun with")
+    raise too_small(plan.setting, used, "the plan that the run was begun with")
 
 
 @lru_cache(16)

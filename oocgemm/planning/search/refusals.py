@@ -1,6 +1,8 @@
 """Create the errors for tile shapes and budgets that no plan can use. Their messages name the remedy."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import lcm
 
 from oocgemm.errors import BudgetError, InputError
@@ -11,6 +13,8 @@ from oocgemm.planning.search.candidates import min_tile
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileShape
 from oocgemm.planning.units import ceil_size, format_size, parse_size
+
+Sizes = Mapping[str, int]  # bytes, by the option that they belong to
 
 
 def check_tile(setting: Setting, tile: TileShape) -> None:
@@ -68,13 +72,13 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
     )
     needed = sufficing(setting, smallest or Candidate(shape, slots))
     if tile:
-        return too_small(budgets, needed, f"the plan of tile {tile}", "a smaller tile")
+        return too_small(setting, needed, f"the plan of tile {tile}", "a smaller tile")
     remedies = []
     if needed.host_total > budgets.host:
         remedies += [f"rechunk {x}" for x, on in (("A", layouts.a), ("B", layouts.b)) if on.decode_bytes]
     if max(layouts.c.write_chunk) > 16 or (needed.host_total > budgets.host and layouts.c.encodes):
         remedies.append("give C smaller chunks")
-    return too_small(budgets, needed, "the smallest plan", " or ".join(remedies))
+    return too_small(setting, needed, "the smallest plan", " or ".join(remedies))
 
 
 def sufficing(setting: Setting, candidate: Candidate) -> Footprint:
@@ -93,28 +97,33 @@ def sufficing(setting: Setting, candidate: Candidate) -> Footprint:
         needed = larger
 
 
-def too_small(budgets: Budgets, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:
+def too_small(setting: Setting, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:
     """Create the error for budgets below `footprint`. The message names budgets that suffice.
 
     `what` names the plan that does not fit. `otherwise` names remedies other than larger budgets, if any.
     """
-    short = [
-        (tier, budget, total)
-        for tier, budget, total in (
-            ("device", budgets.device, footprint.device_total),
-            ("host", budgets.host, footprint.host_total),
-        )
-        if total > budget
-    ]
-    given = " and ".join(f"{tier} memory {format_size(budget)}" for tier, budget, _ in short)
-    needed = " and ".join(f"{total} bytes" for _, _, total in short)
-    if any(tier == "host" for tier, _, _ in short) and footprint.host["scratch"]:
-        needed += f", {format_size(footprint.host['scratch'])} of it to decode or encode chunks"
-    arguments = ", ".join(f"{tier}_memory='{ceil_size(total)}'" for tier, _, total in short)
-    options = " ".join(f"--{tier}-memory {ceil_size(total)}" for tier, _, total in short)
+    unified, device, host = setting.machine.unified, footprint.device_total, footprint.host_total
+    total = host + (setting.devices * device if unified else 0)
+    given = setting.budgets.by_option(unified=unified)
+    needed = Budgets(device, host, total if setting.budgets.memory else 0).by_option(unified=unified)
+    short = {name: needed[name] for name in given if needed[name] > given[name]}
+    # If only one of the two parts of one bound is too small, the bound is divided in another way.
+    short = short or {name: needed[name] for name in given if name == "memory"}
+    fault = " and ".join(f"{name.replace('_', ' ')} {format_size(given[name])}" for name in short)
+    fault += f" cannot hold {what} ({' and '.join(f'{size} bytes' for size in short.values())}"
+    if short.keys() - {"device_memory"}:
+        scratch = footprint.host["scratch"]
+        fault += f", {format_size(scratch)} of it to decode or encode chunks" * bool(scratch)
+    return _refusal(fault + ")", otherwise, short, (device, host), short)
+
+
+def _refusal(fault: str, otherwise: str, least: Sizes, needed: tuple[int, int], named: Sizes) -> BudgetError:
+    arguments = ", ".join(f"{name}='{ceil_size(size)}'" for name, size in named.items())
+    options = " ".join(f"--{name.replace('_', '-')} {ceil_size(size)}" for name, size in named.items())
     return BudgetError(
-        f"{given} cannot hold {what} ({needed}): pass {arguments} ({options})"
-        f"{otherwise and f', or {otherwise}'}",
-        least=short[0][2],
-        needed=(footprint.device_total, footprint.host_total),
+        f"{fault}: pass {arguments} ({options}){otherwise and f', or {otherwise}'}",
+        least=next(iter(least.values())),
+        needed=needed,
+        named=named,
+        naming=partial(_refusal, fault, otherwise, least, needed),
     )

@@ -375,7 +375,7 @@ class _Alone:
 def _refusal(setting: Setting, device: int, host: int) -> BudgetError:
     """Create the error for budgets below these bytes, of which those of the device are for each."""
     needed = Footprint({"slots": device}, {"slots": host, "scratch": 0})
-    return too_small(setting.budgets, needed, f"the smallest plan for {setting.devices} devices")
+    return too_small(setting, needed, f"the smallest plan for {setting.devices} devices")
 
 
 def _widened(alone: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Candidate:
