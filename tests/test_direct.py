@@ -1,7 +1,6 @@
 """Chunks that oocgemm reads and writes without zarr: both give the same values as zarr."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm.stores.zarr import through
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.problems import DTYPES
 from tests.suite import examples
@@ -144,74 +142,6 @@ def test_zarr_reads_what_was_written_past_it(
     np.testing.assert_array_equal(out, values)
     leftovers = [p.name for p in Path(str(matrix.describe()["path"])[7:]).rglob(".*.partial")]
     assert leftovers == []
-
-
-@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec", "ignore:Array is unsupported")
-@pytest.mark.parametrize("reader", ["zarr", "zarrs", "told"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Shuffle(8)]},
-        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Shuffle(8)], "dtype": ">f8"},
-        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Delta("f8")]},
-        {"chunks": (8, 8), "serializer": ShardingCodec(chunk_shape=(4, 4)), "compressors": [GzipCodec()]},
-        {"compressors": [ZstdCodec(), GzipCodec()]},
-        {"compressors": [Crc32cCodec(), ZstdCodec()]},
-    ],
-)
-def test_what_is_not_understood_is_left_to_zarr(
-    tmp_path: Path, options: dict[str, Any], reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks whose codec oocgemm does not know are read by zarr.
-
-    zarr uses the package zarrs if that is installed or configured.
-    """
-    if reader == "zarr":
-        monkeypatch.setattr(through, "FAST_PIPELINE", "not_installed")
-    told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
-    values = np.arange(130.0).reshape(13, 10)
-    with zarr.config.set(told):
-        given = {"chunks": (4, 4), "dtype": "f8"} | options
-        array = zarr.create_array(tmp_path / "A", shape=(13, 10), fill_value=3, **given)
-        matrix = ZarrMatrix("A", array)
-    assert matrix.direct is None
-    matrix.write((0, 8), (0, 10), values[:8])
-    values[8:] = 3
-    for room in (np.empty((7, 5)), np.empty((9, 9))[1:8, 2:7]):
-        matrix.read((2, 9), (3, 8), room)
-        np.testing.assert_array_equal(room, values[2:9, 3:8])
-    delta = any(isinstance(codec, numcodecs.Delta) for codec in options.get("filters", ()))
-    by_zarrs = type(matrix._read.async_array.codec_pipeline).__name__ == "ZarrsCodecPipeline"
-    assert by_zarrs is (reader == "told" or (reader == "zarrs" and not delta))
-
-
-def test_concurrent_opens_restore_the_zarr_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first thread to start ends first.
-
-    The second must not restore the settings that the first one had set.
-    """
-    compressors = [ZstdCodec(), GzipCodec()]
-    array = zarr.create_array(
-        tmp_path / "A", shape=(8, 8), chunks=(4, 4), dtype="f8", compressors=compressors
-    )
-    right, turns = zarr.AsyncArray, iter((0.2, 0.4))
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(next(turns))
-        return right(*arguments)
-
-    monkeypatch.setattr(zarr, "AsyncArray", slow)
-    before = zarr.config.get("codec_pipeline.path")
-    both = [threading.Thread(target=ZarrMatrix, args=("A", array)) for _ in range(2)]
-    for thread in both:
-        thread.start()
-        time.sleep(0.1)
-    for thread in both:
-        thread.join()
-    assert next(turns, None) is None
-    assert zarr.config.get("codec_pipeline.path") == before
 
 
 @pytest.mark.parametrize("options", [{}, {"order": "F"}, {"compressors": numcodecs.Zstd()}])

@@ -28,7 +28,6 @@ OPTIONAL = {
     "ml_dtypes": ("bfloat16 operands", "bfloat16"),
     "resvg_py": ("PNG pictures of reports", "png"),
     "fastapi": ("the server of oocgemm serve", "service"),
-    "zarrs": ("faster reads of arrays with filters", "zarrs"),
     "h5py": ("HDF5, h5ad and netCDF4 operands", "hdf5"),
     "isal": ("faster decompression of gzip", "hdf5"),
 }
@@ -188,7 +187,6 @@ def versions() -> Mapping[str, str]:
         "cupy-cuda12x",
         "ml_dtypes",
         "resvg-py",
-        "zarrs",
         "h5py",
         "isal",
     )

@@ -12,8 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.cost.decoding import Coding
@@ -21,7 +19,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.cached import CachedChunks
 from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
-from oocgemm.stores.files import padded, scratch, worth_caching
+from oocgemm.stores.files import padded, worth_caching
 from oocgemm.stores.frames import Fetched
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.statuses import chunk_fingerprints
@@ -70,19 +68,12 @@ class ZarrMatrix:
         if isinstance(array, Metadata):
             self._metadata = array
         else:
-            from oocgemm.stores.zarr.through import metadata_of
+            from oocgemm.stores.zarr.through import metadata_of, with_own_pipeline
 
-            self._array, self._metadata = array, metadata_of(array)
+            self._array, self._metadata = with_own_pipeline(array), metadata_of(array)
         found = self._metadata
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # Without `direct`, zarr reads blocks from the array object `_read`. If `_contiguous` is true, zarr
-        # can only read into contiguous memory.
-        self._read, self._contiguous = self._array, False
-        if not self.direct:
-            from oocgemm.stores.zarr.through import reader
-
-            self._read, self._contiguous = reader(self.array)
         # If `_writes_directly` is true, `_writer` writes chunk files. Otherwise zarr writes to the array
         # object `_written`. Both write to the folder `_target`, which is None for a remote array.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
@@ -91,9 +82,8 @@ class ZarrMatrix:
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # A call that reads through zarr holds its chunks in memory as stored and as decoded. A contiguous
-        # destination, where zarr needs one, can be a third copy.
-        decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
+        # A call that reads through zarr holds its chunks in memory as stored and as decoded.
+        decode_bytes = 2 * _batch_bytes(chunk, size)
         # A call that writes through zarr needs memory for three copies of the chunks: the elements, the
         # codecs' output, and the content of the file.
         encode_bytes = 3 * _batch_bytes(shard, size)
@@ -142,16 +132,11 @@ class ZarrMatrix:
             ) from error
 
     def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block with zarr into `out`, or into scratch memory first if zarr needs contiguous memory."""
+        """Read a block with zarr into `out`."""
         from zarr.core.buffer.cpu import NDBuffer
 
-        into = out
-        if self._contiguous and not out.flags.c_contiguous:
-            into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
-        target = NDBuffer(into)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
-        self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
-        if into is not out:
-            np.copyto(out, into)
+        target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
+        self.array.get_basic_selection((slice(*rows), slice(*cols)), out=target)
 
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
         """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
@@ -216,10 +201,12 @@ class ZarrMatrix:
                 shutil.copyfile(self.folder / name, folder / name)
         import zarr
 
+        from oocgemm.stores.zarr.through import with_own_pipeline
+
         # Let zarr also write a file for a chunk that has only the fill value. Without this redo file,
         # `apply_redo` would leave the old chunk in C.
-        opened = zarr.open_array(folder, mode="r+")
-        self._written = opened.with_config({"write_empty_chunks": True})
+        opened = zarr.open_array(folder, mode="r+").with_config({"write_empty_chunks": True})
+        self._written = with_own_pipeline(opened)
 
     def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
         assert self._target is not None

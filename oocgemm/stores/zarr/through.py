@@ -1,16 +1,16 @@
-"""Return the metadata of arrays that zarr opened, and choose the codec pipeline with which zarr reads."""
+"""Return the metadata of arrays that zarr opened, and make zarr use its own codec pipeline for them."""
 
-import importlib.util
 from collections.abc import Mapping
-from contextlib import suppress
+from copy import copy
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import zarr
 from zarr.abc.store import Store
-from zarr.storage import LocalStore, ObjectStore
+from zarr.codecs._v2 import V2Codec
+from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.storage import LocalStore
 
 from oocgemm.stores.zarr import bfloat16
 from oocgemm.stores.zarr.chunks import Shards
@@ -18,11 +18,6 @@ from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.zarr.metadata import Metadata
 
 bfloat16.register()
-# The package whose codec pipeline decodes the arrays that zarr reads, if it is installed. zarr's own pipeline
-# makes all copies in one thread.
-FAST_PIPELINE = "zarrs"
-# zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
-_config_lock = Lock()
 
 
 def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
@@ -82,33 +77,22 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
     return from_v3(_configurations(settings["codecs"]), dtype), shards
 
 
-def reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Return the array object to read from, and whether the destination of a read must be contiguous.
+def with_own_pipeline(array: "zarr.Array[Any]") -> "zarr.Array[Any]":
+    """Return the array with zarr's own codec pipeline, whichever one the user has configured.
 
-    The array object determines the codec pipeline: the one that the user has configured, otherwise
-    `FAST_PIPELINE` if it is installed and supports the array's codecs, otherwise zarr's own. zarr's own
-    pipeline accepts any destination. All others are assumed to need a contiguous one.
+    Other pipelines decode some chains of codecs to other elements. zarrs 0.2 does so for several filters and
+    for big-endian elements, without an error.
     """
-    with _config_lock:
-        return _configured_reader(array)
-
-
-def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do the work of `reader`. The caller must hold `_config_lock`, since zarr's configuration is changed."""
-    pipeline = "codec_pipeline.path"
-    if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
-        return array, True
-    # zarrs would open an object store again by its own settings, without our credentials and retries.
-    if isinstance(array.store, ObjectStore):
-        return array, False
-    if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
-        return array, False
-    # Let each call decode one chunk at a time, because each reader thread has memory for only one.
-    settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
-    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
-    with suppress(Exception), zarr.config.set(settings):
-        return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
-    return array, False
+    opened = array.async_array
+    if isinstance(opened.codec_pipeline, BatchedCodecPipeline):
+        return array
+    metadata = opened.metadata
+    codecs: Any = getattr(metadata, "codecs", None)
+    if codecs is None:
+        codecs = [V2Codec(filters=metadata.filters, compressor=metadata.compressor)]
+    opened = copy(opened)  # a frozen dataclass
+    object.__setattr__(opened, "codec_pipeline", BatchedCodecPipeline.from_codecs(codecs))
+    return zarr.Array(opened)
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
