@@ -3,6 +3,8 @@
 A message names the object that is at fault, the numbers that do not fit, and the remedy.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 
 
@@ -71,6 +73,14 @@ class DataWarning(UserWarning):
     The library issues it with `warnings.warn`. A command prints it as one line on stderr, and a job of the
     service keeps it in its field `warnings`.
     """
+
+
+def warn_of_data(message: str) -> None:
+    """Issue a `DataWarning`, at the line outside this package that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("oocgemm."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DataWarning, stacklevel=level)
 
 
 def missing_bfloat16() -> InputError:

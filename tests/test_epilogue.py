@@ -267,11 +267,15 @@ def test_bad_input_is_refused() -> None:
         ("alpha = 1.0 and beta = 1.0, but Correlation", [Correlation()], {"c": D.copy(), "beta": 1}),
         ("workers run no epilogue", [Scale(U)], {"workers": 1}),
         (
-            "row 2 of A is zero.* drop Correlation",
+            "row 2 of A has elements that are Inf or NaN.* drop Correlation",
             [Correlation()],
-            {"a": np.where(np.arange(M)[:, None] == 2, 0, a)},
+            {"a": np.where(np.arange(M)[:, None] == 2, np.inf, a)},
         ),
-        ("column 1 of B is zero", [Correlation()], {"a": a + 9, "b": np.where(np.arange(N) == 1, 0, b + 9)}),
+        (
+            "column 1 of B has elements that are Inf or NaN",
+            [Correlation()],
+            {"b": np.where(np.arange(N) == 1, np.nan, b)},
+        ),
         ("changes real numbers", [Scale(U)], {"a": a.astype(complex), "b": b.astype(complex)}),
     ):
         with pytest.raises(InputError, match=message):

@@ -64,15 +64,17 @@ def test_the_rows_are_those_of_a_sort(engine: Engine, metric: str, dtype: str) -
 
 
 def check_pairs(found: oocgemm.Pairs, e: Array, least: float, metric: str, exclude_self: bool = True) -> None:
-    _, scores = all_scores(e, metric, found.scores.dtype)
-    wanted = scores >= least
+    _, scores = all_scores(e, metric, np.dtype(np.float64))
+    # Of rows of small integers, no other cosine is so near to the threshold.
+    wanted = scores >= (least if metric == "dot" else least - 1e-12)
     if exclude_self:
         np.fill_diagonal(wanted, False)
     rows, columns = np.nonzero(wanted)
     assert found.indptr.dtype == found.indices.dtype == np.int64
     np.testing.assert_array_equal(found.rows, rows)
     np.testing.assert_array_equal(found.indices, columns)
-    np.testing.assert_array_equal(found.scores, scores[wanted])
+    tolerance = 0.0 if metric == "dot" else 4 * float(np.finfo(found.scores.dtype).eps)
+    np.testing.assert_allclose(found.scores, scores[wanted], rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -200,7 +202,6 @@ def test_the_timeline_and_the_report_cover_the_run(tmp_path: Path) -> None:
         (np.ones((5, 2)), {"topk": 1, "metric": "euclidean"}, "choose one of cosine, dot"),
         (np.ones((5, 2)), {"topk": 1, "resume": True}, "does not take the option resume"),
         (np.ones((5, 2), complex), {"topk": 1}, "complex numbers have no order"),
-        (np.eye(5)[:, :3], {"topk": 1}, r"row 3 of E is zero.*one of 2 such rows"),
         (np.diag([1, np.nan, 1]), {"topk": 1}, "row 1 of E has elements that are Inf or NaN"),
         (np.ones(5), {"topk": 1}, "E has 1 dimensions"),
     ],

@@ -28,7 +28,7 @@ Array = NDArray[Any]
 # element, the scales, and the memory of a slot.
 Run = Callable[[GemmProblem, Array, tuple[int, int], Array, Array], None]
 # Nothing is found, some elements, nearly all: rows then have several segments.
-THRESHOLDS = (100.0, 2.0, -8.0)
+THRESHOLDS = (100.0, 2.0, 0.5, -8.0)
 SHAPES = ((5, 700), (3, 40), (9, 1))
 
 
@@ -47,7 +47,7 @@ def check(run: Run, accumulator: str) -> None:
                 given = problem(accumulator, least, scaled=scaled, absolute=absolute)
                 element = SELECTED[given.c_dtype]
                 sums = scores(rng, shape, accumulator)
-                scales = rng.choice(np.array([0.5, 1, 3], element["score"]), n)
+                scales = rng.choice(np.array([0.125, 0.25, 0.75], element["score"]), n)
                 room = found_layout(given, *shape)
                 slot = np.zeros(room.end, np.uint8)
                 run(given, sums, at, scales, slot)
@@ -61,6 +61,7 @@ def check(run: Run, accumulator: str) -> None:
                 if scaled:
                     with np.errstate(invalid="ignore"):
                         wide *= scales[at[0] :][: shape[0], None] * scales[at[1] :][: shape[1]]
+                    wide = np.clip(wide, -1, 1)
                 wanted, every = np.zeros((n, n), bool), np.zeros((n, n), wide.dtype)
                 block = tuple(slice(first, first + extent) for first, extent in zip(at, shape, strict=True))
                 wanted[block], every[block] = (np.abs(wide) if absolute else wide) >= least, wide

@@ -1,6 +1,6 @@
 // element.cuh: elements of C that are kept, as scores with the numbers of their columns.
 //
-//   score(i, j) = sums[i][j] * (scales[i] * scales[j])      or sums[i][j]
+//   score(i, j) = sums[i][j] * (scales[i] * scales[j]), but at least -1 and at most 1      or sums[i][j]
 //
 // Macros:
 //   OOC_ACCUMULATED  type of the sums: float, double, or int
@@ -31,7 +31,9 @@ __device__ inline score_t score_at(
     const OOC_ACCUMULATED* from, long long at, score_t scale, const score_t* __restrict__ scales, long long other) {
     // Sums are read once, and shall not evict the scales from the cache.
     const score_t score = static_cast<score_t>(__ldcs(from + at));
-    return OOC_SCALED ? score * (scale * scales[other]) : score;
+    if (!OOC_SCALED) return score;
+    const score_t cosine = score * (scale * scales[other]);
+    return cosine > 1 ? 1 : cosine < -1 ? -1 : cosine;  // NaN stays NaN
 }
 
 // Reads the scores of 32 * UNROLL columns from `first` on, of which those from `end` on become NaN. `of_row` is

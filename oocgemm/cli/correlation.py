@@ -11,6 +11,7 @@ from oocgemm.cli.products import run_product
 from oocgemm.jobs import correlation
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.standardizing import CONSTANT
 
 
 @click.command()
@@ -23,6 +24,14 @@ from oocgemm.jobs.result import Result
     metavar="NUMBER",
     type=float,
     help="Store only coefficients of at least this magnitude, such as 0.5.",
+)
+@click.option(
+    "--constant",
+    type=click.Choice(CONSTANT),
+    default=CONSTANT[0],
+    show_default=True,
+    help="Rows of equal elements, which have no coefficients. nan: theirs are NaN. drop: leave them out. "
+    "raise: stop.",
 )
 @taking(*STATISTICS)
 def corr(

@@ -84,6 +84,7 @@ def warnings_as_notes() -> Iterator[None]:
                 before(message, category, *where, **more)
 
         warnings.showwarning = show
+        warnings.simplefilter("always", DataWarning)
         logger.addHandler(handler)
         try:
             yield

@@ -69,7 +69,7 @@ class Elements:
                 low, high = self._changed(step, (low, high), of_row, of_col, d)
             if self._finishing.scales is not None:
                 scale = self._finishing.scales[rows] * self._finishing.scales[cols]
-                low, high = low * scale, high * scale
+                low, high = (np.clip(x * scale, -1, 1) for x in (low, high))
             low, high = _widened(low, high, CAST_ERROR * self._unit, self._tiny)
             low, high = (np.where(x > self._largest, np.inf, x) for x in (low, high))
             return tuple(np.where(x < -self._largest, -np.inf, x) for x in (low, high))  # type: ignore[return-value]

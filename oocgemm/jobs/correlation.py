@@ -7,10 +7,14 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.epilogue import Coefficients
 from oocgemm.jobs.options import DenseOptions, Operand, Output
-from oocgemm.jobs.request import DENSE_OPTIONS, check_names, parse_gram
+from oocgemm.jobs.problem import op_of
+from oocgemm.jobs.request import DENSE_OPTIONS, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
+from oocgemm.jobs.standardizing import CONSTANT, varying_lines
+from oocgemm.jobs.transforms import memory_of
 
 
 @overload
@@ -21,12 +25,17 @@ def corr(
     axis: int = 0,
     topk: None = None,
     threshold: None = None,
+    constant: str = "nan",
     **options: Unpack[DenseOptions],
 ) -> Result: ...
 @overload
-def corr(x: Operand, *, axis: int = 0, topk: int, **options: Unpack[DenseOptions]) -> Neighbors: ...
+def corr(
+    x: Operand, *, axis: int = 0, topk: int, constant: str = "nan", **options: Unpack[DenseOptions]
+) -> Neighbors: ...
 @overload
-def corr(x: Operand, *, axis: int = 0, threshold: float, **options: Unpack[DenseOptions]) -> Pairs: ...
+def corr(
+    x: Operand, *, axis: int = 0, threshold: float, constant: str = "nan", **options: Unpack[DenseOptions]
+) -> Pairs: ...
 def corr(
     x: Operand,
     out: Output = None,
@@ -34,6 +43,7 @@ def corr(
     axis: int = 0,
     topk: int | None = None,
     threshold: float | None = None,
+    constant: str = "nan",
     **options: Unpack[DenseOptions],
 ) -> Result | Neighbors | Pairs:
     """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
@@ -48,16 +58,19 @@ def corr(
             `similarity` does.
         threshold: do not store all coefficients. Find all pairs of different rows whose coefficient has at
             least this magnitude.
+        constant: what happens to rows of equal elements, which have no correlation. "nan" (default): their
+            coefficients are NaN, as those of NumPy, which `topk` ranks last and `threshold` leaves out.
+            "drop": the result is that of X without them. `Result.kept` has the numbers of the other rows.
+            In both cases, a `DataWarning` counts the rows. "raise": they are an `InputError`.
         options: with `topk` or `threshold`, those of `similarity`. Otherwise those of `gram`, except alpha,
             beta, transform and out_dtype.
 
     Returns:
         A `Result` with both triangles of the coefficients, which are exact mirror images; with `topk` the
-            `Neighbors`, with `threshold` the `Pairs`.
+            `Neighbors`, with `threshold` the `Pairs`. No coefficient is outside [-1, 1].
 
     Raises:
-        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if all
-            elements of a row are equal.
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
 
     >>> import oocgemm
     >>> oocgemm.corr([[1.0, 2.0, 3.0], [6.0, 4.0, 2.0]], backend="host").out.round(6)
@@ -65,10 +78,11 @@ def corr(
            [-1.,  1.]])
     """
     if topk is None and threshold is None:
-        return _dense("corr", x, out, axis, "scale", {}, options)
+        request = replace(_gram("corr", x, out, axis, {}, options), epilogue=(Coefficients(),))
+        return run_request(_with_constant(replace(request, standardize="scale"), constant))
     if out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
-    return selected_corr(x, topk, threshold, axis, **options)
+    return selected_corr(x, topk, threshold, axis, constant, **options)
 
 
 def selected_corr(
@@ -76,15 +90,30 @@ def selected_corr(
     topk: int | None,
     threshold: float | None,
     axis: int = 0,
+    constant: str = "nan",
     **options: Unpack[DenseOptions],
 ) -> Neighbors | Pairs:
     """Compute `corr` with `topk` or `threshold`."""
     check_options("corr", options)
-    chosen = replace(selection_of(topk, threshold), absolute=threshold is not None)
+    chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
     trans = parse_gram(x, None, axis, "full", {}).trans_a
     given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale"}
     x = stores.located("X", x)
-    return selected(chosen, given | {"a": x, "b": x, "c": Destination.parse(None)})
+    given |= {"a": x, "b": x, "c": Destination.parse(None), "selection": chosen}
+    return selected(_with_constant(Request(**given), constant))
+
+
+def _with_constant(request: Request, constant: str) -> Request:
+    """Return a request of correlations that says what becomes of rows of equal elements.
+
+    If they are left out, they are found by a pass over X now.
+    """
+    if constant not in CONSTANT:
+        raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
+    if constant == "drop":
+        x, axis = stores.open_matrix("X", request.a), int(op_of("trans_a", request.trans_a).swaps)
+        return replace(request, kept=varying_lines(x, axis, memory_of(request)))
+    return replace(request, constant=constant)
 
 
 def cov(
@@ -117,18 +146,13 @@ def cov(
             f"a covariance of {shape[1 - axis]} elements with ddof = {ddof} divides by {divisor}: pass a "
             "smaller ddof"
         )
-    return _dense("cov", x, out, axis, "center", {"alpha": 1 / divisor}, options)
+    request = _gram("cov", x, out, axis, {"alpha": 1 / divisor}, options)
+    return run_request(replace(request, standardize="center"))
 
 
-def _dense(
-    function: str,
-    x: Operand,
-    out: Output,
-    axis: int,
-    how: str,
-    scalars: dict[str, Any],
-    options: DenseOptions,
-) -> Result:
+def _gram(
+    function: str, x: Operand, out: Output, axis: int, scalars: dict[str, Any], options: DenseOptions
+) -> Request:
     check_names(function, options, DENSE_OPTIONS)
     given: dict[str, Any] = dict(options)
-    return run_request(replace(parse_gram(x, out, axis, "full", given | scalars), standardize=how))  # type: ignore[arg-type]
+    return parse_gram(x, out, axis, "full", given | scalars)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import named_dtype
+from oocgemm.stores.standardized import StandardizedMatrix
 
 # dtypes to which C may be cast.
 CASTS = ("float16", "bfloat16", "float32", "float64")
@@ -79,7 +80,15 @@ class Correlation:
     """Divide element (i, j) of C by the norms of row i of op(A) and column j of op(B).
 
     This gives cosines, or the correlations of rows whose mean is 0. The result is clipped to [-1, 1], because
-    rounding could make it larger. NaN stays NaN. It must be the first step, with alpha = 1 and beta = 0.
+    rounding could make it larger. NaN stays NaN. A zero row has the cosine 0. It must be the first step, with
+    alpha = 1 and beta = 0.
+    """
+
+
+class Coefficients(Correlation):
+    """The `Correlation` of rows that are standardized when they are read (`StandardizedMatrix`).
+
+    Their norms are 1. Rows of equal elements have NaN.
     """
 
 
@@ -273,7 +282,7 @@ def numbers_of(
 ) -> tuple[Numbers, ...]:
     """Return the numbers of each step. Norms take passes over the operands, in `memory` bytes.
 
-    Raises `InputError` if a norm is 0, and `ExecutionError` if an operand cannot be read.
+    Raises `InputError` if a norm is Inf or NaN, and `ExecutionError` if an operand cannot be read.
     """
     found = list[Numbers]()
     for step in given:
@@ -282,6 +291,9 @@ def numbers_of(
                 found.append((_vector(step.rows, problem.m, "rows"), _vector(step.cols, problem.n, "cols")))
             case Add() | Divide():
                 found.append((None, None))
+            case Coefficients():
+                assert isinstance(a, StandardizedMatrix)
+                found.append((a.factors, a.factors))
             case Correlation():
                 remedy = "drop Correlation"
                 rows = inverse_norms(a, problem.trans_a, memory, remedy)

@@ -15,6 +15,7 @@ from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError
 from oocgemm.jobs import output
+from oocgemm.jobs.borderline import settle
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.recording import recorder
@@ -23,6 +24,7 @@ from oocgemm.jobs.transforms import on_device
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
 from oocgemm.stores.retries import Retries
+from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
@@ -96,6 +98,10 @@ def execute(
                 opened.close()  # its memory is free for the samples
             elif not (is_short(job.plan) or _frees_little(job.plan)):
                 cleanup.enter_context(_freeing(staging, opened))
+        if isinstance(target.matrix, SparseMatrix):
+            retries = Retries()
+            settle(job, target.matrix, retries, cancel)
+            _note(retries.made, facts["retried"])
         # Also if no tile was left to compute: the earlier run may have ended before its samples were checked,
         # or because they were wrong.
         if needs_samples(job):

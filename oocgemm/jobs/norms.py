@@ -16,6 +16,8 @@ from oocgemm.stores.transformed import SLAB
 
 # Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
 MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60
+# Smallest sum of squares, except 0, that is as exact as float64 is.
+MIN_SQUARES = 2.0**-968
 
 logger = logging.getLogger("oocgemm")
 
@@ -23,37 +25,46 @@ logger = logging.getLogger("oocgemm")
 def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bool = False) -> Array:
     """Return 1 / norm of each row of op(matrix), or of each column if it is the `right` operand.
 
-    They are found by a pass over the matrix in `memory` bytes. `remedy` says what else the user can do about
-    a row that is zero.
+    They are found by a pass over the matrix in `memory` bytes. That of a zero row is 0, so that its cosines
+    are 0, as those of scikit-learn. `remedy` says what else the user can do about a row with Inf or NaN.
 
     Squares are added up in float64, in an order that depends on the matrix alone.
 
     Raises:
-        InputError: a row is zero, or has elements that are Inf or NaN.
+        InputError: a row has elements that are Inf or NaN, or is so small that its square underflows.
         ExecutionError: the matrix cannot be read.
     """
     line = "column" if right else "row"
     squares = _squares(matrix, int(op.swaps == right), memory)
-    for wrong, what in (
-        (squares == 0, "is zero"),
-        (~np.isfinite(squares), "has elements that are Inf or NaN"),
-    ):
-        if (lines := np.flatnonzero(wrong)).size:
+    if (lines := np.flatnonzero(~np.isfinite(squares))).size:
+        raise InputError(
+            f"{line} {lines[0]} of {matrix.name} has elements that are Inf or NaN, so that its cosine with "
+            f"other {line}s is not defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
+        )
+    small = squares < MIN_SQUARES
+    if matrix.dtype.itemsize == 8 and small.any():
+        small &= _largest(matrix, int(op.swaps == right), memory) > 0
+        if (lines := np.flatnonzero(small)).size:
             raise InputError(
-                f"{line} {lines[0]} of {matrix.name} {what}, so that its cosine with other {line}s is not "
-                f"defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
+                f"{line} {lines[0]} of {matrix.name} has elements that are too small to be squared in "
+                f"float64 (one of {lines.size} such {line}s): multiply {matrix.name} by 2.0**400, or {remedy}"
             )
-    return np.asarray(1 / np.sqrt(squares))
+    with np.errstate(divide="ignore"):
+        return np.where(squares > 0, 1 / np.sqrt(squares), 0.0)
 
 
 def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
     """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
 
+    Standardized rows have the norm 1, or no correlation, which NaN stands for.
+
     If products of rows could leave the range of float32, each row is multiplied by a power of 2 when it is
     read, which rounds nothing. `memory`, and the errors that are raised, are those of `inverse_norms`.
     """
+    if isinstance(e, StandardizedMatrix):
+        return e, e.factors
     scales = inverse_norms(e, problem.trans_a, memory, "pass metric='dot' (--metric dot)")
-    inside = (scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM)
+    inside = (scales == 0) | ((scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM))
     if problem.acc_dtype != "float32" or inside.all():
         return e, scales
     scales, exponents = np.frexp(scales)
@@ -76,6 +87,19 @@ def _squares(matrix: Matrix, axis: int, memory: int) -> Array:
         for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, partial(_of_block, axis)):
             squares[slice(*(rows if axis else cols))] += part
     return squares
+
+
+def _largest(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the largest magnitudes along an axis of a matrix, by a pass over it."""
+    found = np.zeros(matrix.shape[1 - axis])
+
+    def act(rows: Range, cols: Range, raw: Array) -> Array:
+        return np.asarray(np.maximum(raw.max(axis), -raw.min(axis)), np.float64)
+
+    for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, act):
+        at = slice(*(rows if axis else cols))
+        np.maximum(found[at], part, out=found[at])
+    return found
 
 
 def _of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:

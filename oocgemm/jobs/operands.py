@@ -50,7 +50,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
     x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
     if request.standardize:
-        x = standardized(x, request.standardize, int(trans.swaps))
+        x = standardized(x, request.standardize, int(trans.swaps), request.kept)
     if request.known is not None:
         known = request.known
         # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
@@ -90,7 +90,7 @@ def _open_selection(
             c_dtype=SELECTED[problem.acc_dtype],
             topk=selection.topk,
             sparse=not selection.topk,
-            threshold=selection.threshold,
+            threshold=selection.least(problem),
             absolute=selection.absolute,
             scaled=selection.cosine,
             excludes_self=selection.excludes_self,
@@ -109,9 +109,10 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
         )
     selection = request.selection
     if same and selection is not None and selection.topk:
-        _check_topk(name, selection, a.shape[int(trans.swaps)])
+        rows = a.shape[int(trans.swaps)] if request.kept is None else len(request.kept)
+        _check_topk(name, selection, rows)
     if request.standardize:
-        a = standardized(a, request.standardize, int(trans.swaps))
+        a = standardized(a, request.standardize, int(trans.swaps), request.kept)
     a, trans = by_rows(a, None, trans, left=True)
     if same:
         b, other = a, Op.N if trans.swaps else Op.T

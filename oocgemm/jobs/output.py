@@ -6,7 +6,7 @@ Only a C in local files or in an object store has a journal.
 import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
@@ -267,8 +267,8 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
         return found
     problem, selection = job.plan.problem, job.request.selection
     if selection is not None and not selection.topk:
-        rule = Rule(selection.threshold, selection.absolute, selection.excludes_self, job.finishing.scales)
-        rule = replace(rule, symmetric=problem.gram != "")
+        least, scales = selection.least(problem), job.finishing.scales
+        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.gram != "")
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sparse else score
         limit = int(SPARSE_SHARE * available_memory())

@@ -22,6 +22,7 @@ from oocgemm.jobs.planned import as_planned
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
+from oocgemm.jobs.standardizing import check_constant
 from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
 from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
 from oocgemm.planning import (
@@ -131,6 +132,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
         a, b = readable_both(request, problem, a, b)
+        if request.standardize == "scale":
+            check_constant(a, request.constant)
         if request.selection is not None and request.selection.cosine:
             a, scales = cosine_scales(problem, a, memory_of(request))
             b = a  # rows of E are compared with each other

@@ -139,7 +139,8 @@ def reduce(
             chosen = selection_of(to.k, None) if isinstance(to, TopK) else selection_of(None, to.least)
             absolute = isinstance(to, Threshold) and to.absolute
             how: dict[str, Any] = {"excludes_self": to.exclude_self, "absolute": absolute}
-            return selected(replace(chosen, names=names, same=same, **how), given)
+            chosen = replace(chosen, names=names, same=same, **how)
+            return selected(Request(**given, selection=chosen))
         case Reduce():
             if to.kind not in REDUCTIONS:
                 raise InputError(f"Reduce({to.kind!r}): choose one of {', '.join(REDUCTIONS)}")

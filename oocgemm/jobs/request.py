@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Literal
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.integrity.rounding import OPERANDS
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Epilogue, steps_of
 from oocgemm.jobs.options import (
@@ -24,7 +26,7 @@ from oocgemm.jobs.options import (
     Size,
     Transpose,
 )
-from oocgemm.planning import Op, Plan, TileShape
+from oocgemm.planning import GemmProblem, Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
 from oocgemm.stores import Array
@@ -43,7 +45,7 @@ class Selection:
         topk: the number of the largest ones that are kept of each row; 0 if `threshold` decides.
         threshold: the least element that is kept.
         absolute: whether magnitudes are compared with the threshold.
-        cosine: whether the product is that of the rows of E divided by their norms.
+        cosine: whether scores are cosines: the product is that of the rows of E divided by their norms.
         excludes_self: whether elements on the diagonal are left out.
         names: what error messages call A and B.
         same: whether op(B) is the transpose of op(A).
@@ -56,6 +58,22 @@ class Selection:
     excludes_self: bool = True
     names: tuple[str, str] = ("E", "E")
     same: bool = True
+
+    def margin(self, problem: GemmProblem) -> float:
+        """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.
+
+        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.borderline`).
+        """
+        last = problem.epilogue[-1].kind if problem.epilogue else ""
+        if not (self.cosine or last == "correlation"):
+            return 0.0
+        wide = problem.exact or problem.acc_dtype == "float64"
+        eps = 2.0**-52 if wide else 2.0**-23
+        return (2 * sqrt(problem.k) + 4) * eps + 2 * OPERANDS[problem.compute]
+
+    def least(self, problem: GemmProblem) -> float:
+        """Return the least score that a run keeps."""
+        return self.threshold - self.margin(problem)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +134,8 @@ class Request:
     run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
     (`GemmProblem.gram`); B is then the same operand as A. With a `selection` or a `reduction`, C is not
     stored, and B may be the same operand too. `standardize` says what happens to the rows of op(A) when they
-    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. With
+    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. `constant` says
+    what becomes of scaled rows of equal elements, and `kept` has the numbers of the rows that are used. With
     `known`, the Gram matrix is that of the genotypes that are known. With `slicing`,
     the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
     `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
@@ -160,6 +179,8 @@ class Request:
     slicing: Slicing | None = None
     selection: Selection | None = None
     standardize: str = ""
+    constant: str = "nan"
+    kept: Array | None = None
     known: Known | None = None
     chain: Chain | None = None
     reduction: Reduction | None = None

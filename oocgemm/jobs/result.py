@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Plan
@@ -27,11 +28,13 @@ class Result:
         c: C as a `Matrix`. Every run sets it; None is for a `Result` that is made without a run.
         plan: the plan that ran.
         log: the compressed record of the run, from which `timeline` and `report` are made on first access.
+        kept: the numbers of the rows of X that C has, if `corr` has left out some; None for all.
     """
 
     c: Matrix | None
     plan: Plan
     log: Recorder
+    kept: NDArray[np.int64] | None = None
 
     @cached_property
     def out(self) -> Any:

@@ -102,7 +102,7 @@ class PreparedJob:
                 f"{log.failure.strerror}"
             ) from log.failure
         logger.info("C is done in %s", format_time(log.wall / 1e9))
-        return Result(matrix, job.plan, log)
+        return Result(matrix, job.plan, log, job.request.kept)
 
     def _devices(self) -> list[dict[str, str]]:
         """Return the descriptions of the devices."""

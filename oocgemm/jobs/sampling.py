@@ -48,7 +48,8 @@ def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) ->
     made = Made(stored=oriented(result))
     if isinstance(result, SparseMatrix):
         assert selection is not None
-        least = float(result.dtype.type(selection.threshold))
+        least = selection.threshold
+        least = least if selection.margin(problem) else float(result.dtype.type(least))
         made = Made(
             sparse=result.csr(),
             least=least,
@@ -62,7 +63,7 @@ def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) ->
     room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
     threads = max(1, min(_threads(), memory // room))
     with (
-        _reading_again(retries, cancel) as check_cancelled,
+        reading_again(retries, cancel) as check_cancelled,
         ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-samples") as pool,
     ):
         passes = Passes(pool, threads, piece, report=lambda doing: check_cancelled())
@@ -81,7 +82,7 @@ def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool) -> Matrix
 
 
 @contextmanager
-def _reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], None]]:
+def reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], None]]:
     """Let errors of reading the operands again end the run with a message that says so.
 
     Yields a function that raises the error of `cancel`, if the run is to stop. No read is retried then.
@@ -119,7 +120,7 @@ def check_pass(job: Job, result: Matrix, retries: Retries, cancel: Cancel) -> No
     room = max(memory // threads - each, memory // (2 * threads))
     band = max(1, min(max(chunk, job.plan.tile.k), room // row))
     band = band // chunk * chunk or band
-    with _reading_again(retries, cancel) as check_cancelled:
+    with reading_again(retries, cancel) as check_cancelled:
         check_chained(
             *(x, chain.factor, chain.row, stores.memory(result)),
             band=band,

@@ -1,10 +1,10 @@
 """The function `similarity`: the most similar rows of each row of a matrix."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isnan
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class Neighbors:
         Raises:
             InputError: something exists at the path, or nothing can be written there.
         """
-        save_arrays(os.fspath(path), {"indices": self.indices, "scores": self.scores})
+        save_arrays(os.fspath(path), {"indices": self.indices, "scores": self.scores} | _kept(self.run))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,12 @@ class Pairs:
             InputError: something exists at the path, or nothing can be written there.
         """
         arrays = {"indptr": self.indptr, "indices": self.indices, "scores": self.scores}
-        save_arrays(os.fspath(path), arrays)
+        save_arrays(os.fspath(path), arrays | _kept(self.run))
+
+
+def _kept(run: Result) -> dict[str, NDArray[np.int64]]:
+    """Return the numbers of the rows that are numbered in a result, if rows were left out."""
+    return {} if run.kept is None else {"kept": run.kept}
 
 
 @overload
@@ -117,11 +122,14 @@ def similarity(
 
     Args:
         e: a real two-dimensional operand as for `gemm`, n x k. Rows are compared.
-        topk: how many rows to find for each row, at least 1. At most 2048 on cuda. Rows of equal similarity
-            are in ascending order of their numbers. NaN ranks last.
-        threshold: find all pairs of rows whose similarity is at least this number. It is rounded to the dtype
+        topk: how many rows to find for each row, at least 1. At most 2048 on cuda. Rows of equal scores are
+            in ascending order of their numbers. Rounding, which depends on tiles, may make the scores of
+            equally similar rows differ. NaN ranks last.
+        threshold: find all pairs of rows whose similarity is at least this number. Cosines near it are
+            computed again in float64, and compared exactly. For the metric "dot", it is rounded to the dtype
             of the scores. NaN is left out.
-        metric: "cosine" (default): inner products of rows divided by their norms. "dot": inner products.
+        metric: "cosine" (default): inner products of rows divided by their norms, at least -1 and at most 1.
+            Those of a zero row are 0. "dot": inner products.
         exclude_self: leave out the similarity of a row to itself (default).
         options: those of `gemm` that are listed here: backend, kernel, compute, memory, device_memory,
             host_memory, tile, requests, verify, device, timeline and progress.
@@ -133,9 +141,8 @@ def similarity(
             operands. Sums of int8 products are exact.
 
     Raises:
-        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if a row is
-            zero and the metric is cosine. `ExecutionError` also if so many pairs are at least `threshold`
-            that they would take more than 40% of the available memory.
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `ExecutionError` also if so
+            many pairs are at least `threshold` that they would take more than 40% of the available memory.
 
     >>> import oocgemm
     >>> found = oocgemm.similarity([[1.0, 0.0], [3.0, 1.0], [0.0, 2.0]], topk=1, backend="host")
@@ -148,7 +155,7 @@ def similarity(
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
-    return selected(chosen, {"a": e, "b": e, "c": Destination.parse(None), **options})
+    return selected(Request(a=e, b=e, c=Destination.parse(None), selection=chosen, **options))
 
 
 def check_options(function: str, options: Iterable[str]) -> None:
@@ -175,9 +182,9 @@ def selection_of(topk: int | None, threshold: float | None) -> Selection:
     return Selection(topk=int(topk))
 
 
-def selected(selection: Selection, given: Mapping[str, Any]) -> Neighbors | Pairs:
-    """Run a request, of which `given` are the fields, and return the selected elements."""
-    result = run_request(Request(selection=selection, **given))
+def selected(request: Request) -> Neighbors | Pairs:
+    """Run a request with a selection, and return the selected elements."""
+    result = run_request(request)
     run = replace(result, c=None)
     if isinstance(result.c, SparseMatrix):
         return Pairs(*result.c.csr(), run)

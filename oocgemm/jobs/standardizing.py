@@ -2,23 +2,30 @@
 
 import numpy as np
 
-from oocgemm.errors import InputError
-from oocgemm.jobs.stats import stats_of
-from oocgemm.stores import Matrix
+from oocgemm.errors import InputError, warn_of_data
+from oocgemm.jobs.norms import MIN_SQUARES
+from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.planning.units import counted
+from oocgemm.stores import Array, Matrix
 from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
 
+# What becomes of lines whose elements are equal, which have no correlation.
+CONSTANT = ("nan", "drop", "raise")
 # What the lines of each axis are called.
 _LINES = ("row", "column")
+# Maximum number of lines that a message lists.
+_LISTED = 5
 
 
-def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
+def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = None) -> Matrix:
     """Return an operand whose lines are standardized, which can be planned with but not read.
 
     Args:
         matrix: the operand.
         how: "center" to subtract the mean of each line; "scale" to also divide by the norm of the result.
         line_axis: the axis of the stored matrix that numbers the lines.
+        kept: the lines that the operand has; None for all.
 
     Raises:
         InputError: the operand is complex.
@@ -28,30 +35,76 @@ def standardized(matrix: Matrix, how: str, line_axis: int) -> Matrix:
             f"{matrix.name} is of dtype {matrix.dtype}: covariances and correlations are computed of real "
             "operands; pass its real or imaginary part"
         )
-    return StandardizedMatrix(matrix, line_axis, scaled=how == "scale")
+    return StandardizedMatrix(matrix, line_axis, scaled=how == "scale", kept=kept)
 
 
 def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
     """Return a view that can be read. Means come from the cache, or from a pass in `memory` bytes.
 
     Raises:
-        InputError: a line has elements that are Inf or NaN, or one that is scaled has equal elements.
+        InputError: a line has elements that are Inf or NaN, or differ by too little to be scaled.
         ExecutionError: the operand cannot be read.
     """
     axis = matrix.line_axis
-    found = stats_of(matrix.stored, 1 - axis, Transform(), memory, extremes=False)
-    wrong = [
-        (~np.isfinite(found.variance), "has elements that are Inf or NaN: replace them, or leave it out")
-    ]
+    found = _stats(matrix.stored, axis, memory)
+    squares = found.count * found.variance
+    wrong = [(~np.isfinite(squares), "has elements that are Inf or NaN: replace them, or leave it out")]
     if matrix.scaled:
-        equal = "has equal elements, so that its correlations are not defined: leave it out"
-        wrong.append((found.variance == 0, equal))
+        small = ~_constant(found) & (squares < MIN_SQUARES)
+        wrong.append((small, "has elements that differ by too little for float64: multiply X by 2.0**400"))
     for lines, what in wrong:
         if (numbers := np.flatnonzero(lines)).size:
             raise InputError(
                 f"{_LINES[axis]} {numbers[0]} of {matrix.name} {what} (one of {numbers.size} such "
                 f"{_LINES[axis]}s)"
             )
-    if not matrix.scaled:
-        return matrix.with_numbers(found.mean, np.ones(len(found.mean)))
-    return matrix.with_numbers(found.mean, 1 / np.sqrt(found.count * found.variance))
+    inverse = np.ones(len(squares))
+    if matrix.scaled:
+        with np.errstate(divide="ignore"):
+            inverse = np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
+    lines = slice(None) if matrix.kept is None else matrix.kept
+    return matrix.with_numbers(found.mean[lines], inverse[lines])
+
+
+def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the numbers of the lines along an axis whose elements are not all equal; warn of the others.
+
+    Raises `InputError` if there is none, and `ExecutionError` if the matrix cannot be read.
+    """
+    constant = _constant(_stats(matrix, axis, memory))
+    if constant.all():
+        raise InputError(f"all {_LINES[axis]}s of {matrix.name} have equal elements: none would be kept")
+    if constant.any():
+        warn_of_data(f"{_listed(matrix, axis, constant)}: left out, as constant='drop' says")
+    return np.flatnonzero(~constant)
+
+
+def check_constant(matrix: Matrix, constant: str) -> None:
+    """Warn of lines of equal elements, or raise `InputError` if `constant` is "raise"."""
+    if not isinstance(matrix, StandardizedMatrix) or not (lines := np.isnan(matrix.factors)).any():
+        return
+    what = _listed(matrix, matrix.line_axis, lines)
+    if constant == "raise":
+        raise InputError(
+            f"{what}, so that their correlations are not defined: pass constant='drop' (--constant drop) to "
+            "leave them out, or constant='nan' for NaN"
+        )
+    warn_of_data(f"{what}: their correlations are NaN; constant='drop' (--constant drop) leaves them out")
+
+
+def _stats(matrix: Matrix, axis: int, memory: int) -> Stats:
+    return stats_of(matrix, 1 - axis, Transform(), memory, extremes=False)
+
+
+def _constant(found: Stats) -> Array:
+    """Return which lines have equal elements. A variance of others may underflow to 0."""
+    return np.asarray(found.min == found.max)
+
+
+def _listed(matrix: Matrix, axis: int, lines: Array) -> str:
+    """Return a text that counts lines of equal elements, and lists the first ones."""
+    numbers = np.flatnonzero(lines)
+    which = ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
+    verb = "has" if len(numbers) == 1 else "have"
+    found = f"{len(numbers)} of {counted(len(lines), _LINES[axis])} of {matrix.name}"
+    return f"{found} {verb} equal elements ({which})"

@@ -103,8 +103,8 @@ class GemmProblem:
 
     If `topk` is not 0, C is not stored. Of each of its rows, the `topk` largest elements are, as scores with
     the indices of their columns: m x topk elements of the dtype `c_dtype`. If they are `scaled`, row i and
-    column j of C are first multiplied by s[i] and s[j], for a vector s. With `excludes_self`, the elements on
-    C's diagonal are left out.
+    column j of C are first multiplied by s[i] and s[j], for a vector s, and clipped to [-1, 1].
+    With `excludes_self`, the elements on C's diagonal are left out.
 
     If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
     are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.

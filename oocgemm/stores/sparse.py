@@ -26,7 +26,8 @@ class Rule:
         threshold: the least score, or the least magnitude with `absolute`.
         absolute: whether magnitudes are compared.
         excludes_self: whether elements on C's diagonal are left out.
-        scales: what rows and columns of C are multiplied by to get scores; None for the elements themselves.
+        scales: what rows and columns of C are multiplied by to get scores, which are clipped to [-1, 1]; None
+            for the elements themselves.
         symmetric: whether C is symmetric. Only elements of its lower triangle are then added.
     """
 
@@ -123,6 +124,7 @@ class SparseMatrix:
         scores = data
         if self._scales is not None:
             scores = data * (self._scales[slice(*rows), None] * self._scales[slice(*cols)])
+            np.clip(scores, -1, 1, out=scores)  # keeps NaN
         bound = self.dtype.type(self._rule.threshold)
         kept = (np.abs(scores) if self._rule.absolute else scores) >= bound
         if cols[1] > rows[0]:
@@ -160,6 +162,19 @@ class SparseMatrix:
         if self._ordered is None:
             self._ordered = self._order()
         return self._ordered
+
+    def settle(self, at: Array, scores: Array, kept: Array) -> None:
+        """Replace the scores of the elements `at` these numbers, and drop those that are not `kept`."""
+        starts, columns, every = self.csr()
+        every[at] = scores
+        dropped = at[~kept]
+        rows = np.searchsorted(starts, dropped, side="right")
+        counts = np.diff(starts) - np.bincount(rows, minlength=len(starts))[1:]
+        self._ordered = (
+            np.append(0, np.cumsum(counts)),
+            np.delete(columns, dropped),
+            np.delete(every, dropped),
+        )
 
     def _order(self) -> tuple[Array, Array, Array]:
         with self._pool as pool:

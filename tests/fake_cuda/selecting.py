@@ -86,6 +86,7 @@ def threshold(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
         scores = sums.astype(element["score"])
         if reads:
             scores *= factors[top : top + rows, None] * factors[left : left + width]
+            np.clip(scores, -1, 1, out=scores)
         kept = (np.abs(scores) if macros["OOC_ABSOLUTE"] == "1" else scores) >= element["score"].type(least)
         across, down = np.arange(left, left + width), np.arange(top, top + rows)[:, None]
         if macros["OOC_TRIANGLE"] == "1":

@@ -15,7 +15,7 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
         kept: the selected elements (`SELECTED`), one row for each row of C. All bytes of elements that stand
             for none are `NONE`.
         sums: the tile's elements of these rows, in the accumulator's dtype.
-        scales: what rows and columns of C are multiplied by, if they are scaled.
+        scales: what rows and columns of C are multiplied by, if they are scaled. They are then clipped.
         at: the row and the column of C of the first of `sums`.
         excludes_self: whether elements on C's diagonal are left out.
     """
@@ -28,6 +28,7 @@ def select(kept: Array, sums: Array, scales: Array | None, at: tuple[int, int], 
         first = top + start
         if scales is not None:
             scores *= scales[first : first + len(scores), None] * scales[left : left + width]
+            np.clip(scores, -1, 1, out=scores)  # keeps NaN
         _merge(scores, left, first - left if excludes_self else None, best)
 
 
