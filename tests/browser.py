@@ -11,12 +11,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
 DEADLINE = 60
+# Frames that run in another process than their page have sessions of their own.
+ATTACH = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
 
 
 # JavaScript that finds texts outside their box, overlapping texts and sections, and pages wider than the
@@ -101,28 +103,72 @@ class Page:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
+        # Sessions of the frames that the browser runs in other processes than the page.
+        self._frames: list[str] = []
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Target.setAutoAttach", **ATTACH)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result.
 
         Raises `RuntimeError` if the browser reports an error.
         """
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while (answer := self._next()).get("id") != self._number:
-            self.events.append(answer)
+        return self._call(self._session, method, **parameters)
+
+    def _call(self, session: str | None, method: str, **parameters: Any) -> dict[str, Any]:
+        number = self._send(session, method, **parameters)
+        while (answer := self._next()).get("id") != number:
+            self._receive(answer)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         result: dict[str, Any] = answer["result"]
         return result
+
+    def _send(self, session: str | None, method: str, **parameters: Any) -> int:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if session:
+            message["sessionId"] = session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        return self._number
+
+    def _receive(self, event: dict[str, Any]) -> None:
+        """Keep an event. A frame in another process waits until its events are asked for."""
+        self.events.append(event)
+        kind, values = event.get("method"), event.get("params", {})
+        if kind == "Target.attachedToTarget" and values["targetInfo"]["type"] == "iframe":
+            session = values["sessionId"]
+            for method in ("Runtime.enable", "Log.enable", "Network.enable"):
+                self._send(session, method)
+            self._send(session, "Target.setAutoAttach", **ATTACH)
+            self._send(session, "Runtime.runIfWaitingForDebugger")
+            self._frames.append(session)
+        elif kind == "Target.detachedFromTarget" and values["sessionId"] in self._frames:
+            self._frames.remove(values["sessionId"])
+
+    def in_frames(self, expression: str) -> list[Any]:
+        """Return the value of an expression in each frame of the page, in whichever process it runs.
+
+        Frames that are being loaded are left out.
+        """
+        found: list[Any] = []
+        for frame in self.call("Page.getFrameTree")["frameTree"].get("childFrames", ()):
+            with suppress(RuntimeError):
+                world = self.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
+                context = world["executionContextId"]
+                found.append(self._value(self._session, expression, contextId=context))
+        for session in tuple(self._frames):
+            with suppress(RuntimeError):
+                found.append(self._value(session, expression))
+        return found
+
+    def _value(self, session: str | None, expression: str, **more: Any) -> Any:
+        done = self._call(session, "Runtime.evaluate", expression=expression, returnByValue=True, **more)
+        return done["result"].get("value")
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
@@ -216,8 +262,8 @@ class Page:
 
 
 @contextmanager
-def browser(program: str) -> Iterator[Page]:
-    """Start a browser, yield its page, and end the browser after the block."""
+def browser(program: str, *more: str) -> Iterator[Page]:
+    """Start a browser with `more` options, yield its page, and end the browser after the block."""
     to_read, out = os.pipe()
     back, to_write = os.pipe()
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
@@ -225,7 +271,7 @@ def browser(program: str) -> Iterator[Page]:
         # The browser reads commands from file descriptor 3 and writes answers to 4.
         shell = f'exec 3<&{to_read} 4>&{to_write}; exec "$0" "$@"'
         process = subprocess.Popen(
-            ["bash", "-c", shell, program, *options, f"--user-data-dir={profile}"],
+            ["bash", "-c", shell, program, *options, *more, f"--user-data-dir={profile}"],
             pass_fds=(to_read, to_write),
             stderr=subprocess.DEVNULL,
         )

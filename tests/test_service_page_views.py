@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -73,25 +72,30 @@ def test_an_answer_that_comes_late_does_not_turn_progress_back(page: Page, serve
 
 def in_frame(page: Page, expression: str, wanted: Any = True) -> None:
     """Wait until an expression has a value in the frame of a page."""
-    deadline, found = time.monotonic() + DEADLINE, None
+    deadline, found = time.monotonic() + DEADLINE, list[Any]()
     while time.monotonic() < deadline:
-        frames = page.call("Page.getFrameTree")["frameTree"].get("childFrames", ())
-        for frame in frames:
-            with suppress(RuntimeError):  # the frame is being loaded again
-                world = page.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
-                values = {"contextId": world["executionContextId"], "returnByValue": True}
-                found = page.call("Runtime.evaluate", expression=expression, **values)["result"].get("value")
-                if found == wanted:
-                    return
+        found = page.in_frames(expression)
+        if found == [wanted]:
+            return
         time.sleep(0.02)
     raise AssertionError(f"{expression} is {found!r} and not {wanted!r} in the frame")
 
 
+@pytest.fixture(scope="module", params=["--site-per-process", "--disable-features=IsolateSandboxedIframes"])
+def framing(request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page of a browser that runs sandboxed frames in processes of their own, and of one that does not."""
+    assert PROGRAM is not None
+    with browser(PROGRAM, request.param) as found:
+        yield found
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_the_report_has_the_theme_and_the_scroll_bar_of_the_page(
-    page: Page, server: RealServer, width: int
+    framing: Page, server: RealServer, width: int
 ) -> None:
-    number = server.submit(f"{width}report.npy", options=TILES)["id"]
+    page = framing
+    sign_in(page, server, server.token("admin", "somebody"))
+    number = server.submit("report.npy", options=TILES | {"overwrite": True})["id"]
     server.until(number, "succeeded")
     page.open(f"{server.url}/#/jobs/{number}", width=width)
     page.until(STATE.format("succeeded"))
