@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
+# Why tests are skipped if there is none.
+MISSING = "no Chromium is on the PATH"
 DEADLINE = 60
 # Frames that run in another process than their page have sessions of their own.
 ATTACH = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}

@@ -11,6 +11,7 @@ from oocgemm.planning.search import guarded, planner
 from tests.command import forget_threads, own_threads
 from tests.object_server import Proxy
 
+pytest_plugins = ["tests.missing"]
 # No deadline: the time of an example depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None)
 # `tests.suite.examples` scales numbers of examples by this

@@ -9,7 +9,6 @@ from tests.browser import Page, find_browser
 from tests.real_server import RealServer, running_server
 
 PROGRAM = find_browser()
-MISSING = "no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER"
 TILES = {"tile": "16x16x16"}  # 16 tiles
 # Whether a job's page shows a state.
 STATE = "document.querySelector('.named .chip')?.dataset.state === '{}'"

@@ -20,7 +20,7 @@ from oocgemm.timeline import Timeline, report
 from oocgemm.timeline.distribution import Distribution, UnitFigures
 from oocgemm.timeline.units import activities
 
-from .browser import FAULTS, browser, find_browser
+from .browser import FAULTS, MISSING, browser, find_browser
 from .command import command
 from .test_page import Elements
 from .test_page_in_browser import complaints
@@ -191,7 +191,7 @@ def test_rows_of_charts_have_short_distinct_names(units: list[UnitFigures], expe
     assert labels(units) == expected
 
 
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium is on the PATH")
+@pytest.mark.skipif(find_browser() is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1440, 700, 390])
 def test_pages_of_distributed_runs_in_a_browser(
     four: Timeline, many: Timeline, tmp_path: Path, width: int

@@ -10,14 +10,11 @@ from oocgemm.reports.page import page
 from oocgemm.reports.roofline import roofline
 from oocgemm.timeline import Span, Timeline
 
-from .browser import FAULTS, Page, browser, find_browser
+from .browser import FAULTS, MISSING, Page, browser, find_browser
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 PROGRAM = find_browser()
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None,
-    reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
-)
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 # JavaScript that finds cards whose content can only be seen by scrolling sideways.
 SCROLLED = """[...document.querySelectorAll(".card")].filter((e) => e.scrollWidth > e.clientWidth)
   .map((e) => e.innerText.slice(0, 30))"""

@@ -73,7 +73,11 @@ def test_demo_shows_what_a_user_sees_and_names_its_files(venv: Path, tmp_path: P
     assert "--quiet" not in calls[1][1]
     assert "--html run.html" in calls[2][1]
     assert "--job last --html job.html" in calls[5][1]
-    *_, last_but_one, last = done.stdout.splitlines()
+    size, remove, _, last_but_one, last = done.stdout.splitlines()[-5:]
+    assert f"to {tmp_path}/my demo, which stay there" in size
+    (tmp_path / "my demo" / "run.jsonl").touch()
+    subprocess.run(["bash", "-c", remove.replace("rm -r", "rm -rf")], check=True)
+    assert list((tmp_path / "my demo").iterdir()) == []
     for name in ("C.zarr", "run.jsonl", "run.html"):
         assert f"{tmp_path}/my demo/{name}" in last_but_one
     assert f"file://{tmp_path}/my demo/job.html" in last
@@ -99,6 +103,65 @@ def test_git_ignores_what_the_quick_start_writes() -> None:
     line = ["git", "check-ignore", *written]
     done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == written
+
+
+@pytest.mark.parametrize("has", ["nothing", "apt-get", "chromium"])
+def test_ci_installs_a_browser_and_requires_the_tests_of_the_page(tmp_path: Path, has: str) -> None:
+    for name in (".ci/run", "tests/browser.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(TOP / name, tmp_path / name)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "bin").mkdir()
+    stub = f'#!/bin/sh\necho "$(basename "$0") $*" >> "{tmp_path}/calls"\n'
+    fails = '[ "$(basename "$0") $5" != "apt-get chromium-headless-shell" ]\n'  # this package is missing
+    for name in ("scripts/test", "scripts/demo", "bin/sudo", *(() if has == "nothing" else (f"bin/{has}",))):
+        (tmp_path / name).write_text(stub + ('shift; exec "$@"\n' if name == "bin/sudo" else fails))
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "sh", "basename", "dirname", "id", "mktemp", "rm", "env"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    environment = {"PATH": str(tmp_path / "bin"), "PYTHON": sys.executable}
+    subprocess.run([str(tmp_path / ".ci" / "run")], env=environment, check=True, capture_output=True)
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.startswith("sudo")]
+    install = "apt-get install -y -qq --no-install-recommends chromium"
+    installed = ["apt-get update -qq", f"{install}-headless-shell", install] if has == "apt-get" else []
+    assert calls[:-1] == [*installed, "test --require browser"]
+    assert calls[-1].startswith("demo ")
+
+
+@pytest.mark.parametrize(
+    ("workers", "require"),
+    [
+        ([], "browser"),
+        pytest.param(["-n", "2"], "browser", marks=pytest.mark.slow),
+        pytest.param([], "gpu", marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_lines_say_what_was_missing(tmp_path: Path, workers: list[str], require: str) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\nfrom tests.browser import MISSING\n"
+        "@pytest.mark.skipif(True, reason=MISSING)\n"
+        "@pytest.mark.parametrize('number', range(3))\n"
+        "def test_page(number):\n    pass\n"
+        "def test_package():\n    pytest.importorskip('no_such_package')\n"
+        "def test_other():\n    pytest.skip('not on a Sunday')\n"
+    )
+    line = [sys.executable, "-m", "pytest", "-c", str(TOP / "pyproject.toml"), "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [*line, *workers, "-p", "tests.missing", "--require", require, str(tmp_path / "test_it.py")],
+        env=environment | {"PYTHONPATH": str(TOP)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (require == "browser"), done.stdout + done.stderr
+    browser, package, _ = done.stdout.splitlines()[-3:]
+    assert browser.startswith("FAILED: 3 tests skipped" if require == "browser" else "3 tests skipped")
+    assert "apt-get install chromium-headless-shell" in browser
+    assert package.startswith("1 test skipped for want of a package (no_such_package). To get it: ")
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from oocgemm.service import launch
-from tests.browser import CONTRAST, FAULTS, Page, browser
+from tests.browser import CONTRAST, FAULTS, MISSING, Page, browser
 from tests.real_server import RealServer
 from tests.service_pages import (
-    MISSING,
     PROGRAM,
     STATE,
     TILES,

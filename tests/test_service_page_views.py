@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from oocgemm.service import launch
-from tests.browser import DEADLINE, Page, browser
+from tests.browser import DEADLINE, MISSING, Page, browser
 from tests.real_server import RealServer
-from tests.service_pages import MISSING, PROGRAM, STATE, TILES, complaints, page_server, sign_in, text
+from tests.service_pages import PROGRAM, STATE, TILES, complaints, page_server, sign_in, text
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 # JavaScript that makes all later answers about jobs older than they are: no tile is done.
