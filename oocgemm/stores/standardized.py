@@ -52,7 +52,7 @@ class StandardizedMatrix(View):
         self.layout = replace(
             found,
             decode_bytes=found.decode_bytes + piece + SLAB_BYTES,
-            resident_bytes=24 * lines,
+            resident_bytes=found.resident_bytes + 24 * lines,
             page_cached=found.page_cached or found.in_memory,
             in_memory=False,
             in_place=False,

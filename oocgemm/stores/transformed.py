@@ -80,7 +80,7 @@ class TransformedMatrix(View):
             found,
             decode_bytes=found.decode_bytes + piece + SLAB_BYTES,
             # The numbers, and a copy of them while they go to a device.
-            resident_bytes=2 * VECTOR_BYTES * matrix.shape[k_axis],
+            resident_bytes=found.resident_bytes + 2 * VECTOR_BYTES * matrix.shape[k_axis],
             page_cached=found.page_cached or found.in_memory,
             in_memory=False,
             in_place=False,

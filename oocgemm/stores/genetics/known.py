@@ -40,7 +40,7 @@ class KnownMatrix(View):
         self.layout = replace(
             found,
             decode_bytes=found.decode_bytes + piece,
-            resident_bytes=self._used.nbytes,
+            resident_bytes=found.resident_bytes + self._used.nbytes,
             page_cached=found.page_cached or found.in_memory,
             in_memory=False,
             in_place=False,

@@ -19,29 +19,18 @@ from oocgemm.stores.base import BATCH_BYTES, Array
 from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, scratch
 from oocgemm.stores.hdf5.filters import Pipeline
+from oocgemm.stores.hdf5.index import Index
 from oocgemm.stores.lines import copies_bytes, read_part, scratch_bytes
 
 # Chunks without filters that have at least this many bytes are read straight into their destination.
 MIN_STRAIGHT = 256 << 10
+# Runs are found in this many chunks of a row of the grid at a time.
+_SCANNED = 4096
 
 
-@dataclass(frozen=True)
-class Index:
-    """Where the chunks of a dataset are stored: arrays of the shape of the grid of chunks.
-
-    - `offsets`: the first byte of each chunk in the file; -1 for a chunk that is not stored.
-    - `sizes`: the stored bytes of each chunk.
-    - `masks`: the filter_mask of each chunk: bit i is set if filter i was not applied.
-    """
-
-    offsets: Array
-    sizes: Array
-    masks: Array
-
-    @property
-    def max_stored(self) -> int:
-        """The size of the largest stored chunk, in bytes."""
-        return int(self.sizes.max(initial=0))
+# A range of columns of the grid, and the stored chunks in it by their entries in the index; None if no chunk
+# in the range is stored.
+Run = tuple[Range, range | None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,7 @@ class Chunks:
             itemsize=self.dtype.itemsize,
             scratch_bytes=max(scratch_bytes(past_cache=self.past_cache), self._scratch_bytes) if raw else 0,
             decode_bytes=0 if raw else self._scratch_bytes + self.pipeline.decode_bytes,
+            resident_bytes=self.index.nbytes,
         )
 
     @property
@@ -99,20 +89,22 @@ class Chunks:
                 top, bottom = max(rows[0], i * height), min(rows[1], (i + 1) * height)
                 band = out[top - rows[0] : bottom - rows[0]]
                 lines = slice(top - i * height, bottom - i * height)
-                for first, last in self._runs(i, *columns):
-                    self._read_run(file, i, (first, last), lines, cols, band)
+                for run in self._runs(i, *columns):
+                    self._read_run(file, i, run, lines, cols, band)
 
     @cached_property
     def _raw(self) -> CachedChunks | None:
         """The chunks for compiled code, if they are not encoded and the page cache seems to contain them."""
-        offsets, sizes = self.index.offsets, self.index.sizes
-        stored = offsets[offsets >= 0]
-        whole = not self.pipeline.filters and (sizes[offsets >= 0] == self._decoded_bytes).all()
-        some = np.sort(stored[:: max(1, stored.size // SAMPLES)]).tolist()
-        if not (whole and some and in_page_cache(self.path, some)):
+        index = self.index
+        whole = not self.pipeline.filters and (index.sizes == self._decoded_bytes).all()
+        # Compiled code looks chunks up in an array of the whole grid.
+        if not (whole and index.dense):
             return None
-        end, itemsize = int(stored.max()) + self._decoded_bytes, self.dtype.itemsize
-        return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=offsets)
+        some = np.sort(index.offsets[:: max(1, index.offsets.size // SAMPLES)]).tolist()
+        if not (some and in_page_cache(self.path, some)):
+            return None
+        end, itemsize = int(index.offsets.max()) + self._decoded_bytes, self.dtype.itemsize
+        return CachedChunks(self.path, None, self.chunk, itemsize, end, offsets=index.grid_offsets())
 
     def _read_cached(self, rows: Range, cols: Range, out: Array) -> bool:
         """Read a block from the page cache by compiled code. Return whether that was possible.
@@ -124,42 +116,58 @@ class Chunks:
             return False
         return self._raw.read(rows, cols, out) == []
 
-    def _runs(self, i: int, first: int, last: int) -> Iterator[Range]:
-        """Cut columns of the grid into runs of chunks that one call reads, or that are all not stored."""
-        offsets, sizes = self.index.offsets[i, first:last].tolist(), self.index.sizes[i, first:last].tolist()
+    def _runs(self, i: int, first: int, last: int) -> Iterator[Run]:
+        """Cut columns of row i of the grid into runs that one call reads, or that are not stored."""
+        index, at = self.index, first
+        stored = index.stored(i, first, last)
+        for start in range(stored.start, stored.stop, _SCANNED):
+            some = range(start, min(start + _SCANNED, stored.stop))
+            for columns, entries in self._stored_runs(i, some):
+                if columns[0] > at:
+                    yield (at, columns[0]), None
+                yield columns, entries
+                at = columns[1]
+        if last > at:
+            yield (at, last), None
+
+    def _stored_runs(self, i: int, entries: range) -> Iterator[tuple[Range, range]]:
+        """Cut stored chunks of row i of the grid into runs that are adjacent in the grid and in the file."""
+        part = slice(entries.start, entries.stop)
+        columns = (self.index.numbers[part] - i * self.index.grid[1]).tolist()
+        offsets, sizes = self.index.offsets[part].tolist(), self.index.sizes[part].tolist()
         straight = not self.pipeline.filters and self._decoded_bytes >= MIN_STRAIGHT
         start, size = 0, 0
-        for j in range(len(offsets)):
-            follows = j > start and (offsets[start] < 0) == (offsets[j] < 0)
-            if follows and offsets[j] >= 0:
-                adjacent = not straight and offsets[j] == offsets[j - 1] + sizes[j - 1]
-                decoded = (j + 1 - start) * self._decoded_bytes
-                follows = adjacent and max(size + sizes[j], decoded) <= BATCH_BYTES
-            if not follows:
-                if j > start:
-                    yield first + start, first + j
-                start, size = j, 0
-            size += sizes[j]
-        yield first + start, last
+        for at in range(len(columns)):
+            if at > start:
+                adjacent = (
+                    columns[at] == columns[at - 1] + 1 and offsets[at] == offsets[at - 1] + sizes[at - 1]
+                )
+                decoded = (at + 1 - start) * self._decoded_bytes
+                if straight or not adjacent or max(size + sizes[at], decoded) > BATCH_BYTES:
+                    yield (columns[start], columns[at - 1] + 1), entries[start:at]
+                    start, size = at, 0
+            size += sizes[at]
+        yield (columns[start], columns[-1] + 1), entries[start:]
 
-    def _read_run(self, file: OpenFile, i: int, run: Range, lines: slice, cols: Range, band: Array) -> None:
+    def _read_run(self, file: OpenFile, i: int, run: Run, lines: slice, cols: Range, band: Array) -> None:
         """Read the rows `lines` of the chunks `run` in row `i` of the grid.
 
         `band` has these rows, and the columns `cols` of the dataset.
         """
         width = self.chunk[1]
-        first, last = run
-        start = int(self.index.offsets[i, first])
-        if start < 0:
+        (first, last), entries = run
+        if entries is None:
             if self.fill is None:
                 self._damaged(i, first, "was never written, and the dataset has no fill value")
             band[:, max(0, first * width - cols[0]) : last * width - cols[0]] = self.fill
             return
-        end = int(self.index.offsets[i, last - 1] + self.index.sizes[i, last - 1])
+        part = slice(entries.start, entries.stop)
+        start = int(self.index.offsets[entries[0]])
+        end = int(self.index.offsets[entries[-1]] + self.index.sizes[entries[-1]])
         if end > file.size:
             self._damaged(i, last - 1, f"ends at byte {end}, and the file has {file.size} bytes")
         if not self.pipeline.filters:
-            sizes = self.index.sizes[i, first:last]
+            sizes = self.index.sizes[part]
             wrong = np.flatnonzero(sizes != self._decoded_bytes)
             if len(wrong):
                 number = int(wrong[0])
@@ -179,10 +187,10 @@ class Chunks:
         except EOFError as error:
             self._damaged(i, first, str(error), error)
         if self.pipeline.filters:
-            self._decode(i, run, stored, memory[MIN_DIRECT:], lines, cols, band)
+            self._decode(i, first, part, stored, memory[MIN_DIRECT:], lines, cols, band)
         else:
             elements = stored.view(self.dtype).reshape(last - first, *self.chunk)
-            self._copy(elements[:, lines], run, cols, band)
+            self._copy(elements[:, lines], (first, last), cols, band)
 
     def _read_straight(
         self, file: OpenFile, start: int, j: int, lines: slice, cols: Range, band: Array
@@ -196,19 +204,29 @@ class Chunks:
         read_part(file, start, width, self.dtype, *spans, target, past_cache=self.past_cache)
 
     def _decode(
-        self, i: int, run: Range, stored: Array, memory: Array, lines: slice, cols: Range, band: Array
+        self,
+        i: int,
+        first: int,
+        part: slice,
+        stored: Array,
+        memory: Array,
+        lines: slice,
+        cols: Range,
+        band: Array,
     ) -> None:
-        """Decode the chunks `run` from their bytes `stored`, and copy their rows `lines`."""
-        first, last = run
-        size = self._decoded_bytes
-        decoded, rest = memory[: (last - first) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
+        """Decode chunks from their bytes `stored`, and copy their rows `lines`.
+
+        They are the entries `part` of the index, and begin at the column `first` of row i of the grid.
+        """
+        sizes, masks = self.index.sizes[part].tolist(), self.index.masks[part].tolist()
+        size, last = self._decoded_bytes, first + len(sizes)
+        decoded, rest = memory[: len(sizes) * size], memory[_rounded(max(BATCH_BYTES, size)) :]
         # A single chunk that is the whole destination is decoded in place.
         alone = last - first == 1 and band.shape == self.chunk and first * self.chunk[1] == cols[0]
         place = alone and band.flags.c_contiguous and self.dtype.isnative
         if place:
             decoded = band.reshape(-1).view(np.uint8)
         start = 0
-        sizes, masks = self.index.sizes[i, first:last].tolist(), self.index.masks[i, first:last].tolist()
         for number, (length, mask) in enumerate(zip(sizes, masks, strict=True)):
             out = decoded[number * size : (number + 1) * size]
             try:
@@ -220,7 +238,7 @@ class Chunks:
             start += length
         if not place:
             elements = decoded.view(self.dtype).reshape(last - first, *self.chunk)
-            self._copy(elements[:, lines], run, cols, band)
+            self._copy(elements[:, lines], (first, last), cols, band)
 
     def _copy(self, elements: Array, run: Range, cols: Range, band: Array) -> None:
         """Copy the elements of the chunks `run`, an array (chunks, rows, columns), to `band`."""

@@ -9,7 +9,6 @@ converted or are inside the metadata.
 import errno
 import os
 import warnings
-from array import array
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from oocgemm.errors import InputError, NotFoundError
+from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.stores.base import checked
 from oocgemm.stores.files import worth_caching
 from oocgemm.stores.hdf5 import attributes, listing
 from oocgemm.stores.hdf5.address import MARK, has_signature
-from oocgemm.stores.hdf5.chunks import Chunks, Index
+from oocgemm.stores.hdf5.chunks import Chunks
 from oocgemm.stores.hdf5.filters import Pipeline, pipeline
+from oocgemm.stores.hdf5.index import Index, listed
 from oocgemm.stores.hdf5.matrix import Fill, HDF5Matrix, Reader
 from oocgemm.stores.lazy import LazyMatrix
 from oocgemm.stores.npy import NpyMatrix
@@ -33,6 +33,12 @@ with suppress(ImportError):  # registers filters with h5py, which reads datasets
 
 # The most links and groups in the name of a dataset.
 _MAX_STEPS = 100
+# Why h5py reads a dataset, and what to do about it.
+_FORMAT = "its elements are stored in a format that NumPy does not have: convert them to a dtype of NumPy"
+_COMPACT = "its elements are stored inside the metadata: copy it into a contiguous dataset"
+_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle"
+# At most this many chunks are compared with what h5py reads.
+_EDGES = 8
 # The first bytes of a file in netCDF's classic formats.
 _CLASSIC = b"CDF"
 
@@ -59,8 +65,7 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
             file.close()
     if why:
         warnings.warn(
-            f"{name} at {path}{MARK}{dataset} is read by h5py, in one thread at a time, since {why}: "
-            "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle",
+            f"{name} at {path}{MARK}{dataset} is read by h5py, in one thread at a time, since {why}",
             stacklevel=2,
         )
     return matrix
@@ -184,9 +189,9 @@ def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int])
     filters = [plist.get_filter(number) for number in range(plist.get_nfilters())]
     dtype, fill = found.dtype, _fill(found, plist)
     if found.id.get_type() != h5py.h5t.py_create(dtype):
-        return LazyMatrix(name, found), "its elements are stored in a format that NumPy does not have"
+        return LazyMatrix(name, found), _FORMAT
     if layout == h5py.h5d.COMPACT:
-        return LazyMatrix(name, found), "its elements are stored inside the metadata"
+        return LazyMatrix(name, found), _COMPACT
     if layout == h5py.h5d.CONTIGUOUS:
         return _contiguous(place, name, found, path, fill), ""
     steps = pipeline([(number, values, text) for number, _, values, text in filters], _chunk_bytes(found))
@@ -203,11 +208,14 @@ def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int])
         )
     names = ", ".join(step.name for step in steps.filters)
     if not supported:
-        return LazyMatrix(name, found), f"oocgemm does not decode its filters ({names})"
-    index = _index(found)
-    if not _offsets_are_right(found, path, index):
-        return LazyMatrix(name, found), "this version of h5py does not state where its chunks are"
-    return _chunked(place, found, path, shape, steps, index, fill), ""
+        return LazyMatrix(name, found), f"oocgemm does not decode its filters ({names}): {_OTHERWISE}"
+    index, why = listed(found, path)
+    if not why:
+        reader = _chunked(place, found, path, shape, steps, index, fill)
+        if not isinstance(reader, Chunks) or _edges_are_right(found, reader):
+            return reader, ""
+        why = f"chunks at its edges are stored without its filters ({names}): store all with them"
+    return LazyMatrix(name, found), why
 
 
 def _check_here(place: str, found: "h5py.Dataset") -> None:
@@ -241,16 +249,16 @@ def _chunked(
     fill: Any,
 ) -> Reader:
     """Return the reader of a chunked dataset. Raises `InputError` if a chunk ends beyond the file."""
-    if not (index.offsets >= 0).any():
+    if not len(index.numbers):
         return Fill(fill)
     size = os.path.getsize(path)
     ends = index.offsets + index.sizes
-    i, j = divmod(int(ends.argmax()), ends.shape[1])
-    if ends[i, j] > size:
-        place_of_chunk = f"[{i * found.chunks[0]}, {j * found.chunks[1]}]"
+    at = int(ends.argmax())
+    if ends[at] > size:
+        i, j = index.place(at)
         raise InputError(
-            f"{place} is truncated: its chunk at {place_of_chunk} ends at byte {ends[i, j]}, and the file "
-            f"has {size} bytes"
+            f"{place} is truncated: its chunk at [{i * found.chunks[0]}, {j * found.chunks[1]}] ends at byte "
+            f"{ends[at]}, and the file has {size} bytes"
         )
     return Chunks(
         path=Path(path),
@@ -264,43 +272,32 @@ def _chunked(
     )
 
 
+def _edges_are_right(found: "h5py.Dataset", reader: Chunks) -> bool:
+    """Return whether chunks that extend beyond the dataset are read as h5py reads them.
+
+    HDF5 can store such chunks without filters, and does not say so (H5Pset_chunk_opts). Then they have the
+    size of a chunk without filters.
+    """
+    index, (height, width) = reader.index, reader.chunk
+    if not reader.pipeline.filters:
+        return True
+    i, j = np.divmod(index.numbers, index.grid[1])
+    beyond = ((i + 1) * height > found.shape[0]) | ((j + 1) * width > found.shape[1])
+    for at in np.flatnonzero(beyond & (index.sizes == reader.pipeline.size) & (index.masks == 0))[:_EDGES]:
+        top, left = int(i[at]) * height, int(j[at]) * width
+        expected = found[top : top + height, left : left + width]
+        out = np.empty(expected.shape, expected.dtype.newbyteorder("="))
+        try:
+            reader.read((top, top + len(out)), (left, left + out.shape[1]), out)
+        except ExecutionError:
+            return False
+        if out.tobytes() != expected.astype(out.dtype).tobytes():
+            return False
+    return True
+
+
 def _chunk_bytes(found: "h5py.Dataset") -> int:
     return int(found.chunks[0]) * int(found.chunks[1]) * int(found.dtype.itemsize)
-
-
-def _index(found: "h5py.Dataset") -> Index:
-    """Return where all chunks are. One call lists them: a call per chunk would take quadratic time."""
-    height, width = found.chunks
-    grid = -(-found.shape[0] // height), -(-found.shape[1] // width)
-    index = Index(np.full(grid, -1, np.int64), np.zeros(grid, np.int64), np.zeros(grid, np.uint32))
-    listed = array("Q")
-
-    def add(chunk: Any) -> None:
-        (top, left), mask, offset, size = chunk
-        listed.extend((top, left, mask, offset, size))
-
-    if 0 not in grid:
-        found.id.chunk_iter(add)
-    top, left, mask, offset, size = np.frombuffer(listed, np.uint64).astype(np.int64).reshape(-1, 5).T
-    at = top // height, left // width
-    index.offsets[at], index.sizes[at], index.masks[at] = offset, size, mask
-    return index
-
-
-def _offsets_are_right(found: "h5py.Dataset", path: str, index: Index) -> bool:
-    """Return whether the offsets of chunks are relative to the start of the file.
-
-    In files with a user block, some versions of HDF5 state offsets relative to its end. The bytes of one
-    chunk show which.
-    """
-    numbers = np.argwhere(index.offsets >= 0)
-    if not found.file.userblock_size or not len(numbers):
-        return True
-    i, j = (int(number) for number in numbers[0])
-    _, stored = found.id.read_direct_chunk((i * found.chunks[0], j * found.chunks[1]))
-    with open(path, "rb") as file:
-        file.seek(int(index.offsets[i, j]))
-        return file.read(int(index.sizes[i, j])) == bytes(stored)
 
 
 def _fill(found: "h5py.Dataset", plist: Any) -> Any:
