@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -125,6 +125,19 @@ class Bucket:
                 if limit is not None and len(found) >= limit:
                     break
         return found
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of all objects."""
+        with self.errors(""):
+            for page in self._api.list(self.store, chunk_size=1000):
+                yield from (one["path"] for one in page)
+
+    def exists(self, key: str) -> bool:
+        """Return whether there is an object. A web server may also refuse to answer if there is none."""
+        with suppress(FileNotFoundError, StoreError):
+            self.tag(key)
+            return True
+        return False
 
     def tag(self, key: str) -> str:
         """Return the ETag of an object. Raises `FileNotFoundError`."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from oocgemm.stores.objects.address import REQUESTS, is_web, scrubbed
 from oocgemm.stores.objects.bucket import Bucket
 from oocgemm.stores.objects.chunks import ObjectChunks
 from oocgemm.stores.objects.folder import ObjectFolder
+from oocgemm.stores.zarr.keys import keys_of_first
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
@@ -45,6 +46,11 @@ class ObjectMatrix(ZarrMatrix):
         self._listed = False
         self.guard: Callable[[], None] = lambda: None
         self.layout = self._remote_layout()
+
+    def _keys_found(self) -> Iterator[str]:
+        if is_web(self._bucket.url):
+            return keys_of_first(self._metadata.key, self._bucket.exists)
+        return self._bucket.keys()
 
     def _remote_layout(self) -> Layout:
         through, chunks = self.layout, self._chunks

@@ -35,7 +35,12 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
         raise
     except Exception as error:  # zarr raises exceptions of many types
         raise InputError(f"{name}: no zarr array at {bucket.url}: {scrubbed(reason(error))}") from None
-    return _matrix(name, bucket, found, writable=writable)
+    matrix = _matrix(name, bucket, found, writable=writable)
+    try:
+        matrix.check_keys()
+    except StoreError as error:
+        raise InputError(f"{name}: {error}") from None
+    return matrix
 
 
 def create_array(

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -25,6 +25,7 @@ from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.statuses import chunk_fingerprints
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.stores.zarr.compressed import codec_of, coding_of, fetch
+from oocgemm.stores.zarr.keys import check_keys, files_in
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
 if TYPE_CHECKING:
@@ -105,6 +106,24 @@ class ZarrMatrix:
             encode_bytes=encode_bytes,
             encodes=not self.raw,
         )
+
+    def check_keys(self) -> None:
+        """Raise `InputError` if the array has chunks, and none has a key that its metadata states."""
+        down, across = (
+            -(-extent // of) for extent, of in zip(self.shape, self.layout.write_chunk, strict=True)
+        )
+        found, place = self._metadata, str(self.describe()["path"]).removeprefix("file://")
+        check_keys(
+            f"{self.name} at {place}", found.zarr_format, found.key, (down, across), self._keys_found()
+        )
+
+    def _keys_found(self) -> Iterator[str]:
+        """Yield the keys of what is stored of the array, relative to it; nothing if that is unknown."""
+        if self._metadata.folder is not None:
+            return files_in(self._metadata.folder)
+        from oocgemm.stores.zarr.through import keys_in
+
+        return keys_in(self.array)
 
     @property
     def array(self) -> Any:

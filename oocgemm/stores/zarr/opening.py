@@ -67,14 +67,17 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
     """Make a matrix of an open zarr array. `name` is its name in messages.
 
-    Raises `InputError` for a group, for invalid metadata, and with `writable` for a read-only array.
+    Raises `InputError` for a group, for invalid metadata, for chunks whose keys do not match it, and with
+    `writable` for a read-only array.
     """
     check_array(name, found, path, writable=writable)
-    return ZarrMatrix(name, found, unchanging=not writable)
+    matrix = ZarrMatrix(name, found, unchanging=not writable)
+    matrix.check_keys()
+    return matrix
 
 
 def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:
-    """Raise the errors of `wrap_zarr`."""
+    """Raise the errors of `wrap_zarr`, except those for chunks."""
     if isinstance(found, zarr.Group):
         raise InputError(
             f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"

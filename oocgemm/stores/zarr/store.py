@@ -62,7 +62,9 @@ class ZarrPaths(Store):
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         check_found(name, operand)
         if found := _without_zarr(operand):
-            return ZarrMatrix(name, found, unchanging=not writable)
+            matrix = ZarrMatrix(name, found, unchanging=not writable)
+            matrix.check_keys()
+            return matrix
         from oocgemm.stores.zarr.opening import open_zarr
 
         return open_zarr(name, operand, writable=writable)

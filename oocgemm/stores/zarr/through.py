@@ -1,6 +1,6 @@
 """Return the metadata of arrays that zarr opened, and make zarr use its own codec pipeline for them."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import zarr
 from zarr.abc.store import Store
 from zarr.codecs._v2 import V2Codec
 from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from oocgemm.stores.zarr import bfloat16
@@ -23,6 +24,20 @@ bfloat16.register()
 def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
     store: Store = array.store
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
+
+
+def keys_in(array: "zarr.Array[Any]") -> Iterator[str]:
+    """Yield the keys of what a store of zarr has of an array, relative to it; nothing if it cannot list."""
+    store: Store = array.store
+    if not store.supports_listing:
+        return
+    prefix, listed = f"{array.path}/" if array.path else "", store.list_prefix(array.path)
+    while (key := sync(_next(listed))) is not None:
+        yield key.removeprefix(prefix)
+
+
+async def _next(listed: AsyncIterator[str]) -> str | None:
+    return await anext(listed, None)
 
 
 def metadata_of(array: "zarr.Array[Any]") -> Metadata:
