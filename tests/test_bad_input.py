@@ -30,10 +30,10 @@ def here(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 # File or folder that is no operand -> a part of the error.
 OPERANDS = {
-    "vector": "has 1 dimensions, a product needs 2: reshape",
+    "vector": "has 1 dimensions, a matrix has 2: reshape",
     "vector.npy": "has 1 dimensions",
     "number.npy": "has 0 dimensions",
-    "cube": "has 3 dimensions, a product needs 2: multiply its matrices one by one",
+    "cube": "has 3 dimensions, a matrix has 2: pass its matrices one by one, such as A[0]",
     "group": "group is a zarr group, not an array; give an array in it: inner",
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",

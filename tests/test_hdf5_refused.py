@@ -73,8 +73,11 @@ def test_a_sparse_matrix_is_refused_by_the_names_of_dense_ones() -> None:
     ("values", "message"),
     [
         (np.float32(3), "A has 0 dimensions"),
-        (A[0], "A has 1 dimensions, a product needs 2: reshape it"),
-        (A.reshape(3, 10, 20), "A has 3 dimensions, a product needs 2: multiply its matrices one by one"),
+        (A[0], "A has 1 dimensions, a matrix has 2: reshape it"),
+        (
+            A.reshape(3, 10, 20),
+            "A has 3 dimensions, a matrix has 2: pass its matrices one by one, such as A[0]",
+        ),
         (h5py.Empty("f4"), "is empty: it has no elements and no shape"),
         (A.astype("S4"), "its elements are not numbers"),
         (np.zeros((2, 2), [("x", "f4"), ("y", "f4"), ("z", "i4")]), "its elements are not numbers"),

@@ -10,6 +10,7 @@ from oocgemm.cli.parameters import Place
 from oocgemm.cli.products import run_product
 from oocgemm.jobs import correlation
 from oocgemm.jobs.options import Progress
+from oocgemm.jobs.request import SELECTION_OPTIONS
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.standardizing import CONSTANT
 
@@ -59,7 +60,7 @@ def corr(
         from oocgemm.stores.zarr.saving import check_free
 
         check_free(out)
-        kept = {name: value for name, value in options.items() if value}
+        kept = {name: value for name, value in options.items() if value or name in SELECTION_OPTIONS}
 
         def compute(progress: Progress | None) -> Result:
             found = correlation.selected_corr(x, topk, threshold, progress=progress, **kept)

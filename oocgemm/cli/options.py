@@ -66,7 +66,16 @@ TRANSFORMS = (
     click.option("--transform-a", type=Changes(), metavar="CHANGES", help=_TRANSFORM.format("A")),
     click.option("--transform-b", type=Changes(), metavar="CHANGES", help="The same for B."),
 )
-PRODUCT = (*_SCALARS, *_TRANSPOSES, *_COMPUTE)
+NO_DECODE = click.option(
+    "--no-decode",
+    "decode",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Take the numbers of operands as they are stored, whatever their attributes declare: that they are "
+    "packed (scale_factor), or stand for missing elements (_FillValue). So for -1 in a .bed file.",
+)
+PRODUCT = (*_SCALARS, *_TRANSPOSES, *_COMPUTE, NO_DECODE)
 _KERNEL = click.option(
     "--kernel",
     type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
@@ -142,7 +151,7 @@ _REQUESTS = click.option(
 _SETTING = (_BACKEND, *_ARITHMETIC, *_BUDGETS, *_STORAGE, _REQUESTS, JSON)
 PROBLEM = (*PRODUCT, *_SETTING)
 # Options of a Gram matrix, which has no transposes.
-GRAM = (*_SCALARS, *_COMPUTE, *_SETTING)
+GRAM = (*_SCALARS, *_COMPUTE, NO_DECODE, *_SETTING)
 TIMELINE = click.option(
     "--timeline",
     type=click.Path(dir_okay=False),
@@ -156,8 +165,11 @@ VERIFY = click.option(
     "compute it again if they differ. Of a result that is not the product itself, check samples too.",
 )
 # Options of products of which only some elements are kept.
-SELECTION = (_BACKEND, _KERNEL, *_COMPUTE, *_BUDGETS, _TILE, _REQUESTS, JSON, VERIFY, DEVICE, TIMELINE, QUIET)
-PCA = (_BACKEND, _KERNEL, *_BUDGETS, _REQUESTS, JSON, VERIFY, DEVICE, QUIET)
+SELECTION = (
+    *(_BACKEND, _KERNEL, *_COMPUTE, NO_DECODE, *_BUDGETS, _TILE, _REQUESTS),
+    *(JSON, VERIFY, DEVICE, TIMELINE, QUIET),
+)
+PCA = (_BACKEND, _KERNEL, NO_DECODE, *_BUDGETS, _REQUESTS, JSON, VERIFY, DEVICE, QUIET)
 AXIS = click.option(
     "--axis",
     type=click.IntRange(0, 1),

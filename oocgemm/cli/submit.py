@@ -100,5 +100,5 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in transposes(options).items()
-        if value is not False and value != defaults.get(name)
+        if value != defaults.get(name) and (value is not False or defaults.get(name) is True)
     }

@@ -12,7 +12,7 @@ from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.tiling import Range, Tile
 
 # Fields of a request that every process of a run shares and that are plain data.
-_SHARED = ("backend", "kernel", "compute", "verify", "device", "trust_operands", "requests")
+_SHARED = ("backend", "kernel", "compute", "verify", "device", "trust_operands", "requests", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,10 @@ def gemm(
         verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
             if they differ (`oocgemm.integrity.checksums.check`). If an epilogue changes C, the product is
             compared before that, and samples of C are checked after the run (`oocgemm.integrity.samples`).
+        decode: respect what an operand declares about its elements (default). Packed arrays (netCDF's
+            `scale_factor`, `add_offset`, `_Unsigned`) are refused. A missing element (`_FillValue`,
+            `missing_value`, -1 in a .bed file) is an error, unless a transform has its code as `missing`.
+            False takes the numbers as they are stored.
         devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,
             such as [0, 1] or "0,1", or "all". `device_memory` then bounds the memory of each device,
             `host_memory` that for all together. By default only `device` is used.

@@ -139,7 +139,7 @@ def cov(
     array([[ 1., -2.],
            [-2.,  4.]])
     """
-    shape = stores.open_matrix("X", stores.located("X", x)).shape
+    shape = stores.open_matrix("X", stores.located("X", x), decode=False).shape
     divisor = shape[1 - axis] - ddof if axis in (0, 1) else 1
     if divisor <= 0:
         raise InputError(

@@ -263,12 +263,12 @@ def _cast(step: Cast) -> str:
     return name
 
 
-def open_further(problem: GemmProblem, given: Epilogue) -> Matrix | None:
+def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matrix | None:
     """Open D, the further matrix that a step reads; None without one. Raises `InputError`."""
     operand = next((step.d for step in given if isinstance(step, Add | Divide)), None)
     if not problem.merges:
         return None
-    d = stores.open_matrix("D", stores.located("D", operand))
+    d = stores.open_matrix("D", stores.located("D", operand), decode=decode)
     if (d.shape, d.dtype) != ((problem.m, problem.n), numpy_dtype(problem.c_dtype)):
         raise InputError(
             f"D has shape {d.shape} and dtype {d.dtype}, and C has shape {(problem.m, problem.n)} and dtype "

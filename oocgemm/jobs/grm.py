@@ -16,7 +16,7 @@ from oocgemm.jobs.options import DenseOptions, Operand, Output
 from oocgemm.jobs.request import DENSE_OPTIONS, Known, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.stats import Stats, stats_of
-from oocgemm.jobs.transforms import memory_of
+from oocgemm.jobs.transforms import accepted, memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
 from oocgemm.stores.genetics.bed import MISSING, individuals_of, is_bed
@@ -131,15 +131,16 @@ def grm(
         raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
     triangle = uplo or ("full" if gcta is None else "lower")
     request = parse_gram(x, out, axis, triangle, dict[str, Any](options))  # type: ignore[arg-type]
-    matrix, op = stores.by_rows(stores.open_matrix("X", x), Op.T if axis else Op.N)
+    known = Transform(missing=missing)
+    matrix = stores.open_matrix("X", x, decode=request.decode)
+    known.result("X", matrix.dtype)  # refuses complex operands
+    matrix, op = stores.by_rows(accepted(matrix, known), Op.T if axis else Op.N)
     chosen = _chosen(x, axis, chromosomes, matrix.shape[1 - int(op.swaps)])
     individuals: list[tuple[str, str]] = []
     if gcta is not None:
         individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
         if not (request.resume or request.overwrite):
             _check_free(gcta)
-    known = Transform(missing=missing)
-    known.result("X", matrix.dtype)  # refuses complex operands
     found = stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
     change, divisor, used = _standardizing(found, method, chosen)
@@ -174,7 +175,7 @@ def placeholder(
 ) -> Transform:
     """Return a transform like that of `grm` with these arguments, to plan with. No genotypes are read."""
     x = stores.located("X", x)
-    extent = stores.open_matrix("X", x).shape[1 - axis]
+    extent = stores.open_matrix("X", x, decode=False).shape[1 - axis]
     ones = np.ones(extent)
     found, chosen = (
         Stats(ones, np.zeros(extent), ones, ones, ones, ones),

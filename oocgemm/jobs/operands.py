@@ -33,7 +33,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_chain(request, request.chain)
     if request.reduction is not None:
         return _open_reduced(request, request.reduction, backend)
-    a, b = stores.open_matrix("A", request.a), stores.open_matrix("B", request.b)
+    a, b = (
+        stores.open_matrix(name, x, decode=request.decode) for name, x in (("A", request.a), ("B", request.b))
+    )
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
     if request.slicing is not None:
@@ -48,7 +50,8 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
-    x, trans = stores.open_matrix("X", request.a), op_of("trans_a", request.trans_a)
+    x = stores.open_matrix("X", request.a, decode=request.decode)
+    trans = op_of("trans_a", request.trans_a)
     if request.standardize:
         x = standardized(x, request.standardize, int(trans.swaps), request.kept)
     if request.known is not None:
@@ -102,7 +105,8 @@ def _open_selection(
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
     name = "X" if request.standardize else names[0]
-    a, trans = stores.open_matrix(name, request.a), op_of("trans_a", request.trans_a)
+    a = stores.open_matrix(name, request.a, decode=request.decode)
+    trans = op_of("trans_a", request.trans_a)
     if a.dtype.kind == "c":
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
@@ -117,7 +121,8 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if same:
         b, other = a, Op.N if trans.swaps else Op.T
     else:
-        b, other = stores.open_matrix(names[1], request.b), op_of("trans_b", request.trans_b)
+        b = stores.open_matrix(names[1], request.b, decode=request.decode)
+        other = op_of("trans_b", request.trans_b)
         b, other = by_rows(b, None, other, left=False)
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
@@ -129,7 +134,7 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open X, make the matrix that is added to X Q, and describe ``X^T (X Q + 1 row)``."""
-    x = stores.open_matrix("X", request.a)
+    x = stores.open_matrix("X", request.a, decode=request.decode)
     count = x.shape[0]
     # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
     x, trans = by_rows(x, request.transform_a, Op.T, left=False)

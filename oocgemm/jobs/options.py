@@ -64,6 +64,7 @@ class PlanOptions(TypedDict, total=False):
     compressor: str | None
     requests: Requests | None
     verify: bool
+    decode: bool
     devices: Devices | None
 
 
@@ -86,6 +87,7 @@ class GramPlanOptions(TypedDict, total=False):
     compressor: str | None
     requests: Requests | None
     verify: bool
+    decode: bool
 
 
 class GramOptions(GramPlanOptions, total=False):
@@ -111,6 +113,7 @@ class SelectionOptions(TypedDict, total=False):
     tile: TileShape | str | None
     requests: Requests | None
     verify: bool
+    decode: bool
     device: int
     timeline: PathLike | None
     progress: "Progress | bool | None"
@@ -126,6 +129,7 @@ class PcaOptions(TypedDict, total=False):
     host_memory: Size | None
     requests: Requests | None
     verify: bool
+    decode: bool
     device: int
     progress: "Progress | bool | None"
 

@@ -24,7 +24,8 @@ from oocgemm.jobs.genotypes import warn_of_codes
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import Chain, Request
 from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
-from oocgemm.jobs.transforms import memory_of, readable
+from oocgemm.jobs.transforms import memory_of, readable, transformed
+from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.transform import Transform
@@ -86,7 +87,7 @@ class Passes:
             InputError: X or the transform cannot be used.
         """
         self._x, self._options = x, dict(options)
-        self.matrix = stores.open_matrix("X", x)
+        self.matrix = stores.open_matrix("X", x, decode=options.get("decode", True))
         self.transform = _centered(transform or Transform(), center=center)
         self.dtype = _multiplied(self.matrix, self.transform)
         rows, cols = self.matrix.shape
@@ -120,7 +121,7 @@ class Passes:
         folded = whole.missing is None
         if self.reads_first:
             request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
-            view = readable(TransformedMatrix(self.matrix, whole, 1, "columns"), memory_of(request))
+            view = readable(transformed(self.matrix, whole, Op.N, left=True), memory_of(request))
             assert isinstance(view, TransformedMatrix)
             assert view.vectors is not None
             center, self.scale = view.vectors.center, 1 / view.vectors.inverse

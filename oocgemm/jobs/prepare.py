@@ -124,7 +124,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         BudgetError: a budget is too small.
     """
     a, b, problem = open_operands(request, "cuda" if engine is None else engine.name)
-    d = open_further(problem, request.epilogue)
+    d = open_further(problem, request.epilogue, decode=request.decode)
     problem = expanded(problem, a, b, "cuda" if engine is None else engine.name)
     tile, scales = tile_of(request.tile, problem), None
     if engine is None or engine.name == "cuda":

@@ -158,7 +158,7 @@ def reduce(
 
 def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool) -> Array:
     """Return the product of C, which is not stored, and V. `given` are fields of the request."""
-    factor = _factor(v, names[0], dtype_name(stores.open_matrix(names[0], given["a"]).dtype))
+    factor = _factor(v, names[0], dtype_name(stores.open_matrix(names[0], given["a"], decode=False).dtype))
     reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
     found: Array = np.asarray(run_request(Request(**given, reduction=reduction)).out)
     return found if factor.ndim == 2 else found[:, 0]

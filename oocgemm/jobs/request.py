@@ -139,7 +139,8 @@ class Request:
     `known`, the Gram matrix is that of the genotypes that are known. With `slicing`,
     the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
     `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
-    before it is stored, selected or reduced.
+    before it is stored, selected or reduced. Without `decode`, stored numbers are taken as they are, whatever
+    the attributes of an operand declare (`oocgemm.stores.declared`).
     """
 
     a: Any
@@ -184,6 +185,7 @@ class Request:
     known: Known | None = None
     chain: Chain | None = None
     reduction: Reduction | None = None
+    decode: bool = True
 
     @property
     def requests_by_operand(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from oocgemm.planning import Op
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.declared import accepting
 from oocgemm.stores.genetics.bed import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.system import cache
@@ -63,6 +64,7 @@ def stats(
     *,
     missing: float | None = None,
     log1p: bool = False,
+    decode: bool = True,
     host_memory: Size | None = None,
 ) -> Stats:
     """Compute statistics of the columns or rows of an array in one pass over it, in bounded memory.
@@ -74,8 +76,10 @@ def stats(
         x: a two-dimensional operand as for `gemm`; also int32 or int64. Not complex.
         axis: the axis that is reduced, as in NumPy: 0 (default) for one number per column, which
             ``gram(x)`` needs, or 1 for one number per row.
-        missing: code of missing elements, such as -1 or NaN, which are left out.
+        missing: code of missing elements, such as -1 or NaN, which are left out. By default that of missing
+            genotypes for a .bed file, and none for other operands.
         log1p: of log(1 + x) in place of x.
+        decode: as for `gemm`.
         host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. The
             result is not counted, 48 bytes per column or row.
 
@@ -94,9 +98,12 @@ def stats(
     """
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for statistics of the columns, or 1 for those of the rows")
-    matrix, op = stores.by_rows(stores.open_matrix("X", stores.located("X", x)), Op.N)
+    matrix = stores.open_matrix("X", stores.located("X", x), decode=decode)
+    if missing is None and decode and isinstance(matrix, BedMatrix):
+        missing = MISSING
     transform = Transform(missing=missing, log1p=log1p)
     transform.result("X", matrix.dtype)  # refuses complex operands
+    matrix, op = stores.by_rows(accepting(matrix, transform.code("X", matrix.dtype)), Op.N)
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     return stats_of(matrix, axis ^ op.swaps, transform, memory)
 

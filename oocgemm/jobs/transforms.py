@@ -14,6 +14,7 @@ from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.declared import accepting
 from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
@@ -25,6 +26,7 @@ _LINES = ("rows", "columns")
 
 def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:
     """Return an operand as `stores.by_rows` does, with its transform."""
+    matrix = accepted(matrix, transform)
     by_row, new_op = stores.by_rows(matrix, op)
     return transformed(by_row, transform, new_op, left=left, lines=_LINES[int(left != op.swaps)]), new_op
 
@@ -49,7 +51,14 @@ def transformed(
     if not isinstance(transform, Transform):
         raise InputError(f"the transform of {matrix.name} is {transform!r}: pass an oocgemm.Transform")
     k_axis = int(left != op.swaps)
-    return TransformedMatrix(matrix, transform, k_axis, lines or _LINES[k_axis])
+    return TransformedMatrix(accepted(matrix, transform), transform, k_axis, lines or _LINES[k_axis])
+
+
+def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
+    """Return an operand that may have the missing elements that its transform replaces."""
+    if not isinstance(transform, Transform) or transform.missing is None:
+        return matrix
+    return accepting(matrix, transform.code(matrix.name, matrix.dtype))
 
 
 def readable(matrix: Matrix, memory: int) -> Matrix:

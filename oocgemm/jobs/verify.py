@@ -129,6 +129,7 @@ def verify(
     compute: str = "native",
     transform_a: Transform | None = None,
     transform_b: Transform | None = None,
+    decode: bool = True,
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
@@ -143,8 +144,8 @@ def verify(
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
-        alpha, beta, trans_a, trans_b, compute, transform_a, transform_b: as for `gemm`. If a transform needs
-            means, its operand is read once more, unless they are cached (`oocgemm.stats`).
+        alpha, beta, trans_a, trans_b, compute, transform_a, transform_b, decode: as for `gemm`. If a
+            transform needs means, its operand is read once more, unless they are cached (`oocgemm.stats`).
         c_before: C before the run; required if beta is not 0.
         host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. More
             memory makes the check finer: it finds smaller errors.
@@ -168,7 +169,8 @@ def verify(
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
     named = (("A", a), ("B", b), ("C", c), ("the old C", c_before))
     matrices: list[Matrix | None] = [
-        stores.open_matrix(name, stores.located(name, x)) if x is not None else None for name, x in named
+        None if x is None else stores.open_matrix(name, stores.located(name, x), decode=decode)
+        for name, x in named
     ]
     if gram not in (None, *GRAMS):
         raise InputError(f"gram = {gram!r}: choose one of {', '.join(GRAMS)}")

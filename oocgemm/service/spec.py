@@ -18,7 +18,7 @@ OPTIONS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("trans_a", "trans_b", "kernel", "compute", "out_dtype", "tile", "compressor"), (str,)),
     "chunks": (list,),
     **dict.fromkeys(("memory", "device_memory", "host_memory"), (int, str)),
-    **dict.fromkeys(("verify", "overwrite", "trust_operands"), (bool,)),
+    **dict.fromkeys(("verify", "decode", "overwrite", "trust_operands"), (bool,)),
 }
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
 # buffers than one that is created.

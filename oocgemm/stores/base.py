@@ -237,25 +237,32 @@ def transient(error: BaseException) -> bool:
 
 
 class DtypeError(InputError):
-    """Raised for an operand whose dtype cannot be multiplied. `dtype` is that dtype."""
+    """Raised for an operand whose dtype cannot be multiplied.
 
-    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
+    `dtype` is that dtype, and `declared` what the operand declares about its elements (`stores.declared`).
+    """
+
+    def __init__(self, name: str, dtype: np.dtype[Any], declared: Any = None) -> None:
         super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")
-        self.dtype = dtype
+        self.dtype, self.declared = dtype, declared
 
 
-def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
+def checked(
+    name: str, shape: tuple[int, ...], dtype: np.dtype[Any], declared: Any = None
+) -> tuple[tuple[int, int], np.dtype[Any]]:
     """Check that an operand can be multiplied, and return its shape and its dtype in native byte order.
 
     Raises `InputError` for an unsupported shape and `DtypeError` for an unsupported dtype.
     """
     if len(shape) != 2:
-        hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
-        raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
+        hint = "reshape it to (1, n) or (n, 1)"
+        if len(shape) > 2:
+            hint = f"pass its matrices one by one, such as {name}[{', '.join('0' * (len(shape) - 2))}]"
+        raise InputError(f"{name} has {len(shape)} dimensions, a matrix has 2: {hint}")
     if shape[0] * shape[1] >= 2**60:
         raise InputError(f"{name} has the shape {shape[0]} x {shape[1]}: at most 2^60 elements are supported")
     if dtype_name(dtype) not in DTYPES:
-        raise DtypeError(name, dtype)
+        raise DtypeError(name, dtype, declared)
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 

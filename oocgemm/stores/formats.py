@@ -12,6 +12,7 @@ import numpy as np
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix, dtype_name
+from oocgemm.stores.declared import CompleteMatrix
 from oocgemm.stores.hdf5.address import MARK
 
 # File formats that this package can neither read nor write, by the suffix of the file name. Error messages
@@ -110,8 +111,13 @@ def missing_client(name: str, path: str, error: ImportError) -> InputError:
     )
 
 
-def unsupported_dtype(name: str, dtype: np.dtype[Any], store: str, path: str | None) -> InputError:
-    """Return the error for an operand of an unsupported dtype, with the command that converts it."""
+def unsupported_dtype(
+    name: str, dtype: np.dtype[Any], store: str, path: str | None, missing: tuple[Any, ...] = ()
+) -> InputError:
+    """Return the error for an operand of an unsupported dtype, with the command that converts it.
+
+    `missing` are the codes of its missing elements.
+    """
     problem = f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}"
     if dtype.name == "void16":  # the dtype that np.load returns for saved bfloat16 elements
         return InputError(f"{problem}: if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)")
@@ -119,7 +125,7 @@ def unsupported_dtype(name: str, dtype: np.dtype[Any], store: str, path: str | N
         return InputError(f"{problem}: its elements are not numbers")
     exact = dtype.kind in "biu" and dtype.itemsize <= 2
     wanted = "float32" if exact else "complex128" if dtype.kind == "c" else "float64"
-    return InputError(f"{problem}: {conversion(name, store, path, wanted)}")
+    return InputError(f"{problem}: {conversion(name, store, path, wanted, missing)}")
 
 
 def check_dtypes(a: Matrix, b: Matrix) -> None:
@@ -129,7 +135,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
     """
     for operand in (a, b):
         if dtype_name(operand.dtype) not in OPERANDS:
-            raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand))
+            raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand), _missing(operand))
     if a.dtype == b.dtype:
         return
     try:
@@ -137,7 +143,9 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
     except TypeError:  # A and B have no common dtype in NumPy, such as bfloat16 and float16
         common = "float32"
     wanted = common if common != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
-    lines = (conversion(x.name, *_store_and_path(x), wanted) for x in (a, b) if x.dtype.name != wanted)
+    lines = (
+        conversion(x.name, *_store_and_path(x), wanted, _missing(x)) for x in (a, b) if x.dtype.name != wanted
+    )
     raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: {'; '.join(lines)}")
 
 
@@ -148,11 +156,17 @@ def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
     return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
 
 
-def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
+def _missing(matrix: Matrix) -> tuple[Any, ...]:
+    """Return the codes of missing elements of an operand."""
+    return matrix.missing if isinstance(matrix, CompleteMatrix) else ()
+
+
+def conversion(name: str, store: str, path: str | None, dtype: str, missing: tuple[Any, ...] = ()) -> str:
     """Return the remedy "convert X by ...", with a shell command for a path and Python code for an object.
 
-    The command works for files that are larger than memory. For a zarr array it loads one chunk or shard at a
-    time, for an HDF5 dataset one row of chunks, and for a .npy file it uses memory maps.
+    The codes of missing elements, `missing`, are kept in the attributes of a new zarr array. The command
+    works for files that are larger than memory. For a zarr array it loads one chunk or shard at a time, for
+    an HDF5 dataset one row of chunks, and for a .npy file it uses memory maps.
     """
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
@@ -162,14 +176,18 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
             line = f'{name} = tensorstore.cast({name}, "{dtype}")'
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
-        return f"convert {name} by {line}"
+        codes = [code.item() for code in missing]
+        then = f", and pass Transform(missing={codes[0]}) for its missing elements" if codes else ""
+        return f"convert {name} by {line}{then}"
     if store == "bed":
         return f"cast {path} to {dtype} on load, by a transform with cast={dtype}"
     if store not in ("npy", "zarr", "hdf5") or "://" in path:
         return f"convert {path} to {dtype}"
     path = path.rstrip("/")
+    codes = [code.item() for code in missing]
+    kept = f', attributes={{"missing_value": {codes}}}' if codes else ""
     if store == "hdf5":
-        return _conversion_from_hdf5(name, path, dtype)
+        return _conversion_from_hdf5(name, path, dtype, kept)
     new = os.path.splitext(path)[0] + f"-{dtype}" + os.path.splitext(path)[1]
     old, made = json.dumps(path), json.dumps(new)
     if store == "npy":
@@ -180,20 +198,24 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
     else:
         code = (
             f'import numpy, zarr; a = zarr.open_array({old}, mode="r"); '
-            f'b = zarr.create_array({made}, shape=a.shape, chunks=a.shards or a.chunks, dtype="{dtype}"); '
+            f"b = zarr.create_array({made}, shape=a.shape, chunks=a.shards or a.chunks, "
+            f'dtype="{dtype}"{kept}); '
             "any(b.blocks.__setitem__(i, a.blocks[i]) for i in numpy.ndindex(b.cdata_shape))"
         )
     return f"convert {name} by {_command(code)} and pass {new}"
 
 
-def _conversion_from_hdf5(name: str, path: str, dtype: str) -> str:
-    """Return the remedy for an HDF5 dataset at an address: a command that copies it to a zarr array."""
+def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
+    """Return the remedy for an HDF5 dataset at an address: a command that copies it to a zarr array.
+
+    `kept` are further arguments for the new array.
+    """
     file, _, dataset = path.partition(MARK)
     new = f"{os.path.splitext(file)[0]}-{dtype}.zarr"
     code = (
         f'import h5py, zarr; a = h5py.File({json.dumps(file)}, "r")[{json.dumps(dataset)}]; '
         "c = a.chunks or (min(256, len(a)), a.shape[1]); "
-        f'b = zarr.create_array({json.dumps(new)}, shape=a.shape, chunks=c, dtype="{dtype}"); '
+        f'b = zarr.create_array({json.dumps(new)}, shape=a.shape, chunks=c, dtype="{dtype}"{kept}); '
         "any(b.__setitem__(slice(i, i + c[0]), a[i : i + c[0]]) for i in range(0, len(a), c[0]))"
     )
     return f"convert {name} by {_command(code)} and pass {new}"

@@ -33,6 +33,7 @@ from oocgemm.stores.base import (
     package,
     pieces,
 )
+from oocgemm.stores.declared import of_object
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
@@ -91,7 +92,7 @@ class LazyMatrix:
 
     def __init__(self, name: str, source: Any) -> None:
         """Wrap an object. Raises `InputError` if it cannot be an operand; `name` is its name in messages."""
-        kind = package(source)
+        kind, attributes = package(source), source
         if kind == "xarray" and source.chunks is not None:
             source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
         if kind == "tensorstore":
@@ -100,7 +101,8 @@ class LazyMatrix:
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
         self.name = name
-        self.shape, self.dtype = checked(name, shape, numpy_dtype(source))
+        self.declared = of_object(attributes, numpy_dtype(source).newbyteorder("="))
+        self.shape, self.dtype = checked(name, shape, numpy_dtype(source), self.declared)
         self._source = source
         self._kind = kind
         self._turn: AbstractContextManager[Any] = nullcontext() if kind in CONCURRENT else _serial

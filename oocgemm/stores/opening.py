@@ -10,11 +10,14 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import DtypeError, Folder, Matrix, is_path
+from oocgemm.stores.declared import Declared, check_unpacked, decoded
 from oocgemm.stores.formats import unsupported_dtype
 from oocgemm.stores.registry import ARRAYS, store_of
 
 
-def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Folder | None = None) -> Matrix:
+def open_matrix(
+    name: str, source: Any, *, writable: bool = False, folder: Folder | None = None, decode: bool = True
+) -> Matrix:
     """Open an operand, or with `writable` an existing result.
 
     Arguments:
@@ -22,17 +25,24 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Folde
         source: a path or URL, a zarr array, a lazy array, an array-like, or anything that a plugin opens
         writable: open an existing result, to which the run writes
         folder: for the result of an interrupted run, the folder with its journal
+        decode: respect what the attributes of an operand declare about its elements (`stores.declared`)
 
     Raises `InputError`.
     """
     operand = os.fspath(source) if is_path(source) else source
     store = store_of(operand)
     try:
-        return store.open(name, operand, writable=writable, journal=_local(folder))
+        matrix = store.open(name, operand, writable=writable, journal=_local(folder))
     except DtypeError as error:
         if writable:
             raise InputError(f"{error}: give {name} another path") from None
-        raise unsupported_dtype(name, error.dtype, *store.location(operand)) from None
+        kind, path = store.location(operand)
+        missing: tuple[Any, ...] = ()
+        if decode and isinstance(error.declared, Declared):
+            check_unpacked(f"{name}: {path}" if path else name, error.declared)
+            missing = error.declared.missing
+        raise unsupported_dtype(name, error.dtype, kind, path, missing) from None
+    return decoded(matrix) if decode and not writable else matrix
 
 
 def create_output(

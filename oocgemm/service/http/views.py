@@ -47,6 +47,7 @@ class OptionsBody(TypedDict, total=False):
     device_memory: Size
     host_memory: Size
     verify: Flag
+    decode: Flag
     overwrite: Flag
     trust_operands: Flag
 

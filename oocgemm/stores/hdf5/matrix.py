@@ -10,11 +10,9 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, transient
+from oocgemm.stores.declared import Declared
 from oocgemm.stores.durable import fingerprints
 from oocgemm.stores.hdf5.address import MARK
-
-# A block is searched for missing values in parts of about this many elements.
-_SEARCHED = 64 << 10
 
 
 class Reader(Protocol):
@@ -44,10 +42,7 @@ class Fill:
 
 
 class HDF5Matrix:
-    """A matrix in an HDF5 dataset, whose blocks `reader` reads. The file must not change meanwhile.
-
-    Some values may stand for missing elements (netCDF's _FillValue). A block with such a value is an error.
-    """
+    """A matrix in an HDF5 dataset, whose blocks `reader` reads. The file must not change meanwhile."""
 
     def __init__(
         self,
@@ -59,26 +54,26 @@ class HDF5Matrix:
         reader: Reader,
         *,
         stored: str,
-        missing: Array,
+        declared: Declared,
         described: dict[str, object],
     ) -> None:
         """Wrap a dataset.
 
         `name` is its name in messages. `stored` describes shape, dtype and storage, for the fingerprint.
-        `missing` are the values, of the matrix's dtype, that stand for missing elements. `described` is added
-        to what `describe` returns.
+        `declared` is what the attributes declare about elements. `described` is added to what `describe`
+        returns.
         """
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.shape, self.dtype, self.declared = name, shape, dtype, declared
         self.layout = reader.layout
         self._file, self._dataset, self._reader = Path(file), dataset, reader
-        self._stored, self._missing, self._described = stored, missing, described
+        self._stored, self._described = stored, described
         self._status = self._present()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block into `out`.
 
-        Raises `ExecutionError` for a damaged chunk, for a missing element, and if the file has changed since
-        it was opened. Raises `EOFError` if the file is too short.
+        Raises `ExecutionError` for a damaged chunk, and if the file has changed since it was opened. Raises
+        `EOFError` if the file is too short.
         """
         if self._present() != self._status:
             raise ExecutionError(f"{self._file} was changed since it was opened: do not write to operands")
@@ -90,23 +85,6 @@ class HDF5Matrix:
             if transient(error):
                 raise
             raise ExecutionError(f"{self._place} cannot be read, it may be damaged: {error}") from error
-        if len(self._missing):
-            self._check_missing(rows, cols, out)
-
-    def _check_missing(self, rows: Range, cols: Range, out: Array) -> None:
-        """Raise `ExecutionError` if a block contains a value that stands for a missing element."""
-        height = max(1, _SEARCHED // max(1, out.shape[1]))
-        for top in range(0, len(out), height):
-            part = out[top : top + height]
-            for value in self._missing:
-                found = np.argwhere(part == value)
-                if len(found):
-                    i, j = (int(index) for index in found[0])
-                    raise ExecutionError(
-                        f"the element at [{rows[0] + top + i}, {cols[0] + j}] of {self._place} is {value}, "
-                        "which stands for a missing element (_FillValue or missing_value): replace missing "
-                        "elements"
-                    )
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Raise `ExecutionError`: HDF5 datasets are read-only."""

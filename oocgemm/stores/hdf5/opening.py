@@ -17,9 +17,10 @@ import h5py
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
+from oocgemm.stores import declared
 from oocgemm.stores.base import checked
 from oocgemm.stores.files import worth_caching
-from oocgemm.stores.hdf5 import attributes, listing
+from oocgemm.stores.hdf5 import listing
 from oocgemm.stores.hdf5.address import MARK, has_signature
 from oocgemm.stores.hdf5.chunks import Chunks
 from oocgemm.stores.hdf5.filters import Pipeline, pipeline
@@ -78,17 +79,20 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5
     _check_here(place, found)
     if found.shape is None:
         raise InputError(f"{place} is empty: it has no elements and no shape")
-    shape, dtype = checked(name, found.shape, found.dtype)
-    attributes.check(place, found)
+    facts = declared.of_hdf5(found)
+    shape, dtype = checked(name, found.shape, found.dtype, facts)
     reader, why = _reader(name, found, path, shape)
     described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
     if isinstance(reader, Chunks):
         described["codecs"] = [each.name for each in reader.pipeline.filters]
     if why:
         described["through"] = "h5py"
-    stored, missing = f"{shape} {found.dtype.str} in chunks {found.chunks}", attributes.missing(found, dtype)
+    stored = f"{shape} {found.dtype.str} in chunks {found.chunks}"
     matrix = HDF5Matrix(
-        *(name, path, dataset, shape, dtype, reader), stored=stored, missing=missing, described=described
+        *(name, path, dataset, shape, dtype, reader),
+        stored=stored,
+        declared=facts,
+        described=described,
     )
     return matrix, why
 

@@ -18,6 +18,7 @@ from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.cached import CachedChunks
+from oocgemm.stores.declared import of_zarr
 from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
 from oocgemm.stores.files import padded, worth_caching
 from oocgemm.stores.frames import Fetched
@@ -62,8 +63,6 @@ class ZarrMatrix:
         `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run:
         see `DirectChunks`.
         """
-        self.shape, self.dtype = checked(name, array.shape, array.dtype)
-        self.name = name
         # The array as opened by zarr; None until it is needed.
         self._array: Any = None
         if isinstance(array, Metadata):
@@ -73,6 +72,11 @@ class ZarrMatrix:
 
             self._array, self._metadata = with_own_pipeline(array), metadata_of(array)
         found = self._metadata
+        fill = None if found.stated.get("fill_value") is None else found.fill
+        dtype = np.dtype(array.dtype).newbyteorder("=")
+        self.declared = of_zarr(found.zarr_format, found.attributes, fill, dtype)
+        self.shape, self.dtype = checked(name, array.shape, array.dtype, self.declared)
+        self.name = name
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
         # If `_writes_directly` is true, `_writer` writes chunk files. Otherwise zarr writes to the array

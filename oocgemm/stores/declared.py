@@ -1,0 +1,326 @@
+"""What the attributes of an array declare about its elements: packed numbers, and codes of missing elements.
+
+The attributes are those of netCDF's conventions (CF): `scale_factor`, `add_offset`, `_Unsigned`,
+`_FillValue` and `missing_value`. They mean the same in every store: in HDF5 datasets, in zarr arrays, also as
+xarray writes them, and in the objects of other packages that have attributes.
+"""
+
+import base64
+import binascii
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, Matrix, package
+from oocgemm.stores.view import View
+
+# Attributes whose values stand for missing elements.
+MISSING = ("_FillValue", "missing_value")
+# netCDF's default fill value of floating-point elements, which were never written.
+DEFAULT_FILL = 9.969209968386869e36
+# xarray names the dimensions of arrays of zarr format 2 by this attribute. Their fill value is then a code.
+DIMENSIONS = "_ARRAY_DIMENSIONS"
+# Layers of a dask array that move elements without changing them, by the first words of their names.
+_MOVES = (
+    "astype",
+    "broadcast_to",
+    "concatenate",
+    "getitem",
+    "rechunk",
+    "reshape",
+    "squeeze",
+    "stack",
+    "transpose",
+)
+# The last part of messages: how to have the numbers as they are stored.
+AS_STORED = "pass decode=False (--no-decode) to take the numbers as they are stored"
+# A block is searched for missing elements in parts of about this many elements.
+_SEARCHED = 64 << 10
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What an array declares about its elements.
+
+    Attributes:
+        scale, offset: an element stands for ``stored * scale + offset``. They are numbers, or what an
+            attribute states that is not one number.
+        unsigned: whether stored integers are unsigned, although their dtype is signed.
+        missing: stored numbers that stand for missing elements, in the array's dtype. NaN is left out, since
+            it propagates.
+    """
+
+    scale: Any = 1
+    offset: Any = 0
+    unsigned: bool = False
+    missing: tuple[Any, ...] = ()
+
+    def joined(self, other: "Declared") -> "Declared":
+        """Return what an array declares that has elements of this array and of another one."""
+        return Declared(
+            other.scale if self.scale == 1 else self.scale,
+            other.offset if self.offset == 0 else self.offset,
+            unsigned=self.unsigned or other.unsigned,
+            missing=tuple(dict.fromkeys(self.missing + other.missing)),
+        )
+
+
+NOTHING = Declared()
+
+
+def of_attributes(attributes: Mapping[str, Any], dtype: np.dtype[Any], *codes: Any) -> Declared:
+    """Return what attributes declare about elements of a dtype. `codes` are further codes of missing ones."""
+    stated = {
+        name: _value(attributes, name) for name in ("scale_factor", "add_offset", "_Unsigned", *MISSING)
+    }
+    if not codes and all(value is None for value in stated.values()):
+        return NOTHING
+    unsigned = _text(stated["_Unsigned"]).lower() == "true"
+    missing = dict.fromkeys(code for name in MISSING for code in _codes(stated[name], dtype))
+    missing |= dict.fromkeys(code for each in codes for code in _codes(each, dtype))
+    return Declared(
+        scale=_unless(1, stated["scale_factor"]),
+        offset=_unless(0, stated["add_offset"]),
+        unsigned=unsigned and dtype.kind == "i",
+        missing=tuple(missing),
+    )
+
+
+def of_zarr(zarr_format: int, attributes: Mapping[str, Any], fill: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what a zarr array declares. `fill` is its fill value; None if its metadata has none.
+
+    In format 2, xarray stores `_FillValue` as the fill value of the array.
+    """
+    is_code = zarr_format == 2 and fill is not None and DIMENSIONS in attributes
+    return of_attributes(attributes, dtype, *([fill] if is_code else []))
+
+
+def of_hdf5(dataset: Any) -> Declared:
+    """Return what an HDF5 dataset declares. In files of netCDF, it has a default fill value."""
+    dtype = dataset.dtype.newbyteorder("=")
+    is_netcdf = dtype.kind == "f" and "_NCProperties" in dataset.file.attrs
+    return of_attributes(dataset.attrs, dtype, *([DEFAULT_FILL] if is_netcdf else []))
+
+
+def of_object(source: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what an array of another package declares, such as one of h5py, xarray, dask or tensorstore."""
+    kind = package(source)
+    if kind == "dask":
+        return _of_dask(source, dtype)
+    if kind == "h5py" and hasattr(source, "file"):
+        return of_hdf5(source)
+    if kind == "zarr":
+        found = source.metadata
+        return of_zarr(found.zarr_format, source.attrs, found.fill_value, dtype)
+    if kind == "tensorstore":
+        return _of_tensorstore(source, dtype)
+    if kind == "xarray" and not hasattr(source, "attrs"):
+        return _of_xarray(source, dtype)
+    attributes = getattr(source, "attrs", None)
+    if hasattr(source, "ncattrs"):  # a variable of netCDF4
+        attributes = {name: source.getncattr(name) for name in source.ncattrs()}
+    return of_attributes(attributes, dtype) if isinstance(attributes, Mapping) else NOTHING
+
+
+def _of_xarray(source: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what the array of a file declares that xarray wraps, unless it decodes the elements (`func`)."""
+    while package(source) == "xarray" and not hasattr(source, "func"):
+        inner = source.get_array() if hasattr(source, "get_array") else getattr(source, "array", None)
+        if inner is None:
+            return NOTHING
+        source = inner
+    return NOTHING if hasattr(source, "func") else of_object(source, dtype)
+
+
+def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what the arrays that a dask array reads declare, unless it computes other numbers from them."""
+    found, left, seen = NOTHING, [source.name], set[str]()
+    graph = source.__dask_graph__()
+    layers, needs = getattr(graph, "layers", {}), getattr(graph, "dependencies", {})
+    while left:
+        name = left.pop()
+        if name in seen or name not in layers:
+            continue
+        seen.add(name)
+        origin = f"original-{name}"
+        if not needs[name] or needs[name] == {origin}:
+            for array in _origins(layers[origin] if needs[name] else layers[name]):
+                found = found.joined(of_object(array, dtype))
+        elif name.startswith(_MOVES):
+            left.extend(needs[name])
+        else:
+            return NOTHING
+    return found
+
+
+def _origins(layer: Any) -> Iterator[Any]:
+    """Yield the arrays of other packages that a layer of a dask array reads."""
+    operands = getattr(layer, "indices", None)
+    found = [x for x, axes in operands or () if axes is None]
+    if not operands and len(layer) == 1:
+        found = list(layer.values())
+    for each in found:
+        array = getattr(each, "value", each)
+        if hasattr(array, "shape") and not isinstance(array, np.ndarray):
+            yield array
+
+
+def _of_tensorstore(source: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what a zarr array declares that tensorstore has opened."""
+    with suppress(Exception):  # tensorstore raises exceptions of many types, for other drivers too
+        stated = source.spec().to_json()
+        metadata, fill = stated["metadata"], None
+        attributes = metadata.get("attributes", {})
+        if stated["driver"] == "zarr":
+            attributes = json.loads(source.kvstore.read(".zattrs").result().value or "{}")
+            fill = metadata["fill_value"] if metadata["fill_value"] is None else source.fill_value
+        return of_zarr(metadata.get("zarr_format", 0), attributes, fill, dtype)
+    return NOTHING
+
+
+def decoded(matrix: Matrix) -> Matrix:
+    """Return a view of an operand in which stored numbers are its elements, as its attributes declare them.
+
+    Raises:
+        InputError: the operand is packed.
+    """
+    found: Declared = getattr(matrix, "declared", NOTHING)
+    if found == NOTHING:
+        return matrix
+    check_unpacked(place_of(matrix), found)
+    return CompleteMatrix(matrix, found.missing) if found.missing else matrix
+
+
+def check_unpacked(place: str, found: Declared) -> None:
+    """Raise `InputError` if the elements of an array are other numbers than those that it stores."""
+    for attribute, value, neutral in (("scale_factor", found.scale, 1), ("add_offset", found.offset, 0)):
+        if value != neutral:
+            raise InputError(
+                f"{place} has the attribute {attribute} = {value}, so its numbers are packed: unpack it, "
+                f"with xarray or NumPy, and store the values; or {AS_STORED}"
+            )
+    if found.unsigned:
+        raise InputError(
+            f"{place} has the attribute _Unsigned, so its numbers are unsigned: convert it to a "
+            f"floating-point dtype; or {AS_STORED}"
+        )
+
+
+def place_of(matrix: Matrix) -> str:
+    """Return the name of an operand with its path, for messages."""
+    path = matrix.describe()["path"]
+    return matrix.name if path is None else f"{matrix.name}: {str(path).removeprefix('file://')}"
+
+
+def accepting(matrix: Matrix, code: float | None) -> Matrix:
+    """Return a matrix that may have elements of a code, since the caller replaces them."""
+    return matrix.accepting(code) if isinstance(matrix, CompleteMatrix) and code is not None else matrix
+
+
+class CompleteMatrix(View):
+    """A read-only view of a matrix in which no element may be missing: to read a missing one is an error."""
+
+    def __init__(self, matrix: Matrix, missing: tuple[Any, ...]) -> None:
+        """View a matrix. `missing` are the numbers, of its dtype, that stand for missing elements."""
+        super().__init__(matrix)
+        self.shape, self.layout, self.missing = matrix.shape, matrix.layout, missing
+
+    def accepting(self, code: float) -> Matrix:
+        """Return the matrix, in which elements of `code` are numbers like any other."""
+        left = tuple(value for value in self.missing if value != code)
+        return CompleteMatrix(self._matrix, left) if left else self._matrix
+
+    def fingerprint(self) -> dict[str, object] | None:
+        """Return that of the matrix, and the codes: statistics of other views may count missing elements."""
+        found = self._matrix.fingerprint()
+        return found and found | {"complete": [str(value) for value in self.missing]}
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        """Read a block into `out`. Raises `ExecutionError` if an element is missing."""
+        self._matrix.read(rows, cols, out)
+        height = max(1, _SEARCHED // max(1, out.shape[1]))
+        for top in range(0, len(out), height):
+            part = out[top : top + height]
+            for value in self.missing:
+                if (found := part == value).any():
+                    i, j = (int(index) for index in np.argwhere(found)[0])
+                    code = str(value)
+                    raise ExecutionError(
+                        f"the element at [{rows[0] + top + i}, {cols[0] + j}] of {place_of(self)} is {code}, "
+                        "which stands for a missing element (_FillValue or missing_value): replace missing "
+                        f"elements, by Transform(missing={code}) (--transform missing={code}) where there "
+                        f"are transforms; or {AS_STORED}"
+                    )
+
+
+def _value(attributes: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an attribute; None if there is none, or if it cannot be read."""
+    with suppress(Exception):  # h5py raises exceptions of many types
+        return attributes[name]
+    return None
+
+
+def _unless(neutral: int, stated: Any) -> Any:
+    """Return what an attribute states, or `neutral` if it states nothing, or a number that equals it."""
+    numbers = list(_numbers(stated))
+    if stated is None or (numbers and all(number == neutral for number in numbers)):
+        return neutral
+    return numbers[0] if len(numbers) == 1 else tuple(numbers) or str(stated)
+
+
+def _codes(stated: Any, dtype: np.dtype[Any]) -> Iterator[Any]:
+    """Yield the elements of a dtype that an attribute or a fill value states, without NaN."""
+    numbers = list(_numbers(stated))
+    if dtype.kind == "c" and isinstance(stated, list | tuple) and len(numbers) == 2:
+        numbers = [complex(*numbers)]  # as JSON states complex numbers
+    for number in numbers:
+        if np.isnan(number) or (dtype.kind != "c" and isinstance(number, complex)):
+            continue
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            if limits.min <= number <= limits.max and number == int(number):
+                yield dtype.type(int(number))
+        else:
+            with np.errstate(all="ignore"):
+                yield np.asarray(number).astype(dtype)[()]
+
+
+def _numbers(stated: Any) -> Iterator[Any]:
+    """Yield the numbers in the value of an attribute: a number, a text, or several of them."""
+    if isinstance(stated, str | bytes):
+        if (number := _from_text(_text(stated))) is not None:
+            yield number
+    elif isinstance(stated, list | tuple):
+        for each in stated:
+            yield from _numbers(each)
+    elif stated is not None:
+        array = np.asarray(stated)
+        if array.dtype.kind in "fiuc" or array.dtype.name == "bfloat16":
+            wide = array.astype(np.float64) if array.dtype.name == "bfloat16" else array
+            yield from wide.ravel().tolist()
+        elif array.dtype.kind in "SUO" and array.ndim:
+            yield from _numbers(array.ravel().tolist())
+
+
+def _from_text(text: str) -> float | None:
+    """Return the number in a text: in decimals, or as xarray writes it in zarr format 3, in base64."""
+    with suppress(ValueError):
+        return float(text)
+    with suppress(ValueError, binascii.Error, struct.error):
+        (number,) = struct.unpack("<d", base64.b64decode(text, validate=True))
+        return float(number)
+    return None
+
+
+def _text(stated: Any) -> str:
+    """Return the value of an attribute as text, also if it is bytes or an array with one element."""
+    if isinstance(stated, Iterable) and not isinstance(stated, str | bytes):
+        stated = next(iter(np.asarray(stated).ravel().tolist()), "")
+    return stated.decode("ascii", "replace") if isinstance(stated, bytes) else str(stated)
