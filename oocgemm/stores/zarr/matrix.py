@@ -63,6 +63,8 @@ class ZarrMatrix:
         `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run:
         see `DirectChunks`.
         """
+        if array.dtype.kind not in "biufc":  # text is refused here: zarr warns about its metadata
+            checked(name, array.shape, array.dtype)
         # The array as opened by zarr; None until it is needed.
         self._array: Any = None
         if isinstance(array, Metadata):
