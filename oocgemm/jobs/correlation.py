@@ -111,7 +111,10 @@ def _with_constant(request: Request, constant: str) -> Request:
     if constant not in CONSTANT:
         raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
     if constant == "drop":
-        x, axis = stores.open_matrix("X", request.a), int(op_of("trans_a", request.trans_a).swaps)
+        x, axis = (
+            stores.open_matrix("X", request.a, decode=request.decode),
+            int(op_of("trans_a", request.trans_a).swaps),
+        )
         return replace(request, kept=varying_lines(x, axis, memory_of(request)))
     return replace(request, constant=constant)
 

@@ -75,7 +75,7 @@ class ZarrMatrix:
             self._array, self._metadata = with_own_pipeline(array), metadata_of(array)
         found = self._metadata
         fill = None if found.stated.get("fill_value") is None else found.fill
-        dtype = np.dtype(array.dtype).newbyteorder("=")
+        dtype = found.dtype.newbyteorder("=")
         self.declared = of_zarr(found.zarr_format, found.attributes, fill, dtype)
         self.shape, self.dtype = checked(name, array.shape, array.dtype, self.declared)
         self.name = name
