@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Print figures of the package's code: its size, its names, and how much of it one tile passes through.
+
+usage: scripts/code_figures.py [--json]
+
+- lines, modules, classes: of the package, without the tests.
+- repeated class names, repeated file names: names with several definitions. `base.py` and `__init__.py` do
+  not count.
+- tile modules, tile functions: those with a function that runs more often if C has more tiles.
+- first call modules, first call seconds: modules of the package that a first `matmul` imports, and the time
+  that they take by themselves, without NumPy and other packages.
+- kinds: places that test for a kind of sink, element step or store (`scripts/kinds.py`).
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import kinds
+
+PACKAGE = kinds.PACKAGE
+FIRST_CALL = "import oocgemm; oocgemm.matmul([[1.0]], [[1.0]], backend='host')"
+
+
+def size() -> dict[str, Any]:
+    """Count lines, modules, classes, and names that are defined several times."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    homes, lines = defaultdict[str, set[str]](set), 0
+    for path in paths:
+        source = path.read_text()
+        lines += source.count("\n")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].add(str(path))
+    files = Counter(path.name for path in paths if path.name not in ("base.py", "__init__.py"))
+    return {
+        "lines": lines,
+        "modules": len(paths),
+        "classes": sum(map(len, homes.values())),
+        "repeated class names": sum(len(found) > 1 for found in homes.values()),
+        "repeated file names": sum(count > 1 for count in files.values()),
+    }
+
+
+def calls(tiles: int, folder: Path) -> Counter[tuple[str, str]]:
+    """Run a product of zarr arrays with some tiles. Count the calls of each function of the package."""
+    import numpy as np
+    import zarr
+
+    from oocgemm.cli import main
+
+    for name, shape in (("a", (8 * tiles, 8)), ("b", (8, 8))):
+        path = folder / f"{name}{tiles}.zarr"
+        zarr.create_array(path, data=np.ones(shape), chunks=(8, 8), compressors=None, overwrite=True)
+    counted: Counter[tuple[str, str]] = Counter()
+    top = str(PACKAGE)
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(top):
+            counted[code.co_filename.removeprefix(top + "/"), code.co_qualname] += 1
+
+    paths = [str(folder / f"{name}{tiles}.zarr") for name in "abc"]
+    options = ["--backend", "host", "--tile", "8x8x8", "--overwrite", "--quiet"]
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        main.cli(["run", *paths, *options], standalone_mode=False)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return counted
+
+
+def tile_path() -> set[tuple[str, str]]:
+    """Return the functions, as (file, name), that each tile of `oocgemm run` passes through."""
+    with tempfile.TemporaryDirectory() as folder:
+        calls(4, Path(folder))  # what runs only once per process has run
+        few, many = calls(4, Path(folder)), calls(40, Path(folder))
+    return {function for function, count in many.items() if count >= few[function] + 30}
+
+
+def first_call() -> dict[str, Any]:
+    """Return how many modules of the package a first call imports, and the seconds that they take."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", FIRST_CALL], capture_output=True, text=True, check=True
+    )
+    own = re.findall(r"import time: +(\d+) \| +\d+ \| +oocgemm[.\w]*", done.stderr)
+    return {"first call modules": len(own), "first call seconds": round(sum(map(int, own)) / 1e6, 3)}
+
+
+def main() -> None:
+    """Print all figures."""
+    passed = tile_path()
+    figures = {
+        **size(),
+        "tile modules": len({file for file, _ in passed}),
+        "tile functions": len(passed),
+        **first_call(),
+        "kinds": len(list(kinds.places())),
+    }
+    if "--json" in sys.argv:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, figure in figures.items():
+        print(f"{name:24}{figure:>10,}")
+    print("each tile passes through:", *sorted({file for file, _ in passed}), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+#!/usr/bin/env python
+"""List the places that test for a kind of sink, element step or store outside the files of these kinds.
+
+usage: scripts/kinds.py [--count]
+
+Such a place is an `isinstance` or a class pattern of `match` that names a class of `oocgemm.stores`, or an
+attribute that says which sink or element step a product has. Every place makes the next kind harder to add.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parent.parent
+PACKAGE = TOP / "oocgemm"
+# Attributes of a product that say which sink or which element steps it has.
+FLAGS = {
+    *("gram", "topk", "sparse", "applied", "reduction", "chained", "selects", "kept", "scaled"),
+    *("excludes_self", "absolute", "threshold", "merges", "expands", "measured", "centered"),
+}
+# Files of kinds: each may know itself, and a factory the kinds that it makes.
+OWN = ("stores/", "planning/problem.py")
+
+
+def stored_classes() -> set[str]:
+    """Return the names of the classes of arrays that `oocgemm.stores` defines, but for the protocols."""
+    found = set[str]()
+    for path in (PACKAGE / "stores").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Matrix", "Store")):
+                found.add(node.name)
+    return found - {"Matrix", "Store"}
+
+
+def places() -> Iterator[tuple[str, int, str]]:
+    """Yield (file, line, text) of each place that tests for a kind."""
+    classes = stored_classes()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(OWN):
+            continue
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if _tests_kind(node, classes):
+                yield name, node.lineno, lines[node.lineno - 1].strip()  # type: ignore[attr-defined]
+
+
+def _tests_kind(node: ast.AST, classes: set[str]) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return any(isinstance(x, ast.Name) and x.id in classes for x in ast.walk(node.args[1]))
+    if isinstance(node, ast.MatchClass):
+        return isinstance(node.cls, ast.Name) and node.cls.id in classes
+    if isinstance(node, ast.Attribute) and node.attr in FLAGS:
+        owner = node.value
+        named = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+        return named.endswith(("problem", "product"))  # the names of variables that hold a product
+    return False
+
+
+def main() -> int:
+    """Print the places, or only their number. Return 1 if there are any."""
+    found = list(places())
+    if "--count" not in sys.argv:
+        for name, line, text in found:
+            print(f"oocgemm/{name}:{line}: {text}")
+    print(f"{len(found)} places in {len({name for name, _, _ in found})} modules test for a kind")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
