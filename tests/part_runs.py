@@ -241,6 +241,5 @@ def part_schedule(partition: Partition, part: Part, setting: Setting) -> Schedul
         return schedule_of(setting, plan.candidate, part.tiles(plan.grid))
     start, stop = k_range(plan.grid, partition.slices[part.k_slice])
     problem = replace(setting.problem, k=stop - start)
-    candidate = replace(plan.candidate, ramp=plan.candidate.ramp if part.k_slice == 0 else 0)
-    tiles = part.tiles(TileGrid.of(problem, candidate.tile, candidate.ramp))
-    return schedule_of(replace(setting, problem=problem), candidate, tiles)
+    tiles = part.tiles(TileGrid.of(problem, plan.tile))
+    return schedule_of(replace(setting, problem=problem), plan.candidate, tiles)

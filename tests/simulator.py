@@ -151,7 +151,7 @@ class Simulator:
                 continue
             if region in op.writes:  # the region was poisoned when the operation started
                 current[...] = tally
-            steps = sum(1 + step for step in step_order(op.tile, grid.steps, grid.ramp))
+            steps = sum(1 + step for step in step_order(op.tile, grid.steps))
             assert (tally == own * steps).all(), f"{op} finds the checksums of another tile"
             np.testing.assert_array_equal(current, tally, err_msg=f"checksums changed during {op}")
 

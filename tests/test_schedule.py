@@ -33,8 +33,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         finishes=draw(st.booleans()),
     )
     tile = TileShape(*(draw(st.integers(1, 5)) for _ in range(3)))
-    ramps = [r for r in (0, 1, 2) if tile.k % 2**r == 0 and (r == 0 or p.depth > tile.k)]
-    grid = TileGrid.of(p, tile, draw(st.sampled_from(ramps)))
+    grid = TileGrid.of(p, tile)
     traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)), draw(st.booleans()))
     tiles = list(walk(traversal, *grid.shape))
     if draw(st.booleans()):  # a schedule may visit tiles in any order, and leave tiles out

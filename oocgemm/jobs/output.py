@@ -307,7 +307,6 @@ def _header(job: Job) -> dict[str, Any]:
             "compressor": job.output.compressor or "none",
         },
         "candidate": asdict(plan.candidate),
-        "ramp": plan.grid.ramp,
         "tiles": list(plan.grid.shape),
         "count": plan.grid.count,
         "created": job.output.matrix is None,

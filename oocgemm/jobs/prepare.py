@@ -379,16 +379,5 @@ def _continued(
     layouts: Layouts,
     devices: int,
 ) -> Plan:
-    """Return the plan that continues an interrupted run.
-
-    Raises `InputError` if the run was begun by a version of oocgemm that divides A and B into other blocks
-    along k. Its tiles would be rounded differently.
-    """
-    plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done, devices)
-    if plan.grid.ramp != earlier.header["ramp"]:
-        version = earlier.header["version"]
-        raise InputError(
-            f"oocgemm {version} began this run, and divides A and B into other blocks than this version: "
-            f"finish the run with oocgemm {version}"
-        )
-    return plan
+    """Return the plan that continues an interrupted run."""
+    return resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done, devices)

@@ -344,7 +344,7 @@ class Plan:
 
 
 def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
-    return TileGrid.of(problem, candidate.tile, candidate.ramp, candidate.slots.strip)
+    return TileGrid.of(problem, candidate.tile, candidate.slots.strip)
 
 
 def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = None) -> Schedule:

@@ -75,10 +75,6 @@ class TileShape:
 class TileGrid:
     """The tiles of C and the steps along k of an m x n x k product.
 
-    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, so that the first panels arrive
-    sooner. Thin steps have the numbers `steps`, `steps` + 1 and so on. The first two are tile.k / 2^ramp
-    deep, and each later one is twice as deep as the one before it.
-
     For a Gram matrix (`GemmProblem.gram`), tiles are square, and only those on one side of the diagonal and
     on it are computed. In a tile on the diagonal, each strip of `strip` rows is computed up to the end of its
     diagonal block, or from the start of it. Such a tile is a staircase, and its strips are stored one after
@@ -96,15 +92,14 @@ class TileGrid:
     n: int
     k: int
     tile: TileShape
-    ramp: int = 0
     gram: str = ""
     strip: int = 1
 
     @classmethod
-    def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0, strip: int = 1) -> "TileGrid":
+    def of(cls, problem: GemmProblem, tile: TileShape, strip: int = 1) -> "TileGrid":
         """Divide a problem into tiles of shape `tile`. `strip` matters only for a Gram matrix."""
         gram = problem.gram
-        return cls(problem.m, problem.n, problem.depth, tile, ramp, gram, strip if gram else 1)
+        return cls(problem.m, problem.n, problem.depth, tile, gram, strip if gram else 1)
 
     @property
     def shape(self) -> Shape:
@@ -176,10 +171,7 @@ class TileGrid:
     def depth(self, step: int) -> Range:
         """Return the range of indices along k that a step multiplies."""
         start = step * self.tile.k
-        if start < self.k or step == 0:
-            return start, min(start + self.tile.k, self.k)
-        thin = step - self.steps
-        return (self.tile.k >> (self.ramp - thin + 1) if thin else 0), self.tile.k >> (self.ramp - thin)
+        return start, min(start + self.tile.k, self.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +308,9 @@ class Layout:
         """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
         return self.in_memory and self.zero_copy_width > 0
 
-    def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
-        """Whether the device copies blocks of shape `panel` directly from or to an array in host memory.
-
-        If `thin` is given, it is the shape of the thin panels at the start of the run, and the result is
-        about them. Their rows need at least `zero_copy_width` / `THIN_PANEL_EASE` elements.
-        """
-        row = (thin or panel)[self.contiguous]
-        wide = 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
-        return self.pinned and wide and self.zero_copy_width <= THIN_PANEL_EASE * row
+    def is_direct(self, panel: Shape) -> bool:
+        """Whether the device copies blocks of shape `panel` directly from or to an array in host memory."""
+        return self.pinned and 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
         """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""
@@ -340,9 +326,6 @@ SHORT_LINE = 4096
 # `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
 # in their chunks.
 SAMPLED_PANELS = 64
-# Rows of the few thin panels at the start of a run may be shorter than `Layout.zero_copy_width` by this
-# factor, and are still copied directly to the device.
-THIN_PANEL_EASE = 8
 
 
 @lru_cache(4096)  # cached, because many candidates have the same extents

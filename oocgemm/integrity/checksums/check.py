@@ -82,7 +82,7 @@ class Checks:
             self._sums = HostSums(plan, seed, self._busy)
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
-        depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
+        depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps
         # The arguments are maximum numbers of successive rounded operations. For an element of C, each step
         # takes one per index along k (`depth`), and two to scale the product and add it to the accumulator.
         # For a checksum, a step takes one addition after the product. Each of the two compared checksums sums

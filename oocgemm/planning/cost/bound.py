@@ -121,7 +121,7 @@ class _Loading(NamedTuple):
 
 
 def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
-    problem, slots, ramp = prices.setting.problem, candidate.slots, 1 << candidate.ramp
+    problem, slots = prices.setting.problem, candidate.slots
     m, n, k = extents(problem, candidate.tile)
     loads = estimate_loads(problem, grid, slots, candidate.traversal)
     read = up = copies = alternating = first_read = first_up = waited = last_up = 0.0
@@ -141,7 +141,7 @@ def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
                 alternating = max(alternating, loaded / size * (reading + last_up))
             copies += (0.0 if streams else loaded / size) + (0.0 if slots.unified else uploaded / size)
             # Panel B is read while panel A is uploaded.
-            waited = waited or reading / ramp
-            first_read += reading / ramp
-            first_up = max(first_read, first_up) + last_up / ramp
+            waited = waited or reading
+            first_read += reading
+            first_up = max(first_read, first_up) + last_up
     return _Loading(first_up, waited, read, up, last_up, alternating, copies)

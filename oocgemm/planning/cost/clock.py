@@ -70,7 +70,7 @@ def predict(
     `last_drains` tells that the last tile of the product is among the tiles of the run. Only the steps of
     that tile run strip by strip at its end, so that its strips drain meanwhile.
     """
-    grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp)
+    grid = TileGrid.of(setting.problem, candidate.tile)
     if 0 in grid.shape:
         return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
     clock = _Clock(prices or Prices(setting), candidate, grid, last_drains)

@@ -51,7 +51,6 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0  # number of times that the depth of the first step of the run is halved (`TileGrid.ramp`)
     ends: int = 1
 
 

@@ -37,7 +37,7 @@ def predict(
     """
     if not setting.problem.gram:
         return clock.predict(setting, candidate, prices)
-    grid = TileGrid.of(setting.problem, candidate.tile, candidate.ramp, candidate.slots.strip)
+    grid = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip)
     if 0 in grid.shape:
         return Prediction(dict.fromkeys(LANES, 0.0), 0.0, 0.0, 0.0, 0.0, 0.0)
     lines, steps, slots = grid.shape[0], grid.steps, candidate.slots

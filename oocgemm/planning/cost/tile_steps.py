@@ -80,7 +80,7 @@ class TileKinds:
     def _of(self, kind: TileKind) -> TileSteps:
         rows, n, slots = kind.rows, kind.cols, self._slots
         strips, heights = self._strips_of(rows, n)
-        segments = _segments(self._grid, forwards=kind.forwards, ramp=self._grid.ramp if kind.first else 0)
+        segments = _segments(self._grid, forwards=kind.forwards)
         steps = sum(count for count, _ in segments)
         stop = steps - min(slots.last_steps if kind.last else slots.turn_steps, steps)
         head = 0 if kind.first else min(slots.turn_steps, stop)
@@ -142,13 +142,10 @@ class TileKinds:
         return self._seconds[rows, n, depth]
 
 
-def _segments(grid: TileGrid, *, forwards: bool, ramp: int) -> list[tuple[int, int]]:
+def _segments(grid: TileGrid, *, forwards: bool) -> list[tuple[int, int]]:
     """List (number of steps, depth) of a tile in the order in which its steps run."""
     steps, k = grid.steps, grid.tile.k
     edge = length(grid.depth(steps - 1))
-    if ramp:
-        thin = [(1, length(grid.depth(step))) for step in range(steps, steps + ramp + 1)]
-        return [*thin, (steps - 2, k), (1, edge)] if steps > 1 else thin
     if edge == k or steps == 1:
         return [(steps, edge)]
     return [(steps - 1, k), (1, edge)] if forwards else [(1, edge), (steps - 1, k)]

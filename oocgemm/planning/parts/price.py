@@ -17,16 +17,15 @@ from oocgemm.planning.tiling import Layout, ceil_div, length
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """What the seconds of a part depend on: its rows and columns of C, its extent along k, and its ends.
+    """What the seconds of a part depend on: its rows and columns of C, its extent along k, and its end.
 
-    `first` and `last` tell whether the part has the tile that a run of the whole plan computes first or last.
-    Only there, the run starts with thin panels, or more of the last steps run strip by strip.
+    `last` tells whether the part has the tile that a run of the whole plan computes last. More of the last
+    steps of this tile run strip by strip.
     """
 
     m: int
     n: int
     k: int
-    first: bool
     last: bool
 
     @property
@@ -89,18 +88,17 @@ class PartPrices:
         self.plan, self.storage = plan, storage
         self._setting = plan.setting if k_slices == 1 else slice_setting(plan)
         self._ranges = step_ranges(plan.grid, k_slices)
-        self._ends = (0, 0), last(plan.candidate.traversal, *plan.grid.shape) if plan.tiles.count else (0, 0)
+        self._end = last(plan.candidate.traversal, *plan.grid.shape) if plan.tiles.count else (0, 0)
         self._times: dict[tuple[PartSize, int], PartTime] = {}
 
     def size(self, part: Part) -> PartSize:
         """Return the size of a part."""
-        grid, (first, end) = self.plan.grid, self._ends
+        grid, end = self.plan.grid, self._end
         (top, bottom), (left, right) = part.rows, part.cols
         return PartSize(
             grid.rows(bottom - 1)[1] - grid.rows(top)[0],
             grid.cols(right - 1)[1] - grid.cols(left)[0],
             length(k_range(grid, self._ranges[part.k_slice])) if len(self._ranges) > 1 else grid.k,
-            top <= first[0] < bottom and left <= first[1] < right and part.k_slice == 0,
             top <= end[0] < bottom and left <= end[1] < right,
         )
 
@@ -157,7 +155,7 @@ class PartPrices:
         slots = candidate.slots
         if not size.last:
             slots = replace(slots, drain=slots.turn_steps, turn=slots.turn_steps)
-        candidate = replace(candidate, slots=slots, ramp=candidate.ramp if size.first else 0)
+        candidate = replace(candidate, slots=slots)
         prices = Prices(replace(setting, problem=problem, machine=machine))
         # A Write that waits for the storage longer keeps the CPU cores busy no longer.
         prices.write_cpu_share *= machine.write / setting.machine.write

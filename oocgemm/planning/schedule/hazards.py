@@ -163,7 +163,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Range, list[Range]] = defaultdict(list)
     for op in schedule:
-        steps = set(step_order(op.tile, grid.steps, grid.ramp))
+        steps = set(step_order(op.tile, grid.steps))
         for region in (*op.reads, *op.writes):
             _require(region.slot.index < schedule.slots.count(region.slot.tier, region.slot.operand), op)
         block = (op.operand, op.block)

@@ -82,7 +82,7 @@ class Schedule:
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
             c_slot = self._on_device("C", position % self.slots.c)
-            order = step_order(tile, self.grid.steps, self.grid.ramp)
+            order = step_order(tile, self.grid.steps)
             left = len(order)
             for by_strips, group in placing.groups(position):
                 old_c = strips if left == len(order) else []
@@ -154,7 +154,7 @@ class Schedule:
 
         `max_work` limits the work, in placements of one panel in slots. Each takes about 10 us.
         """
-        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
+        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
         found = self._placing().loads(depths, heights, widths, max_work)
         if found is None:
@@ -209,7 +209,7 @@ class Schedule:
         return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
 
     def _placing(self) -> Placing:
-        given = self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last
+        given = self.tiles, self.grid.steps, self.slots, self.last
         return LinePlacing(*given) if self.problem.gram else Placing(*given, ends=self.ends)
 
     def _strips(self, tile: Tile) -> Iterator[Range]:

@@ -226,7 +226,6 @@ class Placing:
         tiles: Sequence[Tile],
         steps: int,
         slots: Slots,
-        ramp: int = 0,
         last: Tile | None = None,
         panels: tuple[Panels, Panels] | None = None,
         ends: frozenset[Tile] = frozenset(),
@@ -234,7 +233,6 @@ class Placing:
         self._tiles = tiles
         self._ends: Collection[Tile] = ends or ([last] if last is not None else list(tiles[-1:]))
         self._steps = steps
-        self._ramp = ramp
         self._slots = slots
         self._work, self._max_work = 0, inf
         if not slots.b:
@@ -371,5 +369,5 @@ class Placing:
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         tile = self._tiles[position]
-        order = step_order(tile, self._steps, self._ramp)
+        order = step_order(tile, self._steps)
         return step_groups(order, self._slots, first=tile == (0, 0), last=tile in self._ends)

@@ -43,7 +43,7 @@ class SharedSchedule(Schedule):
 
         `max_work` limits the number of placements of one panel in slots. Each takes about 10 us.
         """
-        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
+        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps)]
         if 2 * len(self.tiles) * self.grid.steps > max_work:
             return None
         steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]
@@ -94,7 +94,7 @@ class SharedSchedule(Schedule):
         self._connect(everywhere)
         last = self.last or (self.tiles[-1] if self.tiles else None)
         for device, (a, b) in enumerate(everywhere):
-            yield Placing(self._tiles_of(device), steps, slots, self.grid.ramp, last, (a, b), self.ends)
+            yield Placing(self._tiles_of(device), steps, slots, last, (a, b), self.ends)
 
     def _connect(self, everywhere: Sequence[tuple[Panels, Panels]]) -> None:
         """Let devices copy panels that have no host slots from each other.

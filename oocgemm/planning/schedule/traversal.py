@@ -188,17 +188,13 @@ def forwards(tile: Tile) -> bool:
     return sum(tile) % 2 == 0
 
 
-def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
-    """Return the steps of a tile in order. With a `ramp`, tile (0, 0) starts with thin steps (`TileGrid`).
+def step_order(tile: Tile, steps: int) -> range:
+    """Return the steps of a tile in order.
 
     >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
     ([0, 1, 2], [2, 1, 0])
-    >>> step_order((0, 0), 3, ramp=1)
-    (3, 4, 1, 2)
     """
-    if not forwards(tile):
-        return range(steps - 1, -1, -1)
-    return (*range(steps, steps + ramp + 1), *range(1, steps)) if ramp and tile == (0, 0) else range(steps)
+    return range(steps) if forwards(tile) else range(steps - 1, -1, -1)
 
 
 class NextUse:
@@ -240,7 +236,7 @@ class NextUse:
         The panel is that of `step` in tile row (or column) `line`. The class explains the numbers of uses.
         """
         later = self.tile(line, position)
-        if later is None or step >= self._steps:  # thin steps, and their panels, occur in one tile only
+        if later is None:
             return NEVER
         ahead = step if self._known[3] else self._steps - 1 - step
         return later // self._at_once * self._steps + ahead

@@ -51,10 +51,8 @@ class LinePlacing(Placing):
     The slots are evicted by the next use of their panels in either role.
     """
 
-    def __init__(
-        self, tiles: Sequence[Tile], steps: int, slots: Slots, ramp: int = 0, last: Tile | None = None
-    ) -> None:
-        super().__init__(tiles, steps, slots, ramp, last)
+    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots, last: Tile | None = None) -> None:
+        super().__init__(tiles, steps, slots, last)
         host = 0 if slots.unified else slots.host_a
         self._tiers = [SlotCache(slots.a)]
         if host:

@@ -388,4 +388,4 @@ def _widened(alone: Candidate, arranged: tuple[int, int], grid: TileGrid) -> Can
     host_a, host_b = on_host
     order = replace(order, band=order.band * arranged[order.axis])
     slots = replace(slots, host_a=host_a, host_b=host_b)
-    return replace(alone, slots=slots, traversal=order, ramp=0, ends=prod(arranged))
+    return replace(alone, slots=slots, traversal=order, ends=prod(arranged))
