@@ -2,6 +2,7 @@
 
 import os
 import time
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import zarr
 
+from oocgemm.errors import InputError
 from oocgemm.service import launch
 from oocgemm.service.confine import landlock
 from oocgemm.service.confine.paths import Root, confinement
 from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.planner import Planner
 from oocgemm.service.schedule import Limits
 from oocgemm.service.spec import checked, planned
 from oocgemm.service.states import State
@@ -208,3 +211,77 @@ def test_a_job_with_a_defect_ends_with_status_1(tmp_path: Path) -> None:
     assert result is not None
     assert (result["exit_code"], result["error"]) == (1, "KeyError: 'a'")
     assert "Traceback" in (folder / "log").read_text()
+
+
+SECRET = "an-api-token-of-the-server"
+# Chunks that lead out of the root, by what they link to.
+LINKS = {
+    "environment": "/proc/self/environ",
+    "environment of a thread": "/proc/thread-self/environ",
+    "environment, found by number": "/proc/self/task/../environ",
+    "maps": "/proc/self/maps",
+    "users": "/etc/passwd",
+    "hosts": "/etc/hosts",
+    "checkout": str(Path(__file__).parents[1] / "pyproject.toml"),
+    "library": next(iter(glob("/usr/lib/os-release") + glob("/lib/x86_64-linux-gnu/libc.so.6"))),
+    "other root": "{base}/out/file",
+    "nothing": "{base}/absent",
+}
+
+
+def store_bytes(path: Path, codec: str) -> Path:
+    """Store an array of one chunk of bytes; return the path of the chunk."""
+    from numcodecs import Delta
+
+    options: dict[str, Any] = {"filters": [Delta(dtype="i1")], "zarr_format": 2} if codec == "delta" else {}
+    array = zarr.create_array(path, shape=(8, 8), chunks=(8, 8), dtype="i1", compressors=None, **options)
+    array[:] = np.ones((8, 8), np.int8)
+    return path / ("0.0" if codec == "delta" else "c/0/0")
+
+
+@needs_landlock
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("codec", ["raw", "delta"])
+@pytest.mark.parametrize("links", [("environment",), pytest.param(tuple(LINKS), marks=pytest.mark.slow)])
+def test_no_link_of_a_chunk_copies_a_file_into_a_result(
+    tmp_path: Path, codec: str, links: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", SECRET)
+    for folder in ("data", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "out/file").write_bytes(b"1" * 64)
+    limits = Limits({0: 0}, 4 << 30, 1 << 40)
+    for number, name in enumerate(links):
+        path = tmp_path / f"data/A{number}.zarr"
+        chunk = store_bytes(path, codec)
+        spec = {"a": str(path), "b": str(path), "c": str(tmp_path / f"out/C{number}.zarr")}
+        found = planned(checked(spec), limits, "host")
+        chunk.unlink()
+        chunk.symlink_to(LINKS[name].format(base=tmp_path))
+        result = run_planned(tmp_path, str(number), found.spec)
+        assert result["exit_code"] == 1, name
+        assert "ermission denied" in result["error"] or "Errno 13" in result["error"], (name, result)
+        assert SECRET not in (tmp_path / f"state/{number}/log").read_text()
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("name", ["SECRET_TOKEN", "AWS_SECRET_ACCESS_KEY", "OOCGEMM_TOKEN", "GITHUB_TOKEN"])
+def test_workers_and_planners_get_only_the_listed_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("TZ", "Antarctica/Troll")
+    (tmp_path / "workers").mkdir()
+    process = launch.spawn(tmp_path / "workers", tmp_path / "log")
+    planner = Planner(None)
+    with pytest.raises(InputError):  # it has started then
+        planner.plan({"a": "/absent"}, LIMITS, "host")
+    try:
+        for pid in (process.pid, planner.pid):
+            found = Path(f"/proc/{pid}/environ").read_text()
+            assert SECRET not in found
+            assert "TZ=Antarctica/Troll" in found
+    finally:
+        planner.close()
+        process.dismiss()
+        process.close()

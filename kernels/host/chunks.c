@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -103,14 +104,32 @@ static bool read_lines(struct lines x, int64_t min_scattered) {
 static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 static int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
-/* Opens a file. Returns its descriptor, or -1 if that fails or the file has fewer bytes, or not as many as `exact`
- * demands. */
+static bool refuses_links;
+void ooc_refuse_links(int refuse) { refuses_links = refuse; }
+
+/* O_NONBLOCK has no effect on regular files, and opens a named pipe at once. */
+static int open_at_once(const char *path) {
+  int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+#ifdef SYS_openat2
+  if (refuses_links) {
+    struct {
+      uint64_t flags, mode, resolve;
+    } how = {(uint64_t)flags, 0, 4}; /* RESOLVE_NO_SYMLINKS */
+    return (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
+  }
+#endif
+  return refuses_links ? -1 : open(path, flags);
+}
+
+/* Opens a regular file. Returns its descriptor, or -1 if that fails or the file has fewer bytes, or not as many as
+ * `exact` demands. */
 static int open_file(const char *path, int64_t bytes, bool exact) {
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+  int file = open_at_once(path);
   if (file < 0)
     return -1;
-  int64_t size = lseek(file, 0, SEEK_END);
-  if (size == bytes || (size > bytes && !exact))
+  struct stat status;
+  if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+      (status.st_size == bytes || (status.st_size > bytes && !exact)))
     return file;
   close(file);
   return -1;

@@ -31,6 +31,9 @@ struct ooc_area {
  * their numbers: the chunks of the block are counted row by row. */
 int64_t ooc_read_chunks(const struct ooc_chunks *chunks, const struct ooc_area *area, int64_t *failed);
 
+/* With `refuse` not 0, files are not opened from now on whose path has a symbolic link in any part. */
+void ooc_refuse_links(int refuse);
+
 /* A block that begins in row `top` of a matrix, at byte `left` of the row. */
 struct ooc_stored {
   const struct ooc_chunks *chunks;

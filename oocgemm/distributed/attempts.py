@@ -28,6 +28,7 @@ from oocgemm.jobs.prepare import Job
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.durable import Durable
+from oocgemm.stores.opener import open_regular
 
 LOG = "log.jsonl"
 _NAME = re.compile(r"(?P<epoch>[0-9a-f]+)-(?P<part>\d+)-(?P<number>\d+)")
@@ -84,7 +85,7 @@ class Tail:
         """Yield the tiles added since the last call, each with the fingerprint of its redo files."""
         try:
             # Open the file anew each time: network file systems then show what other machines have written.
-            with open(self.folder / JOURNAL, "rb") as file:
+            with open(self.folder / JOURNAL, "rb", opener=open_regular) as file:
                 file.seek(self._read)
                 content = file.read()
         except OSError:  # not created yet, or the folder was removed

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from uuid import uuid4
 
+from oocgemm.stores.opener import read_regular
 from oocgemm.system.threads import start
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.
@@ -92,7 +93,7 @@ def read(path: Path) -> Sign | None:
     Raises `OSError` if it is unknown whether the file exists, or if its content cannot be read.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
         return Sign(**(found | {"over": tuple(found["over"])}))
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -69,6 +69,7 @@ from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
+from oocgemm.stores.opener import open_regular, read_regular
 
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
@@ -111,7 +112,7 @@ def read(folder: Folder) -> Record | None:
         return None if found is None else _record(folder / JOURNAL, folder, found[0])
     path = folder / JOURNAL
     try:
-        return _record(path, folder, path.read_bytes())
+        return _record(path, folder, read_regular(path))
     except FileNotFoundError:
         record = _kept_in_c(folder)
         if record is None:
@@ -198,7 +199,7 @@ def _check_count(folder: Path, listed: int) -> None:
     `listed` is the number of commits in the journal. The number in the file `count` must not be larger.
     """
     try:
-        committed = int((folder / COUNT).read_bytes() or b"0")
+        committed = int(read_regular(folder / COUNT) or b"0")
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -216,7 +217,7 @@ def owner(folder: Folder) -> str | None:
     if not isinstance(folder, Path):
         return lease.owner(folder)
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = open_regular(folder / LOCK)
     except FileNotFoundError:
         return None
     try:
@@ -266,7 +267,7 @@ class Journal:
         """Open the existing journal to append to it, and remove a torn last line."""
         assert self.record is not None
         self._committed = self.record.commits
-        self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
+        self._file = open_regular(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
         self._sync_names()  # the earlier run may have been killed before `start` reached this call
@@ -275,7 +276,7 @@ class Journal:
         """Record that the new content of tiles is durable in files outside C (redo files), not yet in C."""
         self._add([{"commit": tile} for tile in tiles])
         if self._count is None:
-            self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)
+            self._count = open_regular(self.folder / COUNT, os.O_WRONLY | os.O_CREAT)
             sync_path(self.folder)
         self._committed += len(tiles)
         os.lseek(self._count, 0, os.SEEK_SET)
@@ -296,7 +297,7 @@ class Journal:
         A later `resume` needs the journal to know that C is complete: with beta != 0, running again would
         apply beta twice. If the file system refuses the attribute, the journal stays in its folder.
         """
-        first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
+        first, *_, last = read_regular(self.folder / JOURNAL).splitlines(keepends=True)
         c = stores.place(self.folder)
         with suppress(OSError):
             os.setxattr(c, ATTRIBUTE, first + last)
@@ -349,7 +350,7 @@ def _lock(folder: Path) -> int:
     for attempt in range(TRIES):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:  # another run has removed the folder since `mkdir`
             continue
         try:

@@ -17,6 +17,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.pca_passes import State
 from oocgemm.jobs.subspace import Subspace
 from oocgemm.stores.durable import sync_path
+from oocgemm.stores.opener import open_regular
 
 
 def path_of(out: str) -> Path:
@@ -62,7 +63,7 @@ def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> State | No
             "it, or remove the file to start over"
         )
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb", opener=open_regular) as stored, np.load(stored, allow_pickle=False) as file:
             facts = json.loads(str(file["facts"]))
             arrays = {name: file[name] for name in file.files if name != "facts"}
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oocgemm.service.environment import environment
 from oocgemm.service.job import FILES, FLOCK, LOCK, OWNER, RESULT, needs_before, read_json, start_of
 from oocgemm.service.worker import IDLE
 
@@ -124,7 +125,7 @@ def spawn(workers: Path, log: Path) -> Process:
             sys.executable,
             [sys.executable, "-m", "oocgemm.service.worker", str(folder)],
             # Others could replace temporary files in a shared folder by links.
-            os.environ | {"TMPDIR": str(folder)},
+            environment(TMPDIR=str(folder)),
             file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0)]
             + [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)],
             setsid=True,

@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BackendError, BudgetError, InputError
-from oocgemm.service.confine.landlock import restrict
+from oocgemm.service.confine.process import restrict_to
+from oocgemm.service.environment import environment
 from oocgemm.service.errors import UnavailableError
 from oocgemm.service.schedule import Limits, Need
 
@@ -78,6 +78,11 @@ class Planner:
                 raise BackendError(message)
         raise RuntimeError(message)
 
+    @property
+    def pid(self) -> int | None:
+        """The number of the process; None if there is none now."""
+        return None if self._process is None else self._process.pid
+
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
@@ -116,7 +121,7 @@ class Planner:
             [sys.executable, "-m", "oocgemm.service.planner", json.dumps(self._allowed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # it multiplies nothing
+            env=environment(OPENBLAS_NUM_THREADS="1"),  # it multiplies nothing
         )
 
 
@@ -133,7 +138,7 @@ def main(allowed: Mapping[str, Any] | None) -> None:
     os.dup2(2, 1)  # whatever is printed is no answer
     if allowed is not None:
         # A C that exists is opened for writing, though planning writes nothing.
-        restrict(*([Path(each) for each in allowed[mode]] for mode in ("read", "write")))
+        restrict_to(allowed)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
 

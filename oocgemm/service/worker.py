@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.service import job
-from oocgemm.service.confine.landlock import restrict
+from oocgemm.service.confine.process import restrict_to
 
 BEGUN, IDLE = b"begun", b"idle"
 # Maximum bytes of an order.
@@ -110,8 +110,7 @@ def _tell(server: socket.socket, message: bytes) -> None:
 def _confine(folder: Path, allowed: Mapping[str, Any] | None) -> None:
     """Restrict this process to its folder, and to the folders that an order allows; None for all."""
     if allowed is not None:
-        read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
-        restrict(read, [*write, folder])
+        restrict_to(allowed, folder)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import numpy as np
 from oocgemm.planning.tiling import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
-from oocgemm.stores.opener import Opener
+from oocgemm.stores.opener import Opener, open_regular
 from oocgemm.system.memory import memory_limit
 
 # Direct I/O requires that memory addresses, file offsets and lengths are multiples of the sector size.
@@ -88,12 +88,12 @@ class OpenFile:
     """A local file that is open for reading. `size` is its length in bytes when it was opened."""
 
     def __init__(self, path: str | Path, opener: Opener | None = None) -> None:
-        """Open the file, by `opener` if given. Raises `FileNotFoundError` or another `OSError`."""
+        """Open a regular file, by `opener` if given. Raises `FileNotFoundError` or another `OSError`."""
         self.path, self._opener = path, opener
         if opener is not None:
             self.descriptor, self.size = opener.open(path)
         else:
-            self.descriptor = os.open(path, os.O_RDONLY)
+            self.descriptor = open_regular(path)
             self.size = os.fstat(self.descriptor).st_size
 
     def __enter__(self) -> "OpenFile":
@@ -189,7 +189,7 @@ class OpenFile:
         occurs again there, and is raised.
         """
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
+            descriptor = open_regular(self.path, os.O_RDONLY | O_DIRECT)
             try:
                 return _fill(descriptor, rows, offset)
             finally:

@@ -22,7 +22,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_SEGMENT, O_DIRECT, SECTOR, OpenFile, scratch
-from oocgemm.stores.opener import Opener
+from oocgemm.stores.opener import Opener, open_regular
 
 # Lines of at most this many bytes are read whole, and the needed elements are copied from them. For lines of
 # 8 KiB, this takes about as long as one read per line of only the needed elements.
@@ -217,7 +217,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
     halves = scratch(DIRECT_BYTES).reshape(2, -1)
     try:
-        descriptor = os.open(file.path, os.O_RDONLY | O_DIRECT)
+        descriptor = open_regular(file.path, os.O_RDONLY | O_DIRECT)
     except OSError:
         return False
 

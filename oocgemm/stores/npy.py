@@ -32,7 +32,7 @@ from oocgemm.stores.durable import (
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import copies_bytes, read_block, scratch_bytes, write_block
-from oocgemm.stores.opener import Opener
+from oocgemm.stores.opener import Opener, open_regular
 from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
 
@@ -169,7 +169,7 @@ class NpyMatrix:
             self._write(rows, cols, data)
 
     def _write(self, rows: Range, cols: Range, data: Array) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY)
+        descriptor = open_regular(self._path, os.O_WRONLY)
         try:
             self._check_length(os.fstat(descriptor).st_size)
             lines, part, block = self._oriented(rows, cols, data)
@@ -266,7 +266,7 @@ class NpyMatrix:
 
     def reserve(self) -> None:
         """Allocate disk space for the whole file. Raises `OSError` if the disk has too little."""
-        with open(self._path, "r+b") as file:
+        with open(self._path, "r+b", opener=open_regular) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, self._size))
 
 
@@ -277,7 +277,7 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
     `place`.
     """
     try:
-        with open(path, "r+b" if writable else "rb") as file:
+        with open(path, "r+b" if writable else "rb", opener=open_regular) as file:
             shape, by_columns, dtype = _read_header(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
         if dtype.hasobject:

@@ -1,10 +1,11 @@
 """Restrict a process to the folders that it needs, with Landlock (landlock(7), Linux 5.13 and later).
 
-A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. The kernel
-checks a right when a file is opened, on the file to which all symbolic links lead. A link is therefore no way
-out, whenever it was made. These remain possible: to use files that are open already, to call stat(2) on any
-path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a file that
-they cannot write themselves (``fs.protected_hardlinks``).
+A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. Of the
+system, it may read single files, and folders only of code: shared libraries, Python's and its packages. The
+kernel checks a right when a file is opened, on the file to which all symbolic links lead. A link is therefore
+no way out, whenever it was made. These remain possible: to use files that are open already, to call stat(2)
+on any path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a
+file that they cannot write themselves (``fs.protected_hardlinks``).
 """
 
 import ctypes
@@ -40,24 +41,41 @@ WRITE = READ | WRITE_FILE | TRUNCATE | MAKE_REG | MAKE_DIR | REMOVE_FILE | REMOV
 ON_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 DEVICE = ON_FILE & ~EXECUTE | READ_DIR
 
-# What Python and CUDA read.
+# What Python and CUDA read while a job runs, as strace(1) and a library that wraps open(2) showed it for jobs
+# on the host and on GPUs. A pattern stands for all files that match it.
 SYSTEM = (
-    # Programs and shared libraries. The second row is part of /usr on most systems.
-    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin"),
-    # The dynamic loader finds libraries by these; on some systems they lie behind links in /etc/alternatives.
-    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload", "/etc/alternatives"),
-    # Python: the time zone, the names of users and hosts, the name of the system. The rest of /etc has keys
-    # and passwords.
-    *("/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/hosts", "/etc/os-release"),
-    # This package: memory, cores, mounts, BLAS among the maps of this process. CUDA: device numbers, kernel
-    # modules, the driver's version and parameters. The folders of other processes stay closed: they have
-    # environments, with tokens say.
-    *("/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/version", "/proc/filesystems"),
-    *("/proc/devices", "/proc/modules", "/proc/driver", "/proc/sys/kernel", "/proc/sys/vm"),
-    # This package: limits of cgroups, caches, NUMA nodes, disks. CUDA: PCI devices, huge pages.
-    *("/sys/devices", "/sys/bus", "/sys/class", "/sys/block", "/sys/dev", "/sys/module", "/sys/fs/cgroup"),
-    "/sys/kernel/mm",
+    # The dynamic loader finds libraries by this one. Python: the time zone.
+    *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime"),
+    # This package: memory, cores, the machine's boot. The C library: overcommitment. CUDA: device numbers,
+    # the driver's version and parameters, the lowest address.
+    *("/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/version", "/proc/filesystems", "/proc/devices"),
+    *("/proc/modules", "/proc/driver/nvidia/params", "/proc/driver/nvidia/version"),
+    *("/proc/sys/kernel/random/boot_id", "/proc/sys/vm/overcommit_memory", "/proc/sys/vm/mmap_min_addr"),
+    *("/sys/devices/system/cpu/online", "/sys/devices/system/cpu/possible"),
+    *("/sys/devices/system/cpu/present", "/sys/devices/system/memory/block_size_bytes"),
+    *("/sys/devices/system/node/online", "/sys/devices/system/node/possible"),
+    *(f"/sys/devices/system/node/node*/{name}" for name in ("cpumap", "cpulist", "meminfo", "distance")),
+    # The links of GPUs.
+    *(f"/sys/bus/pci/devices/*/{name}" for name in ("numa_node", "max_link_speed", "max_link_width")),
+    *(f"/sys/kernel/mm/transparent_hugepage/{name}" for name in ("enabled", "hpage_pmd_size")),
 )
+# Of this process: BLAS among its maps, mounts, cgroups, memory; its start. Its environment and its
+# descriptors stay closed. So do the folders of other processes.
+OF_PROCESS = ("maps", "mountinfo", "cgroup", "status", "statm", "stat")
+# Limits and usage of the cgroups of this process, in their folders and those above.
+OF_CGROUP = (
+    *("memory.max", "memory.high", "memory.current", "memory.stat"),
+    *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+CGROUPS = Path("/sys/fs/cgroup")
+# Folders with shared libraries and their data, which packages have installed for all users to read.
+SHARED_LIBRARIES = (
+    *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib"),
+    *("/usr/local/lib64", "/usr/local/cuda*", "/usr/local/nvidia"),
+    *("/usr/share/nvidia", "/usr/share/locale", "/usr/share/zoneinfo"),
+)
+# Folders with programs. A program can be run only if it can be read.
+PROGRAMS = ("/bin", "/sbin", "/usr/bin", "/usr/sbin")
 # Variables with folders that the dynamic loader, or cupy, searches for libraries.
 LIBRARIES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
 # Device files. CUDA opens those of its driver for reading and writing, and all its work is ioctls on them:
@@ -129,11 +147,16 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
     try:
         for path, rights in _needed():
             with suppress(OSError):  # few systems have all of them
-                _allow(ruleset, path, rights & handled)
+                os.close(_allow(ruleset, path, rights & handled))
+        # The kernel may forget the entry of such a file, and make another one, which has no rule. So it stays
+        # open.
+        for name in OF_PROCESS:
+            with suppress(OSError):
+                _allow(ruleset, Path("/proc/self", name), READ_FILE & handled)
         for rights, paths in ((READ, read), (WRITE, write)):
             for path in paths:
                 try:
-                    _allow(ruleset, path, rights & handled)
+                    os.close(_allow(ruleset, path, rights & handled))
                 except OSError as error:
                     raise InputError(f"a job cannot be given {path}: {error.strerror}") from error
         # Without this, only a process with CAP_SYS_ADMIN may restrict itself: it rules out setuid programs.
@@ -145,20 +168,16 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
 
 def _needed() -> Iterator[tuple[Path, int]]:
     """Yield what Python, CUDA and this package use, with the rights that they need."""
-    package = Path(oocgemm.__file__).parent
-    here = os.getcwd()
-    # `python -m` puts the working folder into sys.path. It may hold anything, so it is not allowed.
-    imported = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-    # A virtual environment has only links to the interpreter and the standard library of `base_prefix`.
-    python = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
-    libraries = [entry for name in LIBRARIES for entry in os.environ.get(name, "").split(":") if entry]
-    for path in (*SYSTEM, *python, *imported, *libraries):
-        yield Path(path), READ | EXECUTE
+    for pattern in (*SYSTEM, *_of_cgroups()):
+        yield from ((Path(path), READ_FILE) for path in glob(pattern))
+    # CUDA lists the NUMA nodes.
+    yield Path("/sys/devices/system/node"), READ_DIR
     # CUDA names its threads by writing to /proc/self/task/*/comm, and finds no device if it cannot.
-    yield Path("/proc/self/task"), READ | WRITE_FILE | TRUNCATE
-    # This package, and its kernels, which lie beside it in a checkout.
-    yield package, READ
-    yield package.parent / "kernels", READ
+    yield Path("/proc/self/task"), WRITE_FILE | TRUNCATE
+    for folder in _code():
+        yield folder, READ | EXECUTE
+    for program in PROGRAMS:
+        yield Path(program), READ_FILE | EXECUTE
     # Calibrations, and compiled kernels. Jobs cannot write them: a chunk of C that is a link to a compiled
     # kernel would replace the code that the jobs of other users run.
     with suppress(InputError):
@@ -167,16 +186,64 @@ def _needed() -> Iterator[tuple[Path, int]]:
         yield from ((Path(path), DEVICE) for path in glob(pattern))
 
 
-def _allow(ruleset: int, path: Path, rights: int) -> None:
-    """Add a rule: allow rights on a file, or on a folder and everything in it. Raise `OSError`."""
+def _of_cgroups() -> Iterator[str]:
+    """Yield the files of `OF_CGROUP` of the cgroups of this process, and of those above them."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = CGROUPS / controllers if controllers else CGROUPS
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(top):
+                yield from (f"{folder}/{name}" for name in OF_CGROUP)
+
+
+def _code() -> Iterator[Path]:
+    """Yield the folders with the code that this process may load."""
+    package = Path(oocgemm.__file__).parent
+    # In a checkout, the kernels lie beside the package.
+    yield from (package, package.parent / "kernels")
+    # A virtual environment has only links to the interpreter and the standard library of `base_prefix`.
+    prefixes = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    yield from (Path(prefix, name) for prefix in prefixes for name in ("lib", "lib64", "targets"))
+    for pattern in SHARED_LIBRARIES:
+        yield from map(Path, glob(pattern))
+    # `python -m` puts the working folder into sys.path. It may hold anything, so it is not allowed.
+    for entry in sys.path:
+        if entry and os.path.abspath(entry) != os.getcwd():
+            yield from _packages(Path(entry))
+    for name in LIBRARIES:
+        yield from (Path(entry) for entry in os.environ.get(name, "").split(":") if entry)
+
+
+def _packages(folder: Path) -> list[Path]:
+    """Return the code in a folder of `sys.path`: all of it, but of a checkout only its packages.
+
+    An editable installation adds a checkout, which may also hold data, results and keys.
+    """
+    if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
+        return [folder]
+    return [path.parent for path in folder.glob("*/__init__.py") if path.parent.name != "tests"]
+
+
+def _allow(ruleset: int, path: Path, rights: int) -> int:
+    """Add a rule: allow rights on a file, or on a folder and everything in it. Return a descriptor of it.
+
+    Raises `OSError`.
+    """
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= ON_FILE
         rule = ctypes.byref(_PathBeneath(rights, descriptor))
         _call(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _call(number: int, *arguments: object) -> int:

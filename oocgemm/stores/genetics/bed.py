@@ -32,7 +32,7 @@ from oocgemm.stores.files import OpenFile, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.opener import Opener
+from oocgemm.stores.opener import Opener, open_regular, read_regular
 
 SUFFIX = ".bed"
 # Files beside a .bed file, with the same name but for the suffix, and what each of their lines describes.
@@ -168,7 +168,7 @@ def open_bed(name: str, path: Path) -> BedMatrix:
     check_found(name, str(path))
     individuals, variants = (_count_lines(name, path, suffix) for suffix in COMPANIONS)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             head, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise InputError(f"{name}: {path} cannot be read: {error.strerror}") from error
@@ -203,7 +203,7 @@ def individuals_of(path: Path) -> list[tuple[str, str]]:
     """Return the family ID and the individual ID of each individual in a .bed file. Raises `InputError`."""
     place = path.with_suffix(".fam")
     try:
-        lines = place.read_text("utf-8", "surrogateescape").splitlines()
+        lines = read_regular(place).decode("utf-8", "surrogateescape").splitlines()
     except OSError as error:
         raise InputError(f"{place} cannot be read: {error.strerror}") from error
     found = [line.split(maxsplit=2) for line in lines]
@@ -217,7 +217,7 @@ def _count_lines(name: str, path: Path, suffix: str) -> int:
     """Count the lines of a file beside a .bed file. Raises `InputError` if it cannot be read."""
     place, count, last = path.with_suffix(suffix), 0, b"\n"
     try:
-        with open(place, "rb") as file:
+        with open(place, "rb", opener=open_regular) as file:
             while part := file.read(1 << 20):
                 count, last = count + part.count(b"\n"), part
     except FileNotFoundError:

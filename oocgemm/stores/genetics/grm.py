@@ -23,6 +23,7 @@ from oocgemm.stores.durable import DATA, SIDECAR, fingerprints, found_locally, s
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.opener import open_regular
 from oocgemm.stores.space import check_room
 
 SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
@@ -132,7 +133,7 @@ class GrmMatrix(NpyMatrix):
                 out[: stop - rows[0], j - cols[0]] = _read(file.descriptor, j, (rows[0], stop))
 
     def _write(self, rows: Range, cols: Range, data: Array) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY)
+        descriptor = open_regular(self._path, os.O_WRONLY)
         try:
             self._check_length(os.fstat(descriptor).st_size)
             for i in range(max(rows[0], cols[0]), rows[1]):  # other rows end left of the block
@@ -217,7 +218,8 @@ def _replace(path: Path, write: Callable[[BinaryIO], None]) -> None:
 def _opened(name: str, path: Path, place: Path | None = None) -> GrmMatrix:
     """Open a .grm.bin file, or an unfinished one that belongs at `place`. Raises `InputError`."""
     try:
-        size = os.stat(path).st_size
+        with OpenFile(path) as file:
+            size = file.size
     except OSError as error:
         raise InputError(f"{name}: {path} cannot be opened: {error.strerror}") from error
     count = size // _STORED.itemsize

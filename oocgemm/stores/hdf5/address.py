@@ -2,6 +2,8 @@
 
 import os
 
+from oocgemm.stores.opener import open_regular
+
 # Files with these suffixes are HDF5 files. A file with another suffix can be one too.
 SUFFIXES = (".h5", ".hdf5", ".he5", ".h5ad", ".loom", ".nc", ".nc4", ".mat", ".nxs")
 MARK = "::"  # ends the path of the file
@@ -32,7 +34,7 @@ def leads_to_file(path: str) -> bool:
 def has_signature(path: str) -> bool:
     """Return whether a file has the signature of HDF5. Never raises."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             offset = 0
             while offset <= MAX_USER_BLOCK:
                 file.seek(offset)

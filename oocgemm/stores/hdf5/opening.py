@@ -28,6 +28,7 @@ from oocgemm.stores.hdf5.index import Index, listed
 from oocgemm.stores.hdf5.matrix import Fill, HDF5Matrix, Reader
 from oocgemm.stores.lazy import LazyMatrix
 from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.opener import RefusedFileError, check_regular, open_regular
 
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
     import hdf5plugin  # noqa: F401
@@ -100,10 +101,13 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5
 def _opened(name: str, path: str) -> "h5py.File":
     """Open a file with h5py. Raises `InputError` with the remedy if that fails."""
     try:
+        check_regular(path)
         return h5py.File(path, "r")
     except Exception as error:  # h5py raises exceptions of many types
         reason = _first_line(error)
-        if isinstance(error, PermissionError):
+        if isinstance(error, RefusedFileError):
+            problem = f"cannot be opened: {error.strerror}"
+        elif isinstance(error, PermissionError):
             problem = "cannot be opened: permission denied"
         elif isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
             problem = "is open in a process that writes to it: close it there, and try again"
@@ -116,7 +120,7 @@ def _opened(name: str, path: str) -> "h5py.File":
             problem = "is not an HDF5 file"
             if path.lower().endswith(".mat"):
                 problem += ": save it in MATLAB with the option -v7.3"
-            with suppress(OSError), open(path, "rb") as file:
+            with suppress(OSError), open(path, "rb", opener=open_regular) as file:
                 if file.read(len(_CLASSIC)) == _CLASSIC:
                     stem = os.path.splitext(path)[0]
                     problem = (

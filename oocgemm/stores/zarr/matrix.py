@@ -22,6 +22,7 @@ from oocgemm.stores.declared import of_zarr
 from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
 from oocgemm.stores.files import padded, worth_caching
 from oocgemm.stores.frames import Fetched
+from oocgemm.stores.opener import check_regular
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.statuses import chunk_fingerprints
 from oocgemm.stores.zarr.chunks import DirectChunks
@@ -160,6 +161,9 @@ class ZarrMatrix:
         """Read a block with zarr into `out`."""
         from zarr.core.buffer.cpu import NDBuffer
 
+        if self._metadata.folder is not None:
+            for name in self._names(rows, cols):
+                check_regular(self.folder / name)
         target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
         self.array.get_basic_selection((slice(*rows), slice(*cols)), out=target)
 

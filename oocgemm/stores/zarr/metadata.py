@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.errors import InputError
+from oocgemm.stores.opener import RefusedFileError, check_regular, read_regular
 from oocgemm.stores.publish import publish
 from oocgemm.stores.zarr.chunks import Shards
 from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
+# These, and those of groups.
+FILES = (*METADATA, ".zgroup", ".zmetadata")
 # The dtypes of arrays that are opened without zarr. bfloat16 needs the package ml_dtypes. Only the code that
 # opens arrays by zarr reports that this package is missing.
 _DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
@@ -79,7 +83,7 @@ class Metadata:
         """
         assert self.folder is not None
         path = self.folder / (V3 if self.zarr_format == 3 else V2_ATTRIBUTES)
-        document: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        document: dict[str, Any] = json.loads(read_regular(path)) if path.exists() else {}
         attributes = document.setdefault("attributes", {}) if self.zarr_format == 3 else document
         attributes.pop(name, None)
         if value is not None:
@@ -89,15 +93,25 @@ class Metadata:
 
 
 def read_metadata(path: str) -> Metadata | None:
-    """Return the metadata of the local array at a path; None if zarr must open the array."""
+    """Return the metadata of the local array at a path; None if zarr must open the array.
+
+    Raises `InputError` if a file of the metadata is not a regular file.
+    """
     folder = Path(path)
+    for name in FILES:  # zarr would wait for the writer of a named pipe
+        try:
+            check_regular(folder / name)
+        except RefusedFileError as error:
+            raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
+        except IsADirectoryError:
+            break  # the caller then opens the array by zarr, whose error says what is wrong
     try:
         present = {name for name in METADATA if (folder / name).exists()}
         if present == {V3}:
-            return _read_v3(path, folder, json.loads((folder / V3).read_bytes()))
+            return _read_v3(path, folder, json.loads(read_regular(folder / V3)))
         if V2 in present and V3 not in present:
-            attributes = json.loads((folder / V2_ATTRIBUTES).read_bytes()) if len(present) == 2 else {}
-            return _read_v2(path, folder, json.loads((folder / V2).read_bytes()), attributes)
+            attributes = json.loads(read_regular(folder / V2_ATTRIBUTES)) if len(present) == 2 else {}
+            return _read_v2(path, folder, json.loads(read_regular(folder / V2)), attributes)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         pass  # the caller then opens the array by zarr, whose error says what is wrong
     return None
