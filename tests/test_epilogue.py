@@ -325,6 +325,7 @@ CHAIN = tuple(
     Step(kind, rows, cols, value)
     for kind, rows, cols, value in (
         ("gaussian", True, True, 0.2),
+        ("identical", True, True, 1.0),
         ("scale", True, True, 2.0),
         ("rank_one", False, True, -1.0),
         ("correlation", True, False, 0.7),
@@ -332,6 +333,11 @@ CHAIN = tuple(
         ("scale", False, False, 0.5),
     )
 )
+
+
+def drawn(step: Step, count: int) -> NDArray[Any]:
+    """Draw the numbers of a step: some are equal if they are compared."""
+    return RNG.integers(3, size=count).astype(float) if step.kind == "identical" else RNG.random(count)
 
 
 def chain_problem(accumulated: str, steps: tuple[Step, ...], reduction: str = "") -> GemmProblem:
@@ -352,7 +358,7 @@ def test_the_cuda_kernel_gives_the_numbers_of_numpy(tmp_path: Path, dtype: str, 
         sums[0, 0] = np.nan
         d[:, 3::5] = 0
         numbers = [
-            (RNG.random(shape[0]) if step.rows else None, RNG.random(shape[1]) if step.cols else None)
+            (drawn(step, shape[0]) if step.rows else None, drawn(step, shape[1]) if step.cols else None)
             for step in steps
         ]
         found, right = d.copy(), d.copy()

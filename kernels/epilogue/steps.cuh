@@ -14,7 +14,7 @@ struct step_t {
     double value;
 };
 struct chain_t {
-    step_t steps[8];
+    step_t steps[9];
 };
 
 __device__ inline double number(const double* numbers, long long index) { return numbers ? numbers[index] : 1.0; }
@@ -47,6 +47,11 @@ __device__ inline double exponential(double x, float) { return exp(static_cast<f
 __device__ inline double gaussian(double c, const step_t& s, long long i, long long j, double) {
     const double d2 = s.rows[i] + s.cols[j] - 2 * c;
     return exponential(d2 < 0 ? 0 : -s.value * d2, OOC_ACCUMULATED(0));
+}
+
+// Rows of op(A) and columns of op(B) that are equal have the same number. NaN stays NaN.
+__device__ inline double identical(double c, const step_t& s, long long i, long long j, double) {
+    return s.rows[i] == s.cols[j] && c == c ? 1 : c;
 }
 
 #define OOC_STEP(name, number) c = name(c, chain.steps[number], i, j, d);

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, Finishing, limits_of
-from oocgemm.integrity.rounding import DOUBLE, Rounding
+from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.problem import SELECTED
@@ -24,6 +24,8 @@ STEP_ERROR, CAST_ERROR = 16, 8
 # The error of an element of the accumulator, in units of the bound for sums of independent errors. Tensor
 # cores truncate, so that errors may have the same sign.
 BIAS = 4
+# The largest error of gamma times a squared distance, whatever the norms of rows are.
+DISTANCE_ERROR = 1e-2
 
 
 class Elements:
@@ -44,23 +46,36 @@ class Elements:
         self._tiny = max(tiny, float(limits.smallest_subnormal))
         # The exponential is computed in the dtype of the sums. Its relative error grows with the argument,
         # which is at most that of the smallest normal number.
+        # Squared distances are those of elements before they were rounded.
+        self._elements = 0.0 if problem.exact else 2 * float(limits_of(problem.a_dtype).eps)
+        self._distance = np.inf
+        if problem.measures_distances and not OPERANDS[problem.compute]:
+            self._distance = DISTANCE_ERROR / problem.epilogue[0].value
         self._exp_error = (4 - np.log(tiny)) * float(np.finfo(wide).eps) / 2
 
     def bounds(self, sums: Array, norms: Array, rows: Any, cols: Any, d: Array | None = None) -> Interval:
         """Return the interval in which each element lies.
 
         Args:
-            sums: products of rows of op(A) and columns of op(B), in float64.
+            sums: products of rows of op(A) and columns of op(B), in float64; their squared distances if the
+                problem `measures_distances`.
             norms: the 2-norms of these rows, multiplied by those of the columns.
             rows, cols: the indices of these rows and columns in C. They select the numbers of the steps, so
                 their shapes must fit those of `sums`.
             d: the elements of the further matrix D, if the epilogue reads it.
         """
         with np.errstate(all="ignore"):
+            if self._problem.measures_distances:
+                u, v = self._finishing.numbers[0]
+                assert u is not None
+                assert v is not None
+                sums = (u[rows] + v[cols] - sums) / 2
             error = BIAS * self._rounding.tolerance(norms, np.zeros_like(norms), 1.0)
             if self._problem.centered:  # centers are subtracted in float64, from sums of numbers below 2^7
                 error = error + 16 * DOUBLE * np.sqrt(self._problem.depth) * 2.0**14 * self._problem.depth
             # The accumulator may overflow where float64 does not, and then be Inf or NaN.
+            if self._problem.measures_distances:
+                error = np.minimum(error, self._distance / 2)
             error = np.where(BIAS * norms < self._rounding.max_finite, error, np.nan)
             low, high = _sorted(self._alpha * (sums - error), self._alpha * (sums + error))
             numbers = self._finishing.numbers
@@ -92,9 +107,12 @@ class Elements:
                 low, high = (np.where(d == 0, 0, x) for x in _sorted(low / d, high / d))
             case "gaussian":
                 low, high = (np.maximum(u + v - 2 * x, 0) for x in (high, low))
-                low, high = _widened(low, high, 0, STEP_ERROR * DOUBLE * (u + v))
+                rounded = np.minimum(self._elements * (u + v), self._distance)
+                low, high = _widened(low, high, 0, STEP_ERROR * DOUBLE * (u + v) + rounded)
                 low, high = np.exp(-step.value * high), np.exp(-step.value * low)
                 return _widened(low, high, self._exp_error, self._tiny)
+            case "identical":
+                return tuple(np.where((u == v) & ~np.isnan(x), 1, x) for x in found)  # type: ignore[return-value]
             case _:
                 raise AssertionError(f"{step} is unknown")
         low, high = _widened(low + added, high + added, STEP_ERROR * DOUBLE, STEP_ERROR * DOUBLE * abs(added))

@@ -76,7 +76,8 @@ class Samples:
 
     Attributes:
         problem: the product and what is made of it.
-        left, right: op(A) and op(B). Their elements are those that were multiplied.
+        left, right: op(A) and op(B). Their elements are those that were multiplied, or, if the product is
+            used for distances, those before they were rounded.
         d: the further matrix that the epilogue reads, if it does.
         finishing: the numbers that the epilogue and the selection use.
         passes: reads the operands.
@@ -124,6 +125,8 @@ class Samples:
     def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
         """Return the products of some rows of `left` and all columns of `right`, and those of their norms.
 
+        If the product is used for distances, return squared distances in place of the products.
+
         Both arrays have a row per line.
         """
         depth, across = self.problem.depth, right.shape[1]
@@ -134,7 +137,9 @@ class Samples:
                 picked[at] = line
 
             def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
-                found, size = product(x.T, picked[:, slice(*rows)].T), np.einsum("ij,ij->j", x, x)
+                part = picked[:, slice(*rows)]
+                found = _distances(x, part) if self.problem.measures_distances else product(x.T, part.T)
+                size = np.einsum("ij,ij->j", x, x)
                 with self._lock:
                     sums[slice(*cols)] += found
                     squares[slice(*cols)] += size
@@ -206,7 +211,10 @@ class Samples:
                 for at in range(first, last, step):
                     part = slice(at, min(last, at + step))
                     right = window[cols[part] - left, slice(*k)].astype(np.float64)
-                    found = np.einsum("pk,pk->p", x[rows[part] - span[0]], right)
+                    of_row = x[rows[part] - span[0]]
+                    if self.problem.measures_distances:
+                        of_row = right = of_row - right
+                    found = np.einsum("pk,pk->p", of_row, right)
                     with self._lock:
                         sums[part] += found
 
@@ -279,6 +287,15 @@ class Samples:
             f"{what}. Either what was made of the product is wrong, or A or B has changed since the run read "
             "it. If they have not, test this machine. Then run again, and overwrite C if it is stored"
         )
+
+
+def _distances(x: Array, lines: Array) -> Array:
+    """Return the squared distance of each column of x to each of some lines."""
+    found = np.empty((x.shape[1], len(lines)))
+    for at, line in enumerate(lines):
+        apart = x - line[:, None]
+        found[:, at] = np.einsum("ij,ij->j", apart, apart)
+    return found
 
 
 def chosen(rng: np.random.Generator, extent: int, count: int) -> list[int]:

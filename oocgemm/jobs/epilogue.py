@@ -11,7 +11,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import Numbers, numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import inverse_norms, squared_norms
+from oocgemm.jobs.norms import identities, inverse_norms, squared_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
@@ -97,7 +97,9 @@ class Gaussian:
     """Replace C by ``exp(-gamma |x - y|^2)`` for each row x of op(A) and column y of op(B).
 
     The squared distance is computed as ``|x|^2 + |y|^2 - 2 c``. So `Gaussian` must be the first step, with
-    alpha = 1 and beta = 0.
+    alpha = 1 and beta = 0. So that this does not cancel, a common center is subtracted from x and y when they
+    are read. They are multiplied in float64 if gamma * eps * max |x|^2 would be above 1e-4 in float32. For
+    equal x and y, the result is exactly 1.
     """
 
     gamma: float
@@ -153,8 +155,10 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
         raise InputError(
             f"C has dtype {dtype}, and an epilogue gives floating-point numbers: pass out_dtype='float64'"
         )
-    chain = tuple(_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps))
-    return replace(problem, c_dtype=dtype, epilogue=chain)
+    chain = [_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps)]
+    if isinstance(steps[0], Gaussian):
+        chain.insert(1, Step("identical", True, True))
+    return replace(problem, c_dtype=dtype, epilogue=tuple(chain))
 
 
 def _check(problem: GemmProblem, given: Epilogue) -> None:
@@ -176,8 +180,8 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
     if any(isinstance(step, Cast) for step in given[:-1]):
         raise InputError("a Cast is followed by other steps: make it the last one")
     steps = [step for step in given if not isinstance(step, Cast)]
-    if len(steps) > MAX_STEPS:
-        raise InputError(f"the epilogue has {len(steps)} steps, and {MAX_STEPS} are allowed: join some")
+    if len(steps) >= MAX_STEPS:
+        raise InputError(f"the epilogue has {len(steps)} steps, and {MAX_STEPS - 1} are allowed: join some")
     _check_derived(problem, steps)
     read = [step for step in steps if isinstance(step, Add | Divide)]
     if len(read) > 1 or (read and problem.updates_c):
@@ -301,7 +305,7 @@ def numbers_of(
                     (rows, rows if b is a else inverse_norms(b, problem.trans_b, memory, remedy, right=True))
                 )
             case Gaussian():
-                found.append(squared_norms(problem, a, b, memory))
+                found += [squared_norms(problem, a, b, memory), identities(problem, a, b, memory)]
     return tuple(found)
 
 

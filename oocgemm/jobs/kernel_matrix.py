@@ -34,8 +34,8 @@ def kernel_matmul(
 
     Returns:
         An ndarray of shape (m,) or (m, r), in the dtype in which V is used. Squared distances come from
-            inner products. In float32 their errors are about 1e-7 of the squared norms of rows: subtract a
-            common center from X and Y if that is much more than the distances.
+            inner products of rows, from which a common center is subtracted. They are computed in float32 if
+            this gives elements of K to about 4 digits, otherwise in float64. K is exactly 1 for equal rows.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.

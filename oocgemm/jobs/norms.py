@@ -35,13 +35,13 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
         ExecutionError: the matrix cannot be read.
     """
     line = "column" if right else "row"
-    squares = _squares(matrix, int(op.swaps == right), memory)
-    if (lines := np.flatnonzero(~np.isfinite(squares))).size:
+    sizes = squares(matrix, int(op.swaps == right), memory)
+    if (lines := np.flatnonzero(~np.isfinite(sizes))).size:
         raise InputError(
             f"{line} {lines[0]} of {matrix.name} has elements that are Inf or NaN, so that its cosine with "
             f"other {line}s is not defined (one of {lines.size} such {line}s): leave them out, or {remedy}"
         )
-    small = squares < MIN_SQUARES
+    small = sizes < MIN_SQUARES
     if matrix.dtype.itemsize == 8 and small.any():
         small &= _largest(matrix, int(op.swaps == right), memory) > 0
         if (lines := np.flatnonzero(small)).size:
@@ -50,7 +50,7 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
                 f"float64 (one of {lines.size} such {line}s): multiply {matrix.name} by 2.0**400, or {remedy}"
             )
     with np.errstate(divide="ignore"):
-        return np.where(squares > 0, 1 / np.sqrt(squares), 0.0)
+        return np.where(sizes > 0, 1 / np.sqrt(sizes), 0.0)
 
 
 def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
@@ -75,18 +75,61 @@ def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix,
 
 def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
     """Return the squared norms of the rows of op(A) and of the columns of op(B), as `inverse_norms` does."""
-    rows = _squares(a, int(not problem.trans_a.swaps), memory)
-    return rows, rows if b is a else _squares(b, int(problem.trans_b.swaps), memory)
+    rows = squares(a, int(not problem.trans_a.swaps), memory)
+    return rows, rows if b is a else squares(b, int(problem.trans_b.swaps), memory)
 
 
-def _squares(matrix: Matrix, axis: int, memory: int) -> Array:
+def identities(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
+    """Return a number for each row of op(A) and each column of op(B). Those of equal ones are equal.
+
+    They are equal if hashes of 64 bits are, so that others have the same number with a probability of 2^-64.
+    """
+    rows = _hashes(a, int(not problem.trans_a.swaps), memory)
+    cols = rows if b is a else _hashes(b, int(problem.trans_b.swaps), memory)
+    numbers = np.unique(np.concatenate((rows, cols)), return_inverse=True)[1].astype(np.float64)
+    return numbers[: len(rows)], numbers[len(rows) :]
+
+
+def squares(matrix: Matrix, axis: int, memory: int) -> Array:
     """Return the sums of squares along an axis of a matrix, by a pass over it."""
     logger.info("reading %s for the norms of its %s", matrix.name, ("columns", "rows")[axis])
-    squares = np.zeros(matrix.shape[1 - axis])
+    found = np.zeros(matrix.shape[1 - axis])
     with np.errstate(all="ignore"):
         for rows, cols, part in reduced(matrix, axis, memory, SLAB * 8, partial(_of_block, axis)):
-            squares[slice(*(rows if axis else cols))] += part
-    return squares
+            found[slice(*(rows if axis else cols))] += part
+    return found
+
+
+def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return a hash of the elements along an axis of a matrix, by a pass over it.
+
+    It is a sum of hashes of the elements and their indices, so that it does not depend on blocks.
+    """
+    found = np.zeros(matrix.shape[1 - axis], np.uint64)
+    for rows, cols, part in reduced(matrix, axis, memory, SLAB * 32, partial(_hashes_of_block, axis)):
+        found[slice(*(rows if axis else cols))] += part
+    return found
+
+
+def _hashes_of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
+    """Return the hashes of a block along an axis, by the finalizer of SplitMix64 (Steele et al., 2014)."""
+    found = np.zeros(raw.shape[1 - axis], np.uint64)
+    height = max(1, SLAB // raw.shape[1])
+    index = np.arange(*(cols if axis else rows), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for top in range(0, len(raw), height):
+        part = slice(top, top + height)
+        x = np.ascontiguousarray(in_float64(raw[part]))
+        x += 0.0  # makes -0 equal to 0
+        bits = x.view(np.uint64)
+        bits += index if axis else index[part, None]
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            bits ^= bits >> np.uint64(shift)
+            bits *= np.uint64(factor)
+        if axis:
+            bits.sum(1, out=found[part])
+        else:
+            found += bits.sum(0)
+    return found
 
 
 def _largest(matrix: Matrix, axis: int, memory: int) -> Array:

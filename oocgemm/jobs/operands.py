@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.distances import centered
 from oocgemm.jobs.epilogue import Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
-from oocgemm.jobs.transforms import by_rows, transformed
+from oocgemm.jobs.transforms import by_rows, memory_of, transformed
 from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
 from oocgemm.stores import Matrix
@@ -45,6 +46,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
+    problem, a, b = centered(problem, a, b, memory_of(request))
     return a, b, _checked(request, problem, checksum_tier(backend, problem))
 
 
@@ -70,10 +72,10 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
-    problem = _checked(request, problem, checksum_tier(backend, problem))
     if request.gram == "full":
         check_mirrored(request.epilogue)
-    return x, x, problem
+    problem, x, _ = centered(problem, x, x, memory_of(request))
+    return x, x, _checked(request, problem, checksum_tier(backend, problem))
 
 
 def _open_selection(
@@ -129,7 +131,8 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     problem = with_epilogue(problem, request.epilogue, casts=False)
     if problem.merges or any(isinstance(step, Cast) for step in request.epilogue):
         raise InputError("Add, Divide and Cast need a C that is stored: drop them")
-    return a, b, problem
+    problem, a, b = centered(problem, a, b, memory_of(request))
+    return a, b, replace(problem, c_dtype=problem.acc_dtype) if problem.measures_distances else problem
 
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:

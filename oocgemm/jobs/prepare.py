@@ -99,9 +99,14 @@ class Job:
 
     @property
     def factor(self) -> Array | None:
-        """Q of a chained product, or the matrix V by which C is multiplied; None without one."""
+        """Q of a chained product, or the matrix V by which C is multiplied; None without one.
+
+        It has the dtype of the accumulator.
+        """
         chosen = self.request.chain or self.request.reduction
-        return None if chosen is None else chosen.factor
+        if chosen is None or chosen.factor is None:
+            return None
+        return chosen.factor.astype(numpy_dtype(self.plan.problem.acc_dtype), copy=False)
 
     @property
     def read(self) -> dict[str, Matrix]:

@@ -161,6 +161,7 @@ def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool
     factor = _factor(v, names[0], dtype_name(stores.open_matrix(names[0], given["a"], decode=False).dtype))
     reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
     found: Array = np.asarray(run_request(Request(**given, reduction=reduction)).out)
+    found = found.astype(factor.dtype, copy=False)  # distances may need float64
     return found if factor.ndim == 2 else found[:, 0]
 
 

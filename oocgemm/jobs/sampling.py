@@ -44,7 +44,8 @@ def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) ->
     memory = memory_of(job.request) // 4
     sides = (job.a, problem.trans_a, True), (job.b, problem.trans_b, False)
     oriented = partial(Oriented, retries=retries)
-    a, b = (oriented(_as_multiplied(x, op, memory, left=left), op.swaps) for x, op, left in sides)
+    how: Any = {"distances": problem.measures_distances}
+    a, b = (oriented(_as_multiplied(x, op, memory, left=left, **how), op.swaps) for x, op, left in sides)
     made = Made(stored=oriented(result))
     if isinstance(result, SparseMatrix):
         assert selection is not None
@@ -73,9 +74,16 @@ def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) ->
     return {"sampled": samples.elements, "sampled_seconds": perf_counter() - started}
 
 
-def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool) -> Matrix:
-    """Return an operand whose elements are those that the product has, with centers subtracted."""
-    if isinstance(matrix, TransformedMatrix) and matrix.transform.corrects:
+def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool, distances: bool) -> Matrix:
+    """Return an operand whose elements are those that the product has, with centers subtracted.
+
+    If samples are compared with exact `distances`, the elements are not rounded.
+    """
+    if not isinstance(matrix, TransformedMatrix):
+        return matrix
+    if distances:
+        return matrix.wide()
+    if matrix.transform.corrects:
         exact = replace(matrix.transform, cast="float64")
         return readable(transformed(matrix.stored, exact, op, left=left), memory)
     return matrix

@@ -25,6 +25,7 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import accepting
 from oocgemm.stores.genetics.bed import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
+from oocgemm.stores.view import View
 from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
 
@@ -155,7 +156,7 @@ def _of_genotypes(counts: Array) -> Stats:
 
 def _place(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Path | None:
     """Return the path of the cached statistics; None if changes of the matrix could not be detected."""
-    known = matrix.fingerprint()
+    known = None if isinstance(matrix, View) else matrix.fingerprint()  # a view has other elements
     if known is None or not known.get("content"):
         return None
     key = json.dumps([VERSION, known, axis, repr(code), log1p], sort_keys=True, default=str)

@@ -7,8 +7,9 @@ of C's shape. The numbers are computed in float64, and rounded to C's dtype afte
 
 from dataclasses import dataclass
 
-# Maximum number of steps in a chain: their numbers are an argument of the kernel.
-MAX_STEPS = 8
+# Maximum number of steps in a chain: their numbers are an argument of the kernel. Callers may pass one less,
+# since a Gaussian takes two.
+MAX_STEPS = 9
 
 # The kinds of steps, with what becomes of c. A number per row or column that a step does not have is 1.
 STEPS = {
@@ -19,9 +20,10 @@ STEPS = {
     "divide_or_zero": "c / d, but 0 where d is 0",
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
+    "identical": "1 where u[i] = v[j], unless c is NaN; c elsewhere",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
-_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian")
+_MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian", "identical")
 
 # What a reduction makes of the elements of a row of C.
 REDUCTIONS = ("sum", "sumsq", "max")

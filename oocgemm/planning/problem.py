@@ -194,6 +194,11 @@ class GemmProblem:
         return any(step.merges for step in self.epilogue)
 
     @property
+    def measures_distances(self) -> bool:
+        """Whether squared distances of rows of op(A) and columns of op(B) are computed from C."""
+        return bool(self.epilogue) and self.epilogue[0].kind == "gaussian"
+
+    @property
     def reads_c(self) -> bool:
         """Whether strips of C's shape are loaded: of the old C, or of D."""
         return self.updates_c or self.merges

@@ -98,6 +98,11 @@ class TransformedMatrix(View):
         """Return the same view with its vectors, which can be read."""
         return type(self)(self.stored, self.transform, self.k_axis, self.lines, vectors)
 
+    def wide(self) -> Self:
+        """Return the same view with elements in float64, which are not rounded."""
+        transform = replace(self.transform, cast="float64")
+        return type(self)(self.stored, transform, self.k_axis, self.lines, self.vectors)
+
     def describe(self) -> dict[str, object]:
         return super().describe() | {"transform": transform_of(self)}
 

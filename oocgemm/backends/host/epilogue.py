@@ -74,6 +74,8 @@ def _changed(
             # The exponential is that of the dtype of the sums, as on a GPU.
             c = np.exp(c.astype(np.float32 if summed == np.float32 else np.float64))
             c = c.astype(np.float64, copy=False)
+        case "identical":
+            c[(u == v) & ~np.isnan(c)] = 1
         case _:
             raise AssertionError(f"{step} is unknown")
     return c
