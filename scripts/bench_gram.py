@@ -54,7 +54,7 @@ def check(x: Any, c: Any, uplo: str) -> None:
 @click.option("--size", default=8192, show_default=True, help="Rows of X.")
 @click.option("--depth", type=int, help="Columns of X.  [default: as many as rows]")
 @click.option("--dtype", "dtypes", multiple=True, default=("float64",), show_default=True)
-@click.option("--uplo", "triangles", multiple=True, default=("lower",), show_default=True)
+@click.option("--uplo", "triangles", multiple=True, default=("full",), show_default=True)
 @click.option("--folder", type=Path, help="Keep X and C in zarr arrays in this folder.  [default: in memory]")
 @click.option("--pinned", is_flag=True, help="Pin X and C in memory, before they are timed.")
 @click.option("--chunk", default=1024, show_default=True)

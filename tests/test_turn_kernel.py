@@ -19,8 +19,8 @@ from tests.test_kernels_cpu import built
 DTYPES = [*(name for name in known_dtypes() if name != "int8"), "int32", "int64"]
 
 
-def options(dtype: str, *, upper: bool = False) -> tuple[str, ...]:
-    return f"-DOOC_STORED={C_TYPES[dtype]}", f"-DOOC_UPPER={int(upper)}"
+def options(dtype: str, *, upper: bool = False, mirror: bool = True) -> tuple[str, ...]:
+    return f"-DOOC_STORED={C_TYPES[dtype]}", f"-DOOC_UPPER={int(upper)}", f"-DOOC_MIRROR={int(mirror)}"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -40,8 +40,11 @@ def test_the_kernel_transposes_a_part_of_a_strip(dtype: str, tmp_path: Path) -> 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 @pytest.mark.parametrize("upper", [False, True])
-def test_the_kernel_makes_a_square_hermitian(dtype: str, upper: bool, tmp_path: Path) -> None:
-    run = built("turn", "complete", options(dtype, upper=upper), tmp_path)
+@pytest.mark.parametrize("mirror", [False, True])
+def test_the_kernel_makes_a_square_hermitian_or_a_triangle(
+    dtype: str, upper: bool, mirror: bool, tmp_path: Path
+) -> None:
+    run = built("turn", "complete", options(dtype, upper=upper, mirror=mirror), tmp_path)
     rng = np.random.default_rng(0)
     for extent, pitch in ((1, 1), (32, 32), (33, 40), (100, 101)):
         strip: Any = rng.standard_normal((extent, pitch)) + 1j * rng.standard_normal((extent, pitch))
@@ -49,18 +52,19 @@ def test_the_kernel_makes_a_square_hermitian(dtype: str, upper: bool, tmp_path: 
         found = strip.copy()
         run((3, 1, 1), (256, 1, 1), c_void_p(found.ctypes.data), *map(c_longlong, (pitch, extent)))
         kept = np.triu(strip[:, :extent], 1) if upper else np.tril(strip[:, :extent], -1)
-        right = kept + kept.conj().T + np.diag(np.diag(strip).real)
+        right = kept + mirror * kept.conj().T + np.diag(np.diag(strip).real)
         np.testing.assert_array_equal(found[:, :extent], right)
         np.testing.assert_array_equal(found[:, extent:], strip[:, extent:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mirror", [False, True])
 def test_the_kernels_compile_without_spills(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, mirror: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
     cubin = tmp_path / "code.cubin"
-    cubin.write_bytes(compiled(Nvrtc(), "turn", "sm_90a", options(dtype)))
+    cubin.write_bytes(compiled(Nvrtc(), "turn", "sm_90a", options(dtype, mirror=mirror)))
     for entry in ("turn", "complete"):
         taken = resources(cubin, entry)
         assert (taken.local, taken.stack) == (0, 0), taken
@@ -78,7 +82,12 @@ def test_a_gram_matrix_in_memory_is_exact_on_a_gpu(dtype: str, tile: str | None,
     x = (x + 1j * rng.integers(-2, 3, x.shape) if dtype[0] == "c" else x).astype(numpy_dtype(dtype))
     found = oocgemm.gram(x, uplo=uplo, backend="cuda", tile=tile)
     assert found.plan.setting.turns_on_device == (uplo == "full")
+    assert found.plan.setting.streams_c
     wide = x.astype("complex128" if dtype[0] == "c" else "float64")
     kept: Any = {"lower": np.tril, "upper": np.triu, "full": np.asarray}[uplo]
     right = (wide @ wide.conj().T).astype(found.out.dtype).astype(wide.dtype)
-    np.testing.assert_array_equal(kept(np.asarray(found.out).astype(wide.dtype)), kept(right))
+    np.testing.assert_array_equal(np.asarray(found.out).astype(wide.dtype), kept(right))
+    old: Any = np.ones((1300, 1300), found.out.dtype)
+    oocgemm.gram(x, old, uplo=uplo, backend="cuda", tile=tile)  # elements beside the triangle stay
+    inside = kept(np.ones(right.shape, bool))
+    np.testing.assert_array_equal(old.astype(wide.dtype), np.where(inside, right, 1))

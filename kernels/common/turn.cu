@@ -1,8 +1,8 @@
 // turn: transposes strips of a Gram matrix, for its other triangle and at its diagonal.
 //
 //   turn       y[i, j] = conj(x[j, i])    for i < rows, j < cols
-//   complete   replaces one triangle of the square x by the conjugate transpose of the other one, and makes the
-//              diagonal real
+//   complete   replaces one triangle of the square x by the conjugate transpose of the other one, or by 0, and
+//              makes the diagonal real
 //
 // x is row-major with `pitch` elements from row to row, y is row-major without gaps. A thread block passes
 // squares of SIDE x SIDE elements through shared memory, so that it reads and writes whole rows of them.
@@ -10,6 +10,7 @@
 // Macros:
 //   OOC_STORED  type of the elements (common/scalar.cuh)
 //   OOC_UPPER   1: the upper triangle is kept. 0: the lower one is
+//   OOC_MIRROR  1: the other triangle mirrors it. 0: it becomes 0
 // Launch: any number of blocks of 256 threads, as SIDE columns of threads by DOWN rows of threads.
 #include "common/scalar.cuh"
 
@@ -41,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) complete(OOC_STORED* x, long l
     __shared__ OOC_STORED square[SIDE][SIDE + 1];
     const int across = threadIdx.x % SIDE, down = threadIdx.x / SIDE;
     const long long wide = (extent + SIDE - 1) / SIDE;
+    const OOC_STORED none{};
     for (long long number = blockIdx.x; number < wide * wide; number += gridDim.x) {
         const long long i = number / wide, j = number % wide;
         if (OOC_UPPER ? i > j : i < j) continue;  // of the triangle that is replaced
@@ -52,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) complete(OOC_STORED* x, long l
             if (left + row >= extent || top + across >= extent) continue;
             OOC_STORED& to = x[(left + row) * pitch + top + across];
             if (i == j && row == across) to = real_of(square[row][row]);
-            else if (i != j || (OOC_UPPER ? across < row : across > row)) to = conjugate(square[across][row]);
+            else if (i != j || (OOC_UPPER ? across < row : across > row)) to = OOC_MIRROR ? conjugate(square[across][row]) : none;
         }
         __syncthreads();
     }

@@ -242,10 +242,11 @@ def _uncalibrated(report: Report, timeline: Timeline) -> bool:
 
 def print_verification(found: "Verification") -> None:
     """Print the result of `verify`, with the probabilities of a false alarm and of a missed error."""
-    out = console()
+    out, checked = console(), "C" if found.uplo == "full" else f"The {found.uplo} triangle of C"
     out.print(
-        f"[bold]C is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
-        f"groups of columns; the error of the worst sum is {found.excess:.2g} times its tolerance"
+        f"[bold]{checked} is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on "
+        f"{found.groups} groups of columns; the error of the worst sum is {found.excess:.2g} times its "
+        "tolerance"
     )
     if found:
         out.print(

@@ -33,14 +33,16 @@ _RUN_ONLY = ("device", "timeline", "overwrite", "resume", "trust_operands", "qui
     is_flag=True,
     help="Show how C would be computed, as `oocgemm plan` does. Write nothing.",
 )
-def gram(x: str, c: str | None, as_json: bool, dry_run: bool, uplo: str, axis: int, **options: Any) -> None:
-    """Multiply X and its conjugate transpose, and store a triangle of the product in C.
+def gram(
+    x: str, c: str | None, as_json: bool, dry_run: bool, uplo: str | None, axis: int, **options: Any
+) -> None:
+    """Multiply X and its conjugate transpose, and store the product in C.
 
     This takes about half the work of `oocgemm run`. X and C are paths or URLs of zarr arrays, or paths of
     .npy files. X may also be an HDF5 dataset, such as file.h5::/name, or a PLINK .bed file.
     --alpha and --beta must be real.
 
-    Example: oocgemm gram X.zarr K.zarr --uplo lower
+    Example: oocgemm gram X.zarr K.zarr
     """
     if dry_run:
         from oocgemm.cli.display import print_plan

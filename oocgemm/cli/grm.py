@@ -16,7 +16,6 @@ from oocgemm.jobs.options import Progress
 from oocgemm.jobs.request import GRAM_PLAN_OPTIONS
 from oocgemm.jobs.result import Result
 from oocgemm.planning.problem import GRAMS
-from oocgemm.stores.genetics.grm import is_grm
 
 
 @click.command()
@@ -40,7 +39,8 @@ from oocgemm.stores.genetics.grm import is_grm
 @click.option(
     "--uplo",
     type=click.Choice(GRAMS),
-    help="Triangle of the matrix to store.  [default: full; lower in a .grm.bin file]",
+    help="Triangle of the matrix to store.  [default: full; lower in a .grm.bin file; with --resume, that of "
+    "the run]",
 )
 @click.option(
     "--missing",
@@ -97,10 +97,9 @@ def grm(
     if dry_run:
         from oocgemm.cli.display import print_plan
 
-        triangle = uplo or ("lower" if is_grm(out) else "full")
         kept = {name: value for name, value in options.items() if name in (*GRAM_PLAN_OPTIONS, "axis")}
         transform = placeholder(x, options["axis"], method, missing, cast, chromosomes)
-        planned = api.plan_gram(x, out, uplo=triangle, transform=transform, **kept)
+        planned = api.plan_gram(x, out, uplo=uplo, transform=transform, **kept)
         note_clipped(options["tile"], planned)
         if as_json:
             print_json(planned.to_dict())

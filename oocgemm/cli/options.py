@@ -180,9 +180,8 @@ AXIS = click.option(
 UPLO = click.option(
     "--uplo",
     type=click.Choice(GRAMS),
-    default="lower",
-    show_default=True,
-    help="Triangle of C to store. full stores both, which are exact mirror images.",
+    help="Triangle of C to store, with the diagonal: lower or upper. full stores both, which are exact "
+    "mirror images.  [default: full; lower in a .grm.bin file; with --resume, that of the run]",
 )
 OVERWRITE = click.option(
     "--overwrite",

@@ -47,6 +47,12 @@ from oocgemm.planning.units import format_size
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20
+# What a report says of the elements of a Gram matrix that are stored.
+STORED = {
+    "full": "  (both triangles)",
+    "lower": "  (only the lower triangle, with the diagonal)",
+    "upper": "  (only the upper triangle, with the diagonal)",
+}
 
 
 @click.command()
@@ -126,6 +132,7 @@ def run_product(
                 "backend": result.log.header["backend"],
                 "timeline": options["timeline"],
             }
+            | ({"uplo": result.uplo} if planned.problem.gram else {})
         )
     elif not quiet:
         if _too_long(result):
@@ -134,7 +141,8 @@ def run_product(
             from oocgemm.cli.display import print_report
 
             print_report(result.report, result.timeline)
-        click.echo(f"\nC: {Path(c) if '://' not in c else c}")
+        stored = STORED[result.uplo] if planned.problem.gram else ""
+        click.echo(f"\nC: {Path(c) if '://' not in c else c}{stored}")
         if options["timeline"]:
             log = options["timeline"]
             click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
@@ -260,7 +268,8 @@ def plan(
     "--gram",
     type=click.Choice(GRAMS),
     help="C is a Gram matrix of which this triangle is stored. Give X as A and as B, with --transpose-b for "
-    "X X^T, or --transpose-a for X^T X; for complex X, --adjoint-b or --adjoint-a.",
+    "X X^T, or --transpose-a for X^T X; for complex X, --adjoint-b or --adjoint-a.  [default: what the run "
+    "has recorded in C, or full]",
 )
 @click.option(
     "--c-before",

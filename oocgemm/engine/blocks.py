@@ -11,6 +11,7 @@ import numpy as np
 
 from oocgemm.backends.base import stored_shape
 from oocgemm.planning import Layout, Op, Operation, Plan
+from oocgemm.planning.cost.footprint import MIRRORED_BYTES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
@@ -85,13 +86,14 @@ def located(
 
 
 def parts(
-    matrix: Matrix, rows: Range, cols: Range, threads: int, *, reading: bool
+    matrix: Matrix, rows: Range, cols: Range, threads: int, *, reading: bool, copied: bool = False
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
     If the store only transfers whole chunks, a part is one chunk, or several chunks that have about
     `BATCH_BYTES` bytes together. With other stores, a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`
-    bytes. A larger chunk is read in several parts, but written as one.
+    bytes. A larger chunk is read in several parts, but written as one. Parts that are `copied` before they
+    are written have at most `MIRRORED_BYTES`, or are a chunk.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     if layout.requests:
@@ -101,7 +103,9 @@ def parts(
         batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
         return pieces(rows, cols, (height, width), -(-batch // itemsize))
     size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
-    wanted = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // threads)) // itemsize
+    # Chunks are joined until they have at least this size, and so less than the double of it.
+    piece = MIRRORED_BYTES // 2 if copied else max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // threads))
+    wanted = piece // itemsize
     if layout.in_memory or (height, width) == (1, 1):
         # A matrix without chunks is cut into whole rows or whole columns, whichever are contiguous.
         if layout.contiguous:

@@ -1,9 +1,12 @@
 """Mirror strips of a Gram matrix at the diagonal of C, in host memory, before or while they are written.
 
-The part of a strip that lies on the diagonal, its *diagonal block*, is computed whole. One of its triangles
-is replaced by the conjugate transpose of the other one, so that C is exactly Hermitian. With "full", the part
-of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose. If C
-is in memory, a GPU does both (`oocgemm.backends.cuda.turner`).
+The part of a strip that lies on the diagonal, its *diagonal block*, is computed whole. With "full", its
+upper triangle is replaced by the conjugate transpose of the lower one, so that C is exactly Hermitian. The
+part of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose.
+
+If only a triangle is stored, the other triangle of a diagonal block is replaced by what C has there: 0 in an
+array that the run creates, and old elements in any other one. If the run creates C in memory, a GPU does all
+of this (`oocgemm.backends.cuda.turner`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,7 @@ def adjoint(block: Array) -> Array:
 
 
 def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None:
-    """Make the diagonal block of a strip exactly Hermitian, in place.
+    """Make the diagonal block of a strip exactly Hermitian, in place; of a triangle, only its diagonal.
 
     Args:
         plan: of a Gram matrix.
@@ -48,16 +51,12 @@ def complete(plan: Plan, operation: Operation, columns: Sequence[Array]) -> None
         offset = int(ends[group])
         return columns[group][slice(*rows), cols[0] - offset : cols[1] - offset]
 
-    upper = plan.problem.gram == "upper"
     for number, one in enumerate(squares):
-        for other in squares[:number]:
-            source, target = at(one, other), at(other, one)
-            if upper:
-                source, target = target, source
-            target[...] = adjoint(source)
         block = at(one, one)
-        keep = np.tri(len(block), dtype=bool)
-        block[...] = np.where(keep.T if upper else keep, block, adjoint(block))
+        if not plan.problem.triangle:
+            for other in squares[:number]:
+                at(other, one)[...] = adjoint(at(one, other))
+            block[...] = np.where(np.tri(len(block), dtype=bool), block, adjoint(block))
         if block.dtype.kind == "c":
             diagonal = np.arange(len(block))
             block[diagonal, diagonal] = block[diagonal, diagonal].real
@@ -83,6 +82,34 @@ def mirrored(
             yield (left, min(right, end)), rows, group[:, : min(right, end) - left].T
 
 
+def outside(triangle: str, rows: Range, cols: Range) -> Range:
+    """Return the columns of a block of C that have elements outside of a triangle; an empty range if none.
+
+    >>> outside("lower", (2, 4), (0, 9)), outside("upper", (2, 4), (0, 9)), outside("lower", (5, 9), (0, 5))
+    ((3, 9), (0, 3), (5, 5))
+    """
+    if triangle == "lower":
+        return min(max(cols[0], rows[0] + 1), cols[1]), cols[1]
+    return cols[0], max(min(cols[1], rows[1] - 1), cols[0])
+
+
+def replace_outside(triangle: str, rows: Range, cols: Range, block: Array, old: Array | None) -> None:
+    """Replace the elements of a block of C outside of a triangle, in place, by old ones or by 0.
+
+    Args:
+        triangle: "lower" or "upper".
+        rows, cols: where the block is in C.
+        block: its elements.
+        old: those that C has in the columns that `outside` returns; None if they are 0.
+    """
+    start, stop = outside(triangle, rows, cols)
+    for number, row in enumerate(range(*rows)):
+        first, end = (max(start, row + 1), stop) if triangle == "lower" else (start, min(stop, row))
+        if first < end:
+            kept = 0 if old is None else old[number, first - start : end - start]
+            block[number, first - cols[0] : end - cols[0]] = kept
+
+
 def trimmed(
     plan: Plan, operation: Operation, located: Sequence[tuple[Range, Range, Array]]
 ) -> Iterator[tuple[Range, Range, Array]]:
@@ -94,8 +121,8 @@ def trimmed(
         located: the arrays of the strip, each with its rows and columns in C.
     """
     height, width = plan.chunks
-    gram = plan.problem.gram
-    if gram == "full" or height == 1 or not plan.grid.is_staircase(operation.tile):
+    gram = plan.problem.triangle
+    if not gram or height == 1 or not plan.grid.is_staircase(operation.tile):
         yield from located
         return
     for (top, bottom), (left, right), block in located:

@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import product
 
+import numpy as np
+
 from oocgemm.engine.blocks import located, parts
-from oocgemm.engine.mirror import adjoint, complete, mirrored, trimmed
+from oocgemm.engine.mirror import adjoint, complete, mirrored, outside, replace_outside, trimmed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan
-from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div, length
 from oocgemm.stores import FULL, Array, Matrix, no_room
 from oocgemm.stores.frames import index_of
 from oocgemm.stores.retries import Retries, failure
@@ -74,11 +76,15 @@ class Transfers:
             self._each(operation, self._frames(operation, columns[0]), pool)
             return
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
+        write: OnMatrix = self.write_part
         if self._plan.problem.gram and not self._plan.problem.kept:
             complete(self._plan, operation, columns)
-            work = self._parts(operation, mirrored(self._plan, operation, blocks), self._write_adjoint)
+            below = mirrored(self._plan, operation, blocks)
+            work = self._parts(operation, below, self._write_adjoint, copied=True)
             blocks = list(trimmed(self._plan, operation, blocks))
-        self._each(operation, self._parts(operation, blocks, self.write_part) + work, pool)
+            write = self._write_triangle if self._plan.problem.triangle else write
+        copied = self._plan.setting.keeps_outside
+        self._each(operation, self._parts(operation, blocks, write, copied=copied) + work, pool)
 
     def _frames(self, operation: Operation, slot: Array) -> list[Work]:
         """Return a call for each chunk of a strip of C that the GPU has compressed, which writes it."""
@@ -99,6 +105,18 @@ class Transfers:
         """Write a part of a matrix, given its transpose."""
         self.write_part(matrix, rows, cols, adjoint(part.T))
 
+    def _write_triangle(self, matrix: Matrix, rows: Range, cols: Range, part: Array) -> None:
+        """Write the elements of a part of a matrix that are in the triangle that is stored."""
+        triangle = self._plan.problem.triangle
+        beyond = outside(triangle, rows, cols)
+        if length(beyond):
+            old = None
+            if self._plan.setting.keeps_outside:
+                old = np.empty((length(rows), length(beyond)), matrix.dtype)
+                self.read_part(matrix, rows, beyond, old)
+            replace_outside(triangle, rows, cols, part, old)
+        self.write_part(matrix, rows, cols, part)
+
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
         """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
         blocks = located(self._plan, operation, columns)
@@ -106,16 +124,21 @@ class Transfers:
         self._each(operation, self._parts(operation, blocks, act), self._pools[False])
 
     def _parts(
-        self, operation: Operation, blocks: Iterable[tuple[Range, Range, Array]], act: OnMatrix
+        self,
+        operation: Operation,
+        blocks: Iterable[tuple[Range, Range, Array]],
+        act: OnMatrix,
+        *,
+        copied: bool = False,
     ) -> list[Work]:
-        """Cut blocks of an operand into parts, and return a call of `act` for each part."""
+        """Cut blocks of an operand into parts, and return a call of `act`, which may copy it, for each."""
         matrix, reading = source_of(self._operands, operation), operation.kind is Kind.READ
         return [
             partial(
                 act, matrix, r, c, block[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
             )
             for rows, cols, block in blocks
-            for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
+            for r, c in parts(matrix, rows, cols, self._threads, reading=reading, copied=copied)
         ]
 
     def _each(self, operation: Operation, work: Sequence[Work], pool: ThreadPoolExecutor) -> None:

@@ -105,7 +105,7 @@ class Samples:
         lines = max(1, min(LINES, self.memory // (2 * of_line)))
         rng = np.random.default_rng(self.seed)
         rows = chosen(rng, m, lines)
-        if self.problem.gram in ("lower", "upper") and made.stored is not None:
+        if self.problem.triangle and made.stored is not None:
             # Of a triangle, only the first and the last line, as a row and as a column, meet all others.
             rows = sorted({0, m - 1, *rows})
         sums, norms = self._products(self.left, self.right, rows)
@@ -153,14 +153,14 @@ class Samples:
         self, stored: Oriented, lines: Sequence[int], sums: Array, norms: Array, *, of_rows: bool
     ) -> None:
         """Check some rows of C, or some of its columns, which are the rows of `stored` then."""
-        every, triangle = np.arange(stored.shape[1]), self.problem.gram
+        every, triangle = np.arange(stored.shape[1]), self.problem.triangle
         d = None if self.d is None else self.d if of_rows else self.d.transposed()
         further = [None] * len(lines) if d is None else read_lines(d, lines)
         for at, (line, values, more) in enumerate(
             zip(lines, read_lines(stored, lines), further, strict=True)
         ):
             others = every
-            if triangle in ("lower", "upper"):
+            if triangle:
                 others = every[: line + 1] if of_rows == (triangle == "lower") else every[line:]
             where: tuple[Any, Any] = (line, others) if of_rows else (others, line)
             of_d = None if more is None else more[others]

@@ -203,7 +203,7 @@ def gram(
     out: Output = None,
     *,
     axis: int = 0,
-    uplo: str = "lower",
+    uplo: str | None = None,
     **options: Unpack[GramOptions],
 ) -> Result:
     """Compute ``C = alpha X X^H + beta C``, a Gram matrix, at about half the work of `gemm` (SYRK, HERK).
@@ -218,10 +218,11 @@ def gram(
         axis: the axis of X that survives. 0 (default): C is n x n for an n x k X, and holds the inner
             products of the rows of X, ``X @ X.conj().T``. 1: C is k x k, and holds those of the columns,
             ``X.conj().T @ X``.
-        uplo: "lower" (default) or "upper": only this triangle of C is stored, with the diagonal. Chunks of a
-            new zarr array that lie in the other triangle are not created, and read as zeros. Where a strip
-            of C crosses the diagonal, its elements on both sides are stored. "full": both triangles are
-            stored, which are exact mirror images.
+        uplo: "full" (default): both triangles of C are stored, which are exact mirror images. "lower" or
+            "upper": only this triangle is stored, with the diagonal. Elements outside of it are 0 in an array
+            that the run creates, and stay as they are in an existing one. `Result.uplo` and an attribute of
+            a zarr array record it. The default is "lower" for a .grm.bin file, and that of the run with
+            `resume`.
         options: those of `gemm`, except trans_a, trans_b, devices, workers, client and executor. alpha and
             beta must be real, also for complex X. `transform` is the `Transform` of X, in place of
             transform_a and transform_b.
@@ -246,7 +247,7 @@ def plan_gram(
     out: Output = None,
     *,
     axis: int = 0,
-    uplo: str = "lower",
+    uplo: str | None = None,
     **options: Unpack[GramPlanOptions],
 ) -> Plan:
     """Return the plan by which `gram` would compute a Gram matrix, as `plan` does for `gemm`.

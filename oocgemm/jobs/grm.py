@@ -129,8 +129,7 @@ def grm(
     gcta = Path(out) if isinstance(out, str) and is_grm(out) else None
     if gcta is not None and uplo not in (None, "lower"):
         raise InputError(f"uplo = {uplo!r}: a .grm.bin file has the lower triangle: drop uplo")
-    triangle = uplo or ("full" if gcta is None else "lower")
-    request = parse_gram(x, out, axis, triangle, dict[str, Any](options))  # type: ignore[arg-type]
+    request = parse_gram(x, out, axis, uplo, dict[str, Any](options))  # type: ignore[arg-type]
     known = Transform(missing=missing)
     matrix = stores.open_matrix("X", x, decode=request.decode)
     known.result("X", matrix.dtype)  # refuses complex operands

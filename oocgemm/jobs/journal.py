@@ -66,6 +66,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import lease
 from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
+from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
@@ -98,6 +99,12 @@ class Record:
     commits: int  # number of tiles with a commit line, including those in `done`
     complete: dict[str, Any] | None
     length: int  # length of the file in bytes, without a torn last line
+
+    @property
+    def uplo(self) -> str:
+        """Which triangle of a Gram matrix the run stores: "lower", "upper" or "full"; "" for other runs."""
+        gram = self.header.get("identity", {}).get("problem", {}).get("gram")
+        return gram if gram in GRAMS else ""
 
 
 def read(folder: Folder) -> Record | None:

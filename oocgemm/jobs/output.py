@@ -83,7 +83,7 @@ class Unjournaled(Target):
     """A C without a journal: in memory, or in a remote store."""
 
     def __init__(self, job: Job) -> None:
-        self._was_complete = _was_complete(job)
+        self._was_complete, self._uplo = _was_complete(job), job.plan.problem.gram
         self.matrix = create_output(job)
         self.matrix.set_finished(False)
 
@@ -92,6 +92,7 @@ class Unjournaled(Target):
 
     def seal(self) -> None:
         self.matrix.sync()
+        stores.record_uplo(self.matrix, self._uplo)
         self.matrix.set_finished(True)
 
     def abandon(self) -> None:
@@ -136,7 +137,7 @@ class Journaled(Target):
         self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
         self._was_complete = ended and _was_complete(job)
-        self._redo = job.plan.problem.updates_c
+        self._redo, self._uplo = job.plan.problem.updates_c, job.plan.problem.gram
         if found is not None:
             self.matrix = cast(Durable, found)
         try:
@@ -205,6 +206,7 @@ class Journaled(Target):
         assert self._committer is not None
         self._committer.close()
         self._journal.check_in_place()
+        stores.record_uplo(self.matrix, self._uplo)
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         stores.remove(self._earlier.folder / REDO)
@@ -285,7 +287,7 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
             "available: pass a path for C, to store it on disk"
         )
     # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
-    make = np.zeros if problem.gram in ("lower", "upper") or problem.reduction else np.empty
+    make = np.zeros if problem.triangle or problem.reduction else np.empty
     return stores.open_matrix("C", make(shape, dtype), writable=True)
 
 

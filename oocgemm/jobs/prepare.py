@@ -21,7 +21,15 @@ from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.planned import as_planned
 from oocgemm.jobs.problem import tile_of
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
+from oocgemm.jobs.resume import (
+    Earlier,
+    check_complete,
+    check_same,
+    check_uplo,
+    find_earlier,
+    find_lost,
+    identify,
+)
 from oocgemm.jobs.standardizing import check_constant
 from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
 from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
@@ -202,6 +210,7 @@ def _find_output(
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
     elif existing is not None and problem.updates_c:
         check_complete(existing)
+        check_uplo(existing, problem)
     return Output(existing, chunks, compressor, earlier, identity)
 
 
@@ -298,8 +307,12 @@ def _plan(
         engine,
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
-    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
-    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges else of_c
+    created = existing is None if output.resumed is None else output.resumed.header["created"]
+    of_c = replace(of_c, existing=not created)
+    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded, and those
+    # of a triangle of an existing C pass through host slots.
+    keeps = problem.triangle and of_c.existing
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges or keeps else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}

@@ -10,6 +10,7 @@ from oocgemm.errors import InputError
 from oocgemm.integrity.rounding import OPERANDS
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Epilogue, steps_of
+from oocgemm.jobs.journal import read
 from oocgemm.jobs.options import (
     DenseOptions,
     Devices,
@@ -30,6 +31,7 @@ from oocgemm.planning import GemmProblem, Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
 from oocgemm.stores import Array
+from oocgemm.stores.genetics.grm import is_grm
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import Vectors
 
@@ -242,17 +244,26 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
 
 
-def parse_gram(x: Any, out: Any, axis: int, uplo: str, options: GramOptions | GramPlanOptions) -> Request:
+def parse_gram(
+    x: Any, out: Any, axis: int, uplo: str | None, options: GramOptions | GramPlanOptions
+) -> Request:
     """Return the request of a Gram matrix. Raises `InputError` for a wrong `axis` or `uplo`."""
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for X X^T, which has the rows of X, or 1 for X^T X")
-    if uplo not in GRAMS:
+    if uplo not in (None, *GRAMS):
         raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
-    x, given = stores.located("X", x), dict[str, Any](options)
+    x, c, given = stores.located("X", x), Destination.parse(out), dict[str, Any](options)
+    gram = uplo or (given.get("resume") and _uplo_begun(c)) or ("lower" if is_grm(c.path) else "full")
     trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
     given |= {"transform_a": transform, "transform_b": transform}
     given["epilogue"] = steps_of(given.get("epilogue"))
-    return Request(a=x, b=x, c=Destination.parse(out), trans_a=trans, gram=uplo, **given)
+    return Request(a=x, b=x, c=c, trans_a=trans, gram=gram, **given)
+
+
+def _uplo_begun(c: Destination) -> str:
+    """Return which triangle the journal of a run at C names; "" if it names none."""
+    record = None if c.journal_folder is None else read(c.journal_folder)
+    return "" if record is None else record.uplo
 
 
 def numbers_of(devices: Devices | None) -> tuple[int, ...] | Literal["all"] | None:

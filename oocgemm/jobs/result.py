@@ -42,6 +42,11 @@ class Result:
         path. The first access to a zarr array imports zarr and opens the array."""
         return getattr(self.c, "array", None)
 
+    @property
+    def uplo(self) -> str:
+        """What the run has written: "full" for all of C, or the triangle "lower" or "upper" of it."""
+        return self.plan.problem.triangle or "full"
+
     @cached_property
     def timeline(self) -> Timeline:
         """The times of every operation of the run. It takes about 500 bytes of memory per operation."""

@@ -13,6 +13,7 @@ from oocgemm.jobs.committer import tile_fingerprint
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
+from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
@@ -176,6 +177,33 @@ def check_complete(*operands: Matrix) -> None:
             )
 
 
+def recorded_uplo(c: Matrix) -> str:
+    """Return which triangle of a Gram matrix is stored, if the run that stored it has recorded that.
+
+    Return "lower", "upper" or "full", or "" without a record. A zarr array has an attribute, and a .npy file
+    the journal of its run, which is ignored if the file has changed since.
+    """
+    described = c.describe()
+    uplo = described.get("uplo")
+    if described["store"] == "npy" and (folder := stores.sidecar(described["path"])) is not None:
+        record = read(folder)
+        if record is not None and record.complete is not None:
+            same = cast(Durable, c).files_fingerprint() == record.complete["content"]
+            uplo = record.uplo if same else ""
+    return str(uplo) if uplo in GRAMS and c.shape[0] == c.shape[1] else ""
+
+
+def check_uplo(c: Matrix, problem: GemmProblem) -> None:
+    """Raise `InputError` if a run needs old elements of C, and C stores only the other triangle of them."""
+    uplo = recorded_uplo(c)
+    needed = "upper" if problem.gram == "upper" else "lower"
+    if uplo in ("lower", "upper") and uplo != (needed if problem.gram else ""):
+        raise InputError(
+            f"beta = {problem.beta}, and C stores only the {uplo} triangle of a Gram matrix: update it by "
+            f"gram with uplo = {uplo!r} (--uplo {uplo})"
+        )
+
+
 def identify(
     problem: GemmProblem,
     a: Matrix,
@@ -278,7 +306,8 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         for name in now[part]:
             old, new = then[part].get(name, _OLDER.get(name)), now[part][name]
             if old != new:
-                yield f"{name} is {new} and was {old}"
+                shown = "uplo" if name == "gram" and NOT_GRAM not in (old, new) else name
+                yield f"{shown} is {new} and was {old}"
     for name, new in now["transforms"].items():
         old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
         if old != new:

@@ -21,7 +21,7 @@ from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.problem import op_of, problem_of
-from oocgemm.jobs.resume import check_complete
+from oocgemm.jobs.resume import check_complete, recorded_uplo
 from oocgemm.jobs.transforms import readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.problem import GRAMS
@@ -63,6 +63,9 @@ class Verification:
         seed: seed of the random vectors.
         seconds: wall time.
         bytes: bytes read.
+        uplo: the triangle of C that was checked, "lower" or "upper"; "full" if all of C was.
+        half: the triangle that is correct, "lower" or "upper", if all of a Gram matrix was checked, and only
+            this triangle of it is; "" in other cases.
     """
 
     ok: bool
@@ -81,6 +84,8 @@ class Verification:
     seed: int
     seconds: float
     bytes: int
+    uplo: str = "full"
+    half: str = ""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -89,7 +94,7 @@ class Verification:
     def message(self) -> str:
         """Whether C is correct; if not, where it is wrong, by how much, and what to do."""
         if self.rows is None or self.cols is None:
-            return "C is correct"
+            return "C is correct" if self.uplo == "full" else f"the {self.uplo} triangle of C is correct"
         excess = f"by up to {self.excess:.3g} times the rounding error"
         if self.tolerance == 0:
             excess = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
@@ -98,7 +103,7 @@ class Verification:
             f"{self.wrong_rows} of these rows hold elements that differ from the "
             f"product{', ' + excess if isfinite(self.excess) else ' by an Inf or NaN'}"
         )
-        if self.wrong_rows == self.shape[0] > 1 and self.cols == (0, self.shape[1]):
+        if not self.half and self.wrong_rows == self.shape[0] > 1 and self.cols == (0, self.shape[1]):
             fitting = f"; the shapes also fit with {' or '.join(self.instead)}" if self.instead else ""
             return (
                 f"{where}. All rows are wrong: check that A and B are the operands that C was computed from, "
@@ -106,6 +111,12 @@ class Verification:
                 f"run{fitting}"
             )
         remedy = "with --overwrite (if beta is not 0, from a copy of the old C) and --verify"
+        if self.half:
+            other = {"lower": "above", "upper": "below"}[self.half]
+            return (
+                f"{where}. Its {self.half} triangle is correct: if elements {other} the diagonal are not "
+                f"used, check only the others, with --gram {self.half} (gram={self.half!r})"
+            )
         return f"{where}. Compute it again {remedy}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +127,7 @@ class Verification:
         }
 
 
-def verify(
+def verify(  # noqa: PLR0915  a sequence of checks
     a: Operand,
     b: Operand,
     c: Operand,
@@ -153,7 +164,8 @@ def verify(
             "worst-case" assumes nothing, and finds large errors only.
         seed: seed of the random signs.
         gram: "lower" or "upper" if only this triangle of c is stored, as by `oocgemm.gram`: the other one,
-            and that of c_before, is taken as its conjugate transpose. None or "full" if all of c is stored.
+            and that of c_before, is taken as its conjugate transpose. "full" if all of c is stored. None
+            (default): what the run has recorded in c, or "full".
         say: called with a text that describes the progress, by one thread at a time.
 
     Returns:
@@ -168,17 +180,20 @@ def verify(
     if bound not in BOUNDS:
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
     named = (("A", a), ("B", b), ("C", c), ("the old C", c_before))
-    matrices: list[Matrix | None] = [
+    matrices = [
         None if x is None else stores.open_matrix(name, stores.located(name, x), decode=decode)
         for name, x in named
     ]
     if gram not in (None, *GRAMS):
         raise InputError(f"gram = {gram!r}: choose one of {', '.join(GRAMS)}")
-    if gram in ("lower", "upper"):
-        matrices[2:] = [x and MirroredMatrix(x, upper=gram == "upper") for x in matrices[2:]]
     left, right, result, before = matrices
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed, and one of them is None")
+    uplo = gram or recorded_uplo(result) or "full"
+    # An error in a Gram matrix may be that only one triangle is stored.
+    half = uplo == "full" and result.shape[0] == result.shape[1] and stores.same_place(left, right)
+    if uplo != "full":
+        result, before = _mirrored(result, uplo), before and _mirrored(before, uplo)
     ops = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
     if any(x is not None and x.corrects for x in (transform_a, transform_b)):
         # Centers that were subtracted from C are subtracted from the operands here.
@@ -224,6 +239,14 @@ def verify(
             if inside.any():
                 start, stop = hull(inside)
                 cols = cols[0] + start, cols[0] + stop
+        found_half = ""
+        if rows is not None and half and ops[0].swaps != ops[1].swaps:
+            for triangle in ("lower", "upper"):
+                third = Passes(pool, blocks.threads, blocks.piece, say)
+                part = _half(operands, triangle)
+                tried = Check(problem, part, (0, problem.n), blocks, third, (seed, 0), bound).run()
+                bytes_read += third.bytes
+                found_half = found_half or ("" if tried.wrong.any() else triangle)
     return Verification(
         ok=rows is None,
         shape=(problem.m, problem.n),
@@ -241,7 +264,22 @@ def verify(
         seed=seed,
         seconds=perf_counter() - started,
         bytes=bytes_read,
+        uplo=uplo,
+        half=found_half,
     )
+
+
+def _mirrored(matrix: Matrix, triangle: str) -> Matrix:
+    return MirroredMatrix(matrix, upper=triangle == "upper")
+
+
+def _half(operands: Operands, triangle: str) -> Operands:
+    """Return the operands with one triangle of C and of the old C, which stands for the other one too."""
+    result, before = (
+        x and Oriented(_mirrored(x.matrix, triangle)) for x in (operands.result, operands.before)
+    )
+    assert result is not None
+    return replace(operands, result=result, before=before)
 
 
 def fitting(

@@ -60,7 +60,8 @@ DTYPES = {
 # Dtypes of A and B.
 OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
-# Values of `GemmProblem.gram`: the triangle of C that is computed. With "full", the other one is mirrored.
+# Values of `GemmProblem.gram`: the triangle of C that is computed. With "full", it is the lower one, and the
+# other one is mirrored.
 GRAMS = ("lower", "upper", "full")
 
 # The dtype of selected elements, by the accumulator's dtype.
@@ -159,6 +160,14 @@ class GemmProblem:
     def kept(self) -> int:
         """How many elements are kept for each row of C, and updated by each tile; 0 if C is stored."""
         return self.topk or self.applied or int(self.reduction != "")
+
+    @property
+    def triangle(self) -> str:
+        """The triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of C is.
+
+        The other one stays as it is: 0 in a new array.
+        """
+        return self.gram if self.gram in ("lower", "upper") and not self.selects else ""
 
     @property
     def operands(self) -> str:

@@ -156,11 +156,16 @@ class Setting:
         """Whether blocks of C need no host slots.
 
         If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
-        are mirrored unless a GPU does it.
+        are mirrored unless a GPU does it, and get the old elements outside of a triangle.
         """
         mirrored = self.problem.gram and self.machine.multiprocessors == 1
-        in_slots = not self.problem.selects and (self.problem.checked or mirrored)
+        in_slots = not self.problem.selects and (self.problem.checked or mirrored or self.keeps_outside)
         return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
+
+    @property
+    def keeps_outside(self) -> bool:
+        """Whether old elements outside of the triangle that is stored are read, and written again."""
+        return self.problem.triangle != "" and self.layouts.c.existing
 
     @cached_property
     def turns_on_device(self) -> bool:

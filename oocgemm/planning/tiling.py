@@ -184,6 +184,7 @@ class Layout:
       decoded as a whole.
     - `write_chunk`: shape of the unit, a chunk or a shard, that only one thread at a time may write to.
     - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
+    - `existing`: C exists before the run, so that elements which the run does not write stay as they are.
     - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
     - `encodes`: writing runs a codec.
     - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
@@ -245,6 +246,7 @@ class Layout:
     stream_bytes: int = 0
     stored_share: float = 1.0
     encoded: str = ""
+    existing: bool = False
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""

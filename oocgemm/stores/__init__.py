@@ -3,7 +3,15 @@
 from oocgemm.stores.arrays import ArrayMatrix, by_rows, is_mapped, is_plain, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.formats import check_dtypes
-from oocgemm.stores.opening import create_output, load, load_without_cupy, new_layout, open_matrix, reserve
+from oocgemm.stores.opening import (
+    create_output,
+    load,
+    load_without_cupy,
+    new_layout,
+    open_matrix,
+    record_uplo,
+    reserve,
+)
 from oocgemm.stores.places import (
     c_exists,
     check_apart,
@@ -48,6 +56,7 @@ __all__ = [
     "overlap",
     "pieces",
     "place",
+    "record_uplo",
     "remove",
     "reserve",
     "same_place",

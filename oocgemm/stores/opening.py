@@ -82,6 +82,17 @@ def new_layout(
     return store_of(path).new_layout(path, problem, chunks, compressor)
 
 
+def record_uplo(matrix: Matrix, uplo: str) -> None:
+    """Let the next `set_finished` also record which triangle of a Gram matrix a result stores.
+
+    `uplo` is "lower", "upper" or "full", or "" for other products. Do nothing for stores without a method
+    `record_uplo`.
+    """
+    act = getattr(matrix, "record_uplo", None)
+    if act is not None:
+        act(uplo)
+
+
 def reserve(matrix: Matrix) -> None:
     """Allocate disk space for all of an existing result, or check that the disk has enough free space.
 

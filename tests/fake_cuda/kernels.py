@@ -127,7 +127,8 @@ def _complete(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     def run() -> None:
         lower = np.tril(np.ones(square.shape, bool), -1)
         kept = lower if macros["OOC_UPPER"] == "0" else lower.T
-        square[...] = np.where(kept, square, np.where(kept.T, square.conj().T, square.real))
+        other = square.conj().T if macros["OOC_MIRROR"] == "1" else 0
+        square[...] = np.where(kept, square, np.where(kept.T, other, square.real))
 
     return Work(run, [block_of(*place)], [block_of(*place)])
 

@@ -1,8 +1,9 @@
 """Transposes strips of a Gram matrix on the device, before they are downloaded without host slots.
 
-The part of a strip that lies on the diagonal of C, its *diagonal block*, is computed whole. One of its
-triangles is replaced by the conjugate transpose of the other one, so that C is exactly Hermitian. If C is
-stored whole, the part of a strip left of its diagonal block is also stored in the other triangle.
+The part of a strip that lies on the diagonal of C, its *diagonal block*, is computed whole. If C is stored
+whole, the upper triangle of this block is replaced by the conjugate transpose of the lower one, so that C is
+exactly Hermitian, and the part of a strip left of its diagonal block is also stored in the other triangle. If
+only a triangle of a new C is stored, the elements of the block outside of it become 0.
 """
 
 import ctypes
@@ -64,7 +65,7 @@ class Turner:
         return copy(strip, block, self._completed(op, strip, waits), None)
 
     def _completed(self, op: Operation, strip: int, waits: Sequence[Any]) -> Sequence[Any]:
-        """Make the diagonal block of a strip Hermitian, in place. Return the events to wait for instead."""
+        """Complete the diagonal block of a strip, in place. Return the events to wait for instead."""
         launches = self.launches(op, strip)
         if not launches:
             return waits
@@ -77,7 +78,7 @@ class Turner:
         return [done]
 
     def launches(self, op: Operation, strip: int) -> list[cuda_calls.Launch]:
-        """Prepare the launch that makes the diagonal block of a strip Hermitian, if it has one.
+        """Prepare the launch that completes the diagonal block of a strip, if it has one.
 
         It is made on the stream of Downloads. `strip` is the device address of the strip.
         """
@@ -113,7 +114,11 @@ class Turner:
 
 def turn_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernels."""
-    return f"-DOOC_STORED={C_TYPES[problem.c_dtype]}", f"-DOOC_UPPER={int(problem.gram == 'upper')}"
+    return (
+        f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
+        f"-DOOC_UPPER={int(problem.gram == 'upper')}",
+        f"-DOOC_MIRROR={int(not problem.triangle)}",
+    )
 
 
 _pointer = ctypes.c_void_p

@@ -35,8 +35,9 @@ HOST_ALIGNMENT = 4096
 # MIN_FINISH_PIECE and FINISH_PIECE elements, as the workspace permits, and needs FINISH_ARRAYS temporary
 # arrays of its length.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
-# Maximum bytes of the parts of a strip that are written again as mirrored ones, unless a chunk is larger.
-MIRRORED_BYTES = 16 << 20
+# Maximum bytes of the parts of a strip that are written again as mirrored ones, or of which old elements are
+# read, unless a chunk is larger.
+MIRRORED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,13 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
             reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
-    if setting.problem.gram == "full" and not setting.streams_c:
-        # A thread transposes a part of a strip before it writes the part a second time.
+    keeps = setting.keeps_outside
+    if keeps or (setting.problem.gram == "full" and not setting.streams_c):
+        # A thread transposes a part of a strip before it writes the part a second time, or reads old elements
+        # of a part before it writes the part.
         part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
-        writing += max(MIRRORED_BYTES, part)
-    remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c)
+        writing += max(MIRRORED_BYTES, part) + (layouts.c.decode_bytes if keeps else 0)
+    remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c or keeps)
     resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])
     return io_threads * (reading + writing) + lanes * streamed + remote + resident
 

@@ -33,7 +33,8 @@ from oocgemm.stores.zarr.metadata import METADATA, Metadata
 if TYPE_CHECKING:
     import zarr
 
-# A zarr array that has this attribute is the result of an incomplete run.
+# This attribute of a result says whether its run is incomplete, {"complete": False}, and which triangle of a
+# Gram matrix is stored, {"uplo": "lower"}.
 ATTRIBUTE = "oocgemm"
 UNFINISHED = {ATTRIBUTE: {"complete": False}}
 # The names of temporary files, of this package or of zarr, match this pattern. A killed process leaves such
@@ -86,6 +87,7 @@ class ZarrMatrix:
         # object `_written`. Both write to the folder `_target`, which is None for a remote array.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
+        self._uplo: str | None = None  # what the next `set_finished` records; None keeps what is recorded
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
@@ -261,8 +263,12 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / name, target)
 
+    def record_uplo(self, uplo: str) -> None:
+        self._uplo = uplo
+
     def set_finished(self, finished: bool) -> None:
-        mark = None if finished else UNFINISHED[ATTRIBUTE]
+        uplo = self._mark.get("uplo") if self._uplo is None else self._uplo
+        mark = ({} if finished else UNFINISHED[ATTRIBUTE]) | ({"uplo": uplo} if uplo else {}) or None
         if self._array is None:
             self._metadata = self._metadata.with_attribute(ATTRIBUTE, mark)
         elif mark:
@@ -356,11 +362,18 @@ class ZarrMatrix:
             )
         )
 
+    @property
+    def _mark(self) -> Mapping[str, Any]:
+        """What runs have noted in the attribute of the array."""
+        attributes = self._metadata.attributes if self._array is None else self.array.attrs
+        mark = attributes.get(ATTRIBUTE)
+        return mark if isinstance(mark, Mapping) else {}
+
     def describe(self) -> dict[str, object]:
         found = self._metadata
-        mark = (found.attributes if self._array is None else self.array.attrs).get(ATTRIBUTE)
         return {
-            "unfinished": isinstance(mark, Mapping) and mark.get("complete") is False,
+            "unfinished": self._mark.get("complete") is False,
+            "uplo": self._mark.get("uplo"),
             "store": f"zarr v{found.zarr_format}",
             "path": found.place,
             "shape": list(self.shape),
