@@ -12,6 +12,7 @@ from oocgemm.jobs import correlation
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.request import SELECTION_OPTIONS
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.similarity import check_saving
 from oocgemm.jobs.standardizing import CONSTANT
 
 
@@ -57,9 +58,8 @@ def corr(
             return correlation.corr(x, out, progress=progress, **options)
 
     else:
-        from oocgemm.stores.zarr.saving import check_free
-
-        check_free(out)
+        dropped = options["constant"] == "drop"  # then it is not known how many rows are left
+        check_saving(out, x, None if dropped else topk, options["axis"])
         kept = {name: value for name, value in options.items() if value or name in SELECTION_OPTIONS}
 
         def compute(progress: Progress | None) -> Result:

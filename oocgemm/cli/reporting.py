@@ -58,6 +58,7 @@ def report(
         raise click.UsageError("give a TIMELINE, or --job ID for a job of a service")
     if len(jobs) > 2:
         raise click.UsageError(f"--job was given {len(jobs)} times, and at most two jobs can be compared")
+    exports.check_outputs(outputs)
     if jobs:
         logs, recorded = _of_jobs(jobs, service)
     else:

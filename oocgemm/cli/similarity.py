@@ -10,7 +10,7 @@ from oocgemm.cli.parameters import Place
 from oocgemm.cli.products import run_product
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.result import Result
-from oocgemm.jobs.similarity import METRICS, Neighbors, Pairs
+from oocgemm.jobs.similarity import METRICS, Neighbors, Pairs, check_saving
 from oocgemm.jobs.similarity import similarity as find
 
 
@@ -43,9 +43,7 @@ def similarity(e: str, out: str, as_json: bool, quiet: bool, include_self: bool,
 
     Example: oocgemm similarity E.zarr neighbors.zarr --topk 50
     """
-    from oocgemm.stores.zarr.saving import check_free
-
-    check_free(out)
+    check_saving(out, e, options["topk"])
 
     def compute(progress: Progress | None) -> Result:
         found: Neighbors | Pairs = find(e, exclude_self=not include_self, progress=progress, **options)

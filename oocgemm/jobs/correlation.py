@@ -10,6 +10,7 @@ from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Coefficients
 from oocgemm.jobs.options import DenseOptions, Operand, Output
 from oocgemm.jobs.problem import op_of
+from oocgemm.jobs.recording import check_places
 from oocgemm.jobs.request import DENSE_OPTIONS, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
@@ -111,6 +112,7 @@ def _with_constant(request: Request, constant: str) -> Request:
     if constant not in CONSTANT:
         raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
     if constant == "drop":
+        check_places(request, 0)  # how many rows are left is not known before
         x, axis = (
             stores.open_matrix("X", request.a, decode=request.decode),
             int(op_of("trans_a", request.trans_a).swaps),

@@ -74,6 +74,14 @@ class Destination:
                 "out_dtype='float32' (--out-dtype float32), or the path of a zarr array"
             )
 
+    def check_place(self, wanted: int) -> None:
+        """Raise `InputError` if a new local C cannot be created, or if its disk has not `wanted` free bytes.
+
+        Call this before operands are read. Whether an existing C can be written is found when it is opened.
+        """
+        if self.kind in (Kind.NPY, Kind.ZARR) and not self.exists():
+            stores.check_new("C", self.path, wanted)
+
     def check_apart(self, operand: Matrix) -> None:
         """Raise `InputError` if a new C would be created inside an operand."""
         if self.path:

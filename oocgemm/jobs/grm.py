@@ -13,6 +13,7 @@ from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import DivideOrZero
 from oocgemm.jobs.options import DenseOptions, Operand, Output
+from oocgemm.jobs.recording import check_places
 from oocgemm.jobs.request import DENSE_OPTIONS, Known, Request, check_names, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.stats import Stats, stats_of
@@ -140,6 +141,7 @@ def grm(
         individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
         if not (request.resume or request.overwrite):
             _check_free(gcta)
+    check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=gcta is not None))
     found = stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
     change, divisor, used = _standardizing(found, method, chosen)
@@ -153,6 +155,7 @@ def grm(
     request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
     counted: Result | None = None
     if pairwise:
+        check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=True))
         counted = run_request(_counting(request, matrix.dtype, used, out))
         divided = (DivideOrZero(_place(counted, request)),)
         request = replace(request, alpha=variants / divisor, epilogue=divided)
@@ -162,6 +165,14 @@ def grm(
     facts = {field.name: getattr(result, field.name) for field in fields(Result)}
     counts = None if counted is None else counted.out
     return Relationships(**facts, variants=variants, excluded=excluded, elsewhere=elsewhere, counts=counts)
+
+
+def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
+    """Return how many bytes the matrix takes at least, and with `counts` also the numbers of variants."""
+    if request.compressor not in (None, "none"):
+        return 0
+    elements = individuals * (individuals + 1) // 2 if request.gram != "full" else individuals**2
+    return (1 + counts) * 4 * elements
 
 
 def placeholder(

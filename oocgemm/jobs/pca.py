@@ -118,8 +118,8 @@ def pca(
     identity = _identity(passes, k, iterations, seed)
     saved = None
     if target is not None:
-        check_free(target)
         path = pca_state.path_of(target)
+        check_free(target, _bytes_saved(passes, k, scores=scores, begun=path.exists()))
         saved = pca_state.load(path, identity, resume=resume)
     elif resume:
         raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
@@ -139,6 +139,13 @@ def pca(
         found.save(target)
         path.unlink(missing_ok=True)
     return found
+
+
+def _bytes_saved(passes: Passes, k: int, *, scores: bool, begun: bool) -> int:
+    """Return the least bytes of the result and, unless it exists since the run has begun, of the state."""
+    rows, cols = passes.matrix.shape
+    saved = k * (cols + rows * scores) * np.dtype(passes.dtype).itemsize + 16 * (k + cols)
+    return saved if begun else saved + 8 * cols * passes.columns
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from oocgemm.planning import (
     with_encoding,
 )
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.space import raw_bytes
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         problem = measured(request, problem, a, tile, None if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
+        request.c.check_place(_bytes_of_c(request, problem))
         a, b = readable_both(request, problem, a, b)
         if request.standardize == "scale":
             check_constant(a, request.constant)
@@ -184,6 +186,19 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     check_same(earlier, identity, c, None, None, None, trust_operands=request.trust_operands)
     output = Output(c, None, None, earlier, identity)
     return Job(request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine))
+
+
+def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
+    """Return how many bytes a new C takes on its disk at least."""
+    if request.compressor not in (None, "none"):
+        return 0
+    m, n, itemsize = problem.m, problem.n, problem.itemsizes["C"]
+    if problem.gram not in ("", "full"):
+        return m * (m + 1) // 2 * itemsize
+    if request.chunks is None:
+        return m * n * itemsize
+    rows, cols = request.chunks
+    return raw_bytes((m, n), (min(rows, m), min(cols, n)), itemsize)
 
 
 def _find_output(

@@ -1,12 +1,14 @@
 """Begin the log of a run: its header, its calibrated rates, and checks of its path."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.request import Request
 from oocgemm.machine.info import versions
 from oocgemm.stores import Matrix
 from oocgemm.timeline import Recorder
@@ -57,6 +59,16 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     return known
 
 
+def check_places(request: Request, wanted: int) -> None:
+    """Raise `InputError` if C or the log of a run cannot be created. Call this before an operand is read.
+
+    `wanted` is how many bytes C takes on its disk at least.
+    """
+    request.c.check_place(wanted)
+    if request.timeline is not None:
+        check_log(request.timeline)
+
+
 def check_log(timeline: str | os.PathLike[str]) -> None:
     """Raise `InputError` if no log can be created at a path."""
     path = Path(timeline).absolute()
@@ -64,6 +76,15 @@ def check_log(timeline: str | os.PathLike[str]) -> None:
         raise InputError(f"the timeline's folder {path.parent} does not exist: create it")
     if path.is_dir():
         raise InputError(f"the timeline's path {path} is a folder: give the path of a file")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise InputError(
+            f"the timeline cannot be written to {path}: {error.strerror}; give another path"
+        ) from error
 
 
 def check_log_apart(timeline: str, job: Job) -> None:

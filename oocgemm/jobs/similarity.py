@@ -17,7 +17,7 @@ from oocgemm.jobs.options import Operand, PathLike, SelectionOptions
 from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, SELECTION_OPTIONS, Request, Selection, check_names
 from oocgemm.jobs.result import Result
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.zarr.saving import save_arrays
+from oocgemm.stores.zarr.saving import check_free, save_arrays
 
 METRICS = ("cosine", "dot")
 
@@ -156,6 +156,19 @@ def similarity(
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
     return selected(Request(a=e, b=e, c=Destination.parse(None), selection=chosen, **options))
+
+
+def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None:
+    """Raise `InputError` if the `Neighbors` or `Pairs` of X cannot be saved at a path. Nothing is read.
+
+    Args:
+        path: of a new zarr group.
+        x: the operand whose rows are compared, or columns if `axis` is 1.
+        topk: how many rows are found for each row. None with a threshold: how many is not known before.
+    """
+    matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
+    lines, score = matrix.shape[axis], 8 if matrix.dtype in (np.float64, np.int8) else 4
+    check_free(path, 0 if topk is None else lines * min(topk, lines) * (8 + score))
 
 
 def check_options(function: str, options: Iterable[str]) -> None:

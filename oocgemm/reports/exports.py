@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -14,6 +14,13 @@ from oocgemm.reports.trace import write_trace
 from oocgemm.timeline import Timeline
 
 PNG_WIDTH = 2700
+
+
+def check_outputs(outputs: Mapping[str, str | None]) -> None:
+    """Raise `InputError` if one of the files cannot be written. Call this before a timeline is read."""
+    for kind, path in outputs.items():
+        if path is not None:
+            check_writable(f"--{kind}", path)
 
 
 def export(

@@ -24,7 +24,7 @@ from oocgemm.stores.places import (
     same_place,
     sidecar,
 )
-from oocgemm.stores.space import FULL, no_room
+from oocgemm.stores.space import FULL, check_new, no_room
 from oocgemm.stores.zarr.store import COMPRESSORS, check_compressor
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "check_apart",
     "check_compressor",
     "check_dtypes",
+    "check_new",
     "clear",
     "create_output",
     "exists",

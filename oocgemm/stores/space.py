@@ -1,8 +1,9 @@
-"""Check that the disk has enough free space for C. Make the message for a disk that becomes full."""
+"""Check that the disk has enough free space for a result. Make the message for a disk that becomes full."""
 
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from oocgemm.errors import InputError
@@ -11,6 +12,24 @@ from oocgemm.stores.base import Matrix
 from oocgemm.stores.files import padded
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which the disk or quota is too small
+
+
+def check_new(name: str, path: str, wanted: int = 0) -> None:
+    """Raise `InputError` if nothing can be created at a path, or if its disk has not `wanted` free bytes.
+
+    Call this before a long computation. The path need not exist, nor its folder. `name` is the name of what
+    would be created in the message.
+    """
+    place = Path(path).absolute().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise InputError(
+            f"{name}: cannot create {path}: no file can be made in {place}: {error.strerror}"
+        ) from error
+    check_room(name, path, wanted)
 
 
 def check_room(name: str, path: str, wanted: int) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from oocgemm.errors import InputError
 from oocgemm.stores.base import Array
 from oocgemm.stores.formats import format_of
+from oocgemm.stores.space import check_new
 
 # Target size of the chunks, in bytes.
 CHUNK_BYTES = 8 << 20
 
 
-def check_free(path: str) -> None:
-    """Raise `InputError` if no new group can be at a path, which exists, is a URL, or has a file's suffix."""
+def check_free(path: str, wanted: int = 0) -> None:
+    """Raise `InputError` if no new group can be at a path, or if its disk has not `wanted` free bytes.
+
+    No group can be at a path that exists, is a URL, has a file's suffix, or where nothing can be created.
+    """
     if "://" in path:
         raise InputError(f"{path} is a URL, but results of this kind are written to local paths only")
     if kind := "a .npy file" if path.endswith(".npy") else format_of(path):
@@ -23,6 +27,7 @@ def check_free(path: str) -> None:
         )
     if os.path.lexists(path):
         raise InputError(f"something exists at {path}: give another path, or remove it")
+    check_new("the result", path, wanted)
 
 
 def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
