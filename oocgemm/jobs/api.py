@@ -10,7 +10,7 @@ from typing import Any, TypeVar, Unpack
 from oocgemm import backends
 from oocgemm.engine.short import is_brief
 from oocgemm.errors import InputError
-from oocgemm.jobs.genotypes import warn_of_codes
+from oocgemm.jobs.imputing import check_known, how_to_replace
 from oocgemm.jobs.options import (
     GramOptions,
     GramPlanOptions,
@@ -35,6 +35,7 @@ from oocgemm.jobs.request import (
 )
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import PreparedJob, run_again
+from oocgemm.jobs.transforms import memory_of
 from oocgemm.kernels.registry import check_plan
 from oocgemm.system.threads import Cancel, shielded, shielded_here
 
@@ -291,10 +292,7 @@ def run_request(request: Request) -> Result:
         raise InputError(
             "a Gram matrix is computed by one device: drop workers, client, executor and devices"
         )
-    if request.chain is None and request.known is None:  # `pca` warns once, not in each pass
-        warn_of_codes(request.a, request.transform_a, changeable=not request.standardize)
-        if request.b is not request.a and not request.gram:
-            warn_of_codes(request.b, request.transform_b)
+    _check_genotypes(request)
     if request.is_distributed:
         from oocgemm.distributed.run import run_distributed
 
@@ -305,6 +303,20 @@ def run_request(request: Request) -> Result:
             return result
     job = PreparedJob(request)
     return _run(request, job.run, brief=is_brief(job.plan))
+
+
+def _check_genotypes(request: Request) -> None:
+    """Raise `InputError` if a product would multiply the codes of missing genotypes in a .bed file."""
+    if not request.decode or request.impute or request.chain is not None or request.known is not None:
+        return
+    names = ["X"] if request.gram else ["A", "B"]
+    for name, operand, transform in zip(
+        names, (request.a, request.b), (request.transform_a, request.transform_b), strict=False
+    ):
+        remedy = how_to_replace("" if request.gram else name)
+        if request.selection is not None or request.reduction is not None:
+            remedy = "store a copy in which they are replaced"
+        check_known(name, operand, transform, partial(memory_of, request), remedy)
 
 
 def _run(request: Request, run: Callable[[Progress | None, Cancel], T], *, brief: bool = False) -> T:

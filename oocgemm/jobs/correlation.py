@@ -8,6 +8,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Coefficients
+from oocgemm.jobs.imputing import opened
 from oocgemm.jobs.options import DenseOptions, Operand, Output
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.recording import check_places
@@ -52,7 +53,8 @@ def corr(
     Each row is centered and scaled in float64 when it is read, and rounded to float32, or to float64 if X is.
 
     Args:
-        x: a real two-dimensional operand as for `gemm`, or one of int32 or int64.
+        x: a real two-dimensional operand as for `gemm`, or one of int32 or int64. Missing genotypes of a .bed
+            file are replaced by the means of their variants.
         out: where the coefficients are stored, as for `gram`. By default a new ndarray.
         axis: 0 (default) for the rows of X, or 1 for its columns.
         topk: do not store all coefficients. Find the rows with the largest ones for each row, as
@@ -80,7 +82,7 @@ def corr(
     """
     if topk is None and threshold is None:
         request = replace(_gram("corr", x, out, axis, {}, options), epilogue=(Coefficients(),))
-        return run_request(_with_constant(replace(request, standardize="scale"), constant))
+        return run_request(_with_constant(replace(request, standardize="scale", impute=True), constant))
     if out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
     return selected_corr(x, topk, threshold, axis, constant, **options)
@@ -98,7 +100,7 @@ def selected_corr(
     check_options("corr", options)
     chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
     trans = parse_gram(x, None, axis, "full", {}).trans_a
-    given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale"}
+    given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale", "impute": True}
     x = stores.located("X", x)
     given |= {"a": x, "b": x, "c": Destination.parse(None), "selection": chosen}
     return selected(_with_constant(Request(**given), constant))
@@ -113,10 +115,7 @@ def _with_constant(request: Request, constant: str) -> Request:
         raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
     if constant == "drop":
         check_places(request, 0)  # how many rows are left is not known before
-        x, axis = (
-            stores.open_matrix("X", request.a, decode=request.decode),
-            int(op_of("trans_a", request.trans_a).swaps),
-        )
+        x, axis = opened("X", request), int(op_of("trans_a", request.trans_a).swaps)
         return replace(request, kept=varying_lines(x, axis, memory_of(request)))
     return replace(request, constant=constant)
 
@@ -152,7 +151,7 @@ def cov(
             "smaller ddof"
         )
     request = _gram("cov", x, out, axis, {"alpha": 1 / divisor}, options)
-    return run_request(replace(request, standardize="center"))
+    return run_request(replace(request, standardize="center", impute=True))
 
 
 def _gram(

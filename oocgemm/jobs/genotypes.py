@@ -1,35 +1,16 @@
-"""Count the genotypes in a .bed file without decoding them, and warn if missing ones are multiplied as -1."""
-
-import logging
-import os
-from typing import Any
+"""Count the genotypes in a .bed file without decoding them."""
 
 import numpy as np
 
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array, is_path
-from oocgemm.stores.genetics.bed import MISSING, PER_BYTE, BedMatrix, is_bed
-from oocgemm.stores.transform import Transform
+from oocgemm.stores import Array
+from oocgemm.stores.genetics.bed import PER_BYTE, BedMatrix
 
 # Bytes of the file that are counted at a time. Temporary arrays have six times as many bytes.
 _SLAB = 64 << 10
 # The low bit of each genotype in a word.
 _LOW = np.uint64(0x5555_5555_5555_5555)
-
-logger = logging.getLogger("oocgemm")
-
-
-def warn_of_codes(operand: Any, transform: Transform | None, *, changeable: bool = True) -> None:
-    """Warn that codes of missing genotypes are multiplied, if an operand is a .bed file without `missing`.
-
-    `changeable` tells that the function takes a transform.
-    """
-    replaced = isinstance(transform, Transform) and transform.missing is not None
-    if not replaced and is_path(operand) and is_bed(os.fspath(operand)):
-        change = f"Transform(missing={MISSING}) (--transform missing={MISSING})"
-        how = f"pass {change}" if changeable else f"use gram with {change}, which centers and scales, too"
-        logger.warning("a missing genotype of %s counts as %d: to replace it, %s", operand, MISSING, how)
 
 
 def genotype_counts(matrix: BedMatrix, memory: int) -> Array:

@@ -6,6 +6,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.distances import centered
 from oocgemm.jobs.epilogue import Cast, check_mirrored, is_symmetric, with_epilogue
+from oocgemm.jobs.imputing import opened
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
@@ -52,8 +53,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
-    x = stores.open_matrix("X", request.a, decode=request.decode)
-    trans = op_of("trans_a", request.trans_a)
+    x, trans = opened("X", request), op_of("trans_a", request.trans_a)
     if request.standardize:
         x = standardized(x, request.standardize, int(trans.swaps), request.kept)
     if request.known is not None:
@@ -107,8 +107,7 @@ def _open_selection(
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
     name = "X" if request.standardize else names[0]
-    a = stores.open_matrix(name, request.a, decode=request.decode)
-    trans = op_of("trans_a", request.trans_a)
+    a, trans = opened(name, request), op_of("trans_a", request.trans_a)
     if a.dtype.kind == "c":
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"

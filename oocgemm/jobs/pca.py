@@ -88,6 +88,7 @@ def pca(
         transform: further changes of the elements on load, such as ``Transform(log1p=True, scale="k")``, or
             ``Transform(missing=-1)``. Means and scales are per column. int8, float16 and bfloat16 elements
             are multiplied as float32, int32 and int64 as float64; `cast` may be float32 or float64.
+            Without `missing`, missing genotypes of a .bed file are replaced by the means of their columns.
         iterations: how many times X is read. With slowly decaying singular values, six iterations (default)
             find 50 of them with errors of about 1e-4.
         oversampling: at least this many further directions are kept, 10 by default. More of them need fewer

@@ -20,7 +20,7 @@ from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.api import gemm, plan_request, run_request
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.genotypes import warn_of_codes
+from oocgemm.jobs.imputing import check_known, gaps, how_to_replace
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import Chain, Request
 from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
@@ -28,6 +28,7 @@ from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.genetics.bed import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
 
@@ -87,8 +88,15 @@ class Passes:
             InputError: X or the transform cannot be used.
         """
         self._x, self._options = x, dict(options)
-        self.matrix = stores.open_matrix("X", x, decode=options.get("decode", True))
+        self._decodes = options.get("decode", True)
+        self.matrix = stores.open_matrix("X", x, decode=self._decodes)
         self.transform = _centered(transform or Transform(), center=center)
+        # Missing genotypes of a .bed file are replaced, if it has any.
+        self._imputes = (
+            self._decodes and isinstance(self.matrix, BedMatrix) and self.transform.missing is None
+        )
+        if self._imputes:
+            self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
         rows, cols = self.matrix.shape
         self._width = round_up(columns + 1, WIDTH)
@@ -115,13 +123,17 @@ class Passes:
 
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
+        request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
+        memory = memory_of(request)
+        if self._imputes and isinstance(self.matrix, BedMatrix) and gaps(self.matrix, memory) is None:
+            self.transform = replace(self.transform, missing=None)
+        elif self._decodes:
+            check_known("X", self._x, self.transform, lambda: memory, how_to_replace())
         whole, cols = self.transform, self.matrix.shape[1]
-        warn_of_codes(self._x, whole)
         center = np.zeros(cols) if whole.center is None else None
         folded = whole.missing is None
         if self.reads_first:
-            request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
-            view = readable(transformed(self.matrix, whole, Op.N, left=True), memory_of(request))
+            view = readable(transformed(self.matrix, whole, Op.N, left=True), memory)
             assert isinstance(view, TransformedMatrix)
             assert view.vectors is not None
             center, self.scale = view.vectors.center, 1 / view.vectors.inverse

@@ -142,7 +142,8 @@ class Request:
     the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
     `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
     before it is stored, selected or reduced. Without `decode`, stored numbers are taken as they are, whatever
-    the attributes of an operand declare (`oocgemm.stores.declared`).
+    the attributes of an operand declare (`oocgemm.stores.declared`). With `impute`, missing genotypes of A in
+    a .bed file are replaced by means (`oocgemm.jobs.imputing`).
     """
 
     a: Any
@@ -188,6 +189,7 @@ class Request:
     chain: Chain | None = None
     reduction: Reduction | None = None
     decode: bool = True
+    impute: bool = False
 
     @property
     def requests_by_operand(self) -> dict[str, int]:

@@ -121,7 +121,8 @@ def similarity(
     The result is exact: all pairs of rows are compared. Pass either `topk` or `threshold`.
 
     Args:
-        e: a real two-dimensional operand as for `gemm`, n x k. Rows are compared.
+        e: a real two-dimensional operand as for `gemm`, n x k. Rows are compared. Missing genotypes of a .bed
+            file are replaced by the means of their variants.
         topk: how many rows to find for each row, at least 1. At most 2048 on cuda. Rows of equal scores are
             in ascending order of their numbers. Rounding, which depends on tiles, may make the scores of
             equally similar rows differ. NaN ranks last.
@@ -155,7 +156,7 @@ def similarity(
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
-    return selected(Request(a=e, b=e, c=Destination.parse(None), selection=chosen, **options))
+    return selected(Request(a=e, b=e, c=Destination.parse(None), selection=chosen, impute=True, **options))
 
 
 def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Check that a stored C is the product of A and B, and locate its errors."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -19,6 +19,7 @@ from oocgemm.integrity.blocks import Operands, cut
 from oocgemm.integrity.freivalds import Check, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
+from oocgemm.jobs.imputing import check_known, how_to_replace
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.problem import op_of, problem_of
 from oocgemm.jobs.resume import check_complete, recorded_uplo
@@ -179,10 +180,11 @@ def verify(  # noqa: PLR0915  a sequence of checks
     started = perf_counter()
     if bound not in BOUNDS:
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
-    named = (("A", a), ("B", b), ("C", c), ("the old C", c_before))
+    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
+    _check_genotypes((("A", a, transform_a), ("B", b, transform_b)) if decode else (), memory)
     matrices = [
         None if x is None else stores.open_matrix(name, stores.located(name, x), decode=decode)
-        for name, x in named
+        for name, x in (("A", a), ("B", b), ("C", c), ("the old C", c_before))
     ]
     if gram not in (None, *GRAMS):
         raise InputError(f"gram = {gram!r}: choose one of {', '.join(GRAMS)}")
@@ -212,7 +214,6 @@ def verify(  # noqa: PLR0915  a sequence of checks
         raise InputError(f"{error}{hint if 'shapes' in str(error) else ''}") from error
     _check(problem, result, before, hint)
     check_complete(*(x for x in matrices if x is not None))
-    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     if problem.depth:
         left, right = readable(left, memory), readable(right, memory)
     operands = Operands(
@@ -280,6 +281,12 @@ def _half(operands: Operands, triangle: str) -> Operands:
     )
     assert result is not None
     return replace(operands, result=result, before=before)
+
+
+def _check_genotypes(operands: Iterable[tuple[str, Any, Transform | None]], memory: int) -> None:
+    """Raise `InputError` if a product of operands would have codes of missing genotypes in a .bed file."""
+    for name, operand, transform in operands:
+        check_known(name, operand, transform, lambda: memory, how_to_replace(name))
 
 
 def fitting(
