@@ -259,6 +259,10 @@ def checked(
         if len(shape) > 2:
             hint = f"pass its matrices one by one, such as {name}[{', '.join('0' * (len(shape) - 2))}]"
         raise InputError(f"{name} has {len(shape)} dimensions, a matrix has 2: {hint}")
+    if min(shape) < 0:
+        raise InputError(
+            f"{name} has the shape {shape[0]} x {shape[1]}, with a negative extent: its metadata is damaged"
+        )
     if shape[0] * shape[1] >= 2**60:
         raise InputError(f"{name} has the shape {shape[0]} x {shape[1]}: at most 2^60 elements are supported")
     if dtype_name(dtype) not in DTYPES:

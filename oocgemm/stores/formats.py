@@ -1,5 +1,6 @@
 """Make the errors for files and dtypes that cannot be operands. They state the command that converts them."""
 
+import errno
 import json
 import os
 import shlex
@@ -76,10 +77,15 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 def check_found(name: str, path: str) -> None:
     """Raise `NotFoundError` for a local path at which nothing exists.
 
-    For a symbolic link to nothing, the message says where the link leads.
+    Raises `InputError` without the permission to look it up. For a symbolic link to nothing, the message says where the link leads.
     """
-    if "://" in path or os.path.exists(path):
-        return
+    try:
+        if "://" in path or os.stat(path):
+            return
+    except PermissionError as error:
+        raise not_readable(name, error) from error
+    except (OSError, ValueError):
+        pass
     problem = f"{name}: there is nothing at {path}"
     if os.path.islink(path):
         problem += (
@@ -87,6 +93,14 @@ def check_found(name: str, path: str) -> None:
             "remove the link, or give another path"
         )
     raise NotFoundError(problem)
+
+
+def not_readable(name: str, error: OSError) -> InputError:
+    """Return the error for an operand of which a file exists that may not be read."""
+    why = error.strerror or "permission denied"
+    if why == os.strerror(errno.EACCES):
+        why = "permission denied: make it readable to this user, and the folders that lead to it searchable"
+    return InputError(f"{name}: {error.filename} cannot be read: {why}")
 
 
 def check_url_format(name: str, url: str) -> None:

@@ -36,6 +36,7 @@ from oocgemm.stores.opener import Opener, open_regular
 from oocgemm.stores.publish import publish
 from oocgemm.stores.space import check_room
 
+MAX_HEADER = 64 << 10
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
 
 
@@ -331,6 +332,11 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise ValueError("it is an archive of arrays")
     file.seek(0)
     version = np.lib.format.read_magic(file)
+    start = file.tell()
+    length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
+    if length > MAX_HEADER:  # NumPy checks this after it has read the header
+        raise ValueError(f"its header has {length} bytes, of at most {MAX_HEADER}: it is damaged")
+    file.seek(start)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(file)
     return np.lib.format.read_array_header_2_0(file)

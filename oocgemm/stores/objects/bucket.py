@@ -64,6 +64,17 @@ class Bucket:
             return None
         return content, _version(found.meta)
 
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None if there is none.
+
+        This is a GET whose body is not read: some web servers answer no HEAD.
+        """
+        try:
+            with self.errors(key):
+                return int(self._api.get(self.store, key).meta["size"])
+        except FileNotFoundError:
+            return None
+
     def get_part(self, key: str, start: int, size: int) -> Array:
         """Return `size` bytes of an object, from the byte `start`; with a negative `start`, its last bytes.
 

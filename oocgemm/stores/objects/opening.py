@@ -1,6 +1,6 @@
 """Open and create zarr arrays in object stores, by zarr."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import zarr
@@ -12,7 +12,7 @@ from oocgemm.stores.objects.address import scrubbed
 from oocgemm.stores.objects.bucket import Bucket, StoreError
 from oocgemm.stores.objects.matrix import ObjectMatrix
 from oocgemm.stores.zarr.matrix import reason
-from oocgemm.stores.zarr.metadata import V2, V3
+from oocgemm.stores.zarr.metadata import V2, V2_ATTRIBUTES, V2_GROUP, V3, check_sizes
 from oocgemm.stores.zarr.opening import check_array, new_array
 
 
@@ -22,15 +22,16 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
     Raises `InputError` if there is none, or if the store refuses access or does not answer.
     """
     try:
-        # A request of our own, because zarr hides the reason of a failure.
-        present = any(bucket.get(key) is not None for key in (V3, V2, ".zgroup"))
+        # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
+        zarr_format = _format(f"{name} at {bucket.url}", bucket)
     except StoreError as error:
         raise InputError(f"{name}: {error}") from None
-    if not present:
+    if not zarr_format:
         check_url_format(name, bucket.url)
         raise NotFoundError(f"{name}: there is no zarr array at {bucket.url}")
     try:
-        found = zarr.open(ObjectStore(bucket.store, read_only=not writable), mode="r+" if writable else "r")
+        store = ObjectStore(bucket.store, read_only=not writable)
+        found = zarr.open(store, mode="r+" if writable else "r", zarr_format=zarr_format)
     except MemoryError:
         raise
     except Exception as error:  # zarr raises exceptions of many types
@@ -41,6 +42,21 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
     except StoreError as error:
         raise InputError(f"{name}: {error}") from None
     return matrix
+
+
+def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:
+    """Return the format of the array in a bucket; None if there is none.
+
+    Raises `InputError` for a group of format 2, and for metadata that is too large. zarr reads only the
+    metadata of the returned format.
+    """
+    if check_sizes(place, bucket.size, [V3]):
+        return 3
+    if V2 in check_sizes(place, bucket.size, [V2, V2_ATTRIBUTES]):
+        return 2
+    if bucket.size(V2_GROUP) is not None:
+        raise InputError(f"{place} is a zarr group, not an array")
+    return None
 
 
 def create_array(

@@ -5,7 +5,8 @@ the module `codecs` supports. All other arrays are opened by zarr.
 """
 
 import json
-from collections.abc import Callable, Container, Mapping
+import os
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.stores.opener import RefusedFileError, check_regular, read_regular
+from oocgemm.planning.units import format_size
+from oocgemm.stores.opener import open_regular, read_regular
 from oocgemm.stores.publish import publish
 from oocgemm.stores.zarr.chunks import Shards
 from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
-# These, and those of groups.
-FILES = (*METADATA, ".zgroup", ".zmetadata")
+# Files of a group of format 2. The second has the metadata of all its arrays.
+V2_GROUP, CONSOLIDATED = ".zgroup", ".zmetadata"
+# The most bytes that such files may have. Once parsed, they take several times as much, outside the budget.
+MAX_METADATA, MAX_CONSOLIDATED = 1 << 20, 64 << 20
+_LIMITS = dict.fromkeys((*METADATA, V2_GROUP), MAX_METADATA) | {CONSOLIDATED: MAX_CONSOLIDATED}
 # The dtypes of arrays that are opened without zarr. bfloat16 needs the package ml_dtypes. Only the code that
 # opens arrays by zarr reports that this package is missing.
 _DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
@@ -92,29 +97,65 @@ class Metadata:
         return replace(self, attributes=attributes)
 
 
-def read_metadata(path: str) -> Metadata | None:
-    """Return the metadata of the local array at a path; None if zarr must open the array.
+def check_sizes(
+    place: str, size_of: Callable[[str], int | None], names: Iterable[str] = tuple(_LIMITS)
+) -> set[str]:
+    """Return which of the metadata files `names` an array or group has.
 
-    Raises `InputError` if a file of the metadata is not a regular file.
+    `size_of` returns the size of a file in bytes, None if there is none. Raises `InputError` for a file that
+    is too large, before anyone reads it. `place` is the array in messages.
     """
+    present = set()
+    for name in names:
+        size, limit = size_of(name), _LIMITS[name]
+        if size is None:
+            continue
+        if size > limit:
+            raise InputError(
+                f"{place}: its metadata {name} has {format_size(size)}, and at most {format_size(limit)} are "
+                "read: move large attributes elsewhere, or give an array in it if it is a group"
+            )
+        present.add(name)
+    return present
+
+
+def local_size(folder: str, name: str) -> int | None:
+    """Return the size of a file in a local folder; None if there is none.
+
+    Raises `PermissionError` if it may not be read, or is not a regular file: zarr would wait for the writer
+    of a named pipe.
+    """
+    try:
+        with open(os.path.join(folder, name), "rb", opener=open_regular) as file:
+            return os.fstat(file.fileno()).st_size
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return None  # the caller then opens the array by zarr, whose error says what is wrong
+
+
+def read_metadata(path: str) -> Metadata | None:
+    """Return the metadata of the local array at a path; None if zarr must open the array."""
     folder = Path(path)
-    for name in FILES:  # zarr would wait for the writer of a named pipe
-        try:
-            check_regular(folder / name)
-        except RefusedFileError as error:
-            raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
-        except IsADirectoryError:
-            break  # the caller then opens the array by zarr, whose error says what is wrong
     try:
         present = {name for name in METADATA if (folder / name).exists()}
         if present == {V3}:
-            return _read_v3(path, folder, json.loads(read_regular(folder / V3)))
+            return _read_v3(path, folder, _document_at(folder / V3))
         if V2 in present and V3 not in present:
-            attributes = json.loads(read_regular(folder / V2_ATTRIBUTES)) if len(present) == 2 else {}
-            return _read_v2(path, folder, json.loads(read_regular(folder / V2)), attributes)
+            attributes = _document_at(folder / V2_ATTRIBUTES) if len(present) == 2 else {}
+            return _read_v2(path, folder, _document_at(folder / V2), attributes)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         pass  # the caller then opens the array by zarr, whose error says what is wrong
     return None
+
+
+def _document_at(path: Path) -> Any:
+    """Return the content of a metadata file. Raises `OSError`, and `ValueError` if it is too large."""
+    with open(path, "rb", opener=open_regular) as file:
+        content = file.read(MAX_METADATA + 1)
+    if len(content) > MAX_METADATA:
+        raise ValueError(f"{path} has more than {MAX_METADATA} bytes")
+    return json.loads(content)
 
 
 def create(
@@ -134,7 +175,7 @@ def create(
     folder = Path(path)
     if dtype.name not in _DTYPES or 0 in shape:
         return None
-    if any((folder / name).exists() for name in (*METADATA, ".zgroup")):
+    if any((folder / name).exists() for name in (*METADATA, V2_GROUP)):
         return None
     codecs: list[dict[str, Any]] = [_bytes_codec(dtype)]
     if compressor not in (None, "none"):

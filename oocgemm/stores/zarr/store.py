@@ -1,6 +1,7 @@
 """Open and create zarr arrays as operands and results. zarr is imported only for arrays that need it."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.stores.base import Matrix, Store, is_path, package
 from oocgemm.stores.durable import SIDECAR, found_locally
 from oocgemm.stores.files import padded
-from oocgemm.stores.formats import check_found, check_new
+from oocgemm.stores.formats import check_found, check_new, not_readable
 from oocgemm.stores.space import check_room, raw_bytes
 from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix
-from oocgemm.stores.zarr.metadata import Metadata, create, read_metadata
+from oocgemm.stores.zarr.metadata import Metadata, check_sizes, create, local_size, read_metadata
 
 # The names of the compressors that a new array can have. "none" and None mean the same.
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
@@ -61,6 +62,10 @@ class ZarrPaths(Store):
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         check_found(name, operand)
+        try:
+            check_sizes(f"{name} at {operand}", partial(local_size, str(operand).removeprefix("file://")))
+        except PermissionError as error:
+            raise not_readable(name, error) from error
         if found := _without_zarr(operand):
             matrix = ZarrMatrix(name, found, unchanging=not writable)
             matrix.check_keys()
