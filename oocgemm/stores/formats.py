@@ -77,7 +77,8 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 def check_found(name: str, path: str) -> None:
     """Raise `NotFoundError` for a local path at which nothing exists.
 
-    Raises `InputError` without the permission to look it up. For a symbolic link to nothing, the message says where the link leads.
+    Raises `InputError` without the permission to look it up. For a symbolic link to nothing, the message says
+    where the link leads.
     """
     try:
         if "://" in path or os.stat(path):
