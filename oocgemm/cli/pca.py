@@ -5,6 +5,8 @@ from time import perf_counter
 from typing import Any
 
 import click
+import numpy as np
+from numpy.typing import NDArray
 
 from oocgemm import stores
 from oocgemm.cli.basics import taking
@@ -22,7 +24,7 @@ from oocgemm.planning.units import format_time
 from oocgemm.timeline import Span
 
 # Options that a dry run does not need.
-_RUN_ONLY = ("device", "quiet", "resume", "seed")
+_RUN_ONLY = ("device", "quiet", "resume", "seed", "tol")
 # Of the singular values, this many are shown.
 SHOWN = 5
 
@@ -39,7 +41,16 @@ SHOWN = 5
     type=int,
     default=6,
     show_default=True,
-    help="How many times X is read. More iterations give more accurate components.",
+    help="How many times X is read at most. More iterations give more accurate components.",
+)
+@click.option(
+    "--tol",
+    metavar="X",
+    type=float,
+    default=0.01,
+    show_default=True,
+    help="Stop when the residual of each component is below this share of the gap to its neighbours. 0: read "
+    "X as often as --iterations says.",
 )
 @click.option(
     "--oversampling",
@@ -79,7 +90,8 @@ def pca(
 
     X has samples as rows and features as columns, and may be larger than memory. It is the path or URL of a
     zarr array, or the path of a .npy file or an HDF5 dataset. OUT is the path of a new zarr group, with the
-    arrays components, singular_values, explained_variance, mean and scale, and with --scores also scores.
+    arrays components, singular_values, explained_variance, mean, scale, residuals and errors, and with
+    --scores also scores.
 
     Example: oocgemm pca X.zarr components.zarr --components 50
     """
@@ -112,15 +124,23 @@ def pca(
                 "passes": found.passes,
                 "singular_values": found.singular_values.tolist(),
                 "explained_variance": found.explained_variance.tolist(),
+                "residuals": found.residuals.tolist(),
+                "errors": found.errors.tolist(),
+                "converged": found.converged,
             }
         )
     elif not quiet:
-        values = ", ".join(f"{value:.6g}" for value in found.singular_values[:SHOWN])
-        more = ", ..." if components > SHOWN else ""
         again = ", and again to check each product" if options["verify"] else ""
         click.echo(f"X was read {found.passes} times{again}, in {format_time(perf_counter() - started)}")
-        click.echo(f"singular values: {values}{more}")
+        click.echo(f"singular values: {_listed(found.singular_values, 6)}")
+        click.echo(f"residuals:       {_listed(found.residuals, 2)}")
         click.echo(f"\nComponents: {out}")
+
+
+def _listed(numbers: NDArray[np.float64], digits: int) -> str:
+    """Return the first numbers as text."""
+    more = ", ..." if len(numbers) > SHOWN else ""
+    return ", ".join(f"{number:.{digits}g}" for number in numbers[:SHOWN]) + more
 
 
 def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
@@ -130,7 +150,7 @@ def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Call
     def begin(planned: Plan) -> Observer:
         nonlocal number
         number += 1
-        pass_name = f"pass {number} of {iterations + scores} over X"
+        pass_name = f"pass {number} of at most {iterations + scores} over X"
         say(pass_name)
         done = 0
 

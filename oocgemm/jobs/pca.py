@@ -2,25 +2,27 @@
 
 import logging
 import os
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.errors import InputError
+from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs import pca_state
 from oocgemm.jobs.options import Operand, PathLike, PcaOptions
 from oocgemm.jobs.pca_passes import Passes, State
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import PCA_OPTIONS, check_names
-from oocgemm.jobs.subspace import completed
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr.saving import check_free, save_arrays
 
 # Version of the arithmetic: a run of another one is not resumed.
-VERSION = 1
+VERSION = 2
+# X is read this many times at least, unless `iterations` is lower.
+MIN_PASSES = 3
 
 logger = logging.getLogger("oocgemm")
 
@@ -37,6 +39,12 @@ class PCA:
         scale: what each column was divided by, float64; ones if X was not scaled.
         scores: n x k, the coordinates of the rows of X; None unless they were asked for.
         passes: how many times X was read, besides a pass for its statistics if its transform needs them.
+        residuals: |X^T X v - s^2 v| / s_1^2 for each component v and its singular value s, where s_1 is the
+            largest one; X is the transformed matrix. float64.
+        errors: the residual of each component over the estimated gap between s^2 and its neighbours, float64.
+            It bounds the sine of the angle between the component and the exact one. It is 0 if only rounding
+            errors are left.
+        converged: whether all `errors` are below `tol`.
     """
 
     components: NDArray[np.floating]
@@ -46,6 +54,9 @@ class PCA:
     scale: NDArray[np.float64]
     scores: NDArray[np.floating] | None
     passes: int
+    residuals: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    converged: bool
 
     def save(self, path: PathLike) -> None:
         """Write the arrays to a new zarr group at a local path, by their names.
@@ -55,6 +66,7 @@ class PCA:
         """
         arrays = {"components": self.components, "singular_values": self.singular_values}
         arrays |= {"explained_variance": self.explained_variance, "mean": self.mean, "scale": self.scale}
+        arrays |= {"residuals": self.residuals, "errors": self.errors}
         save_arrays(os.fspath(path), arrays | ({} if self.scores is None else {"scores": self.scores}))
 
 
@@ -66,6 +78,7 @@ def pca(
     center: bool = True,
     transform: Transform | None = None,
     iterations: int = 6,
+    tol: float = 0.01,
     oversampling: int = 10,
     seed: int = 0,
     scores: bool = False,
@@ -75,7 +88,8 @@ def pca(
     """Find the k principal components of X, by a randomized method that reads X once per iteration.
 
     They are the right singular vectors of X with its columns centered. X stays as it is stored: the mean is
-    subtracted from the products, by a matrix of rank one.
+    subtracted from the products, by a matrix of rank one. It ends when the components have converged, and
+    warns if they have not after the last iteration.
 
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.
@@ -89,8 +103,11 @@ def pca(
             ``Transform(missing=-1)``. Means and scales are per column. int8, float16 and bfloat16 elements
             are multiplied as float32, int32 and int64 as float64; `cast` may be float32 or float64.
             Without `missing`, missing genotypes of a .bed file are replaced by the means of their columns.
-        iterations: how many times X is read. With slowly decaying singular values, six iterations (default)
-            find 50 of them with errors of about 1e-4.
+        iterations: how many times X is read at most, 6 by default. The more slowly singular values decay, the
+            more iterations are needed.
+        tol: the iteration ends as soon as the residual of each component over the gap to its neighbours is
+            below this (`PCA.errors`), 0.01 by default. The error of a singular value is about the square of
+            this number. With 0, X is read `iterations` times, and there is no warning.
         oversampling: at least this many further directions are kept, 10 by default. More of them need fewer
             iterations.
         seed: of the random start. With the same seed, budgets and backend, results are equal in every bit.
@@ -108,6 +125,9 @@ def pca(
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if k is above
             min(n, d), if X has NaN or Inf elements, or if a scale is zero.
 
+    Warns:
+        DataWarning: components have not converged.
+
     >>> import oocgemm
     >>> found = oocgemm.pca([[1.0, 2.0], [3.0, 6.0], [5.0, 10.0]], 1, backend="host")
     >>> found.singular_values.round(6)
@@ -115,8 +135,9 @@ def pca(
     """
     check_names("pca", options, PCA_OPTIONS)
     passes = _opened(x, k, transform, iterations, oversampling, seed, options, center=center)
+    _check_tol(tol)
     path, target = None, None if out is None else os.fspath(out)
-    identity = _identity(passes, k, iterations, seed)
+    identity = _identity(passes, k, iterations, tol, seed)
     saved = None
     if target is not None:
         path = pca_state.path_of(target)
@@ -126,12 +147,12 @@ def pca(
         raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
     state = passes.begin(seed)
     state = saved or state
-    while state.subspace.passes < iterations or state.subspace.values is None:
-        logger.info("pass %d of %d over X", state.subspace.passes + 1, iterations)
+    while not _ends(state, k, iterations, tol):
+        logger.info("pass %d of at most %d over X", state.subspace.passes + 1, iterations)
         state = passes.advance(state)
         if path is not None:
             pca_state.save(path, identity, state)
-    found = _result(passes, state, k)
+    found = _result(passes, state, k, tol)
     if scores:
         logger.info("reading X for the scores")
         projected = passes.scores(state, found.components.astype(np.float64))
@@ -139,14 +160,39 @@ def pca(
     if path is not None and target is not None:
         found.save(target)
         path.unlink(missing_ok=True)
+    if tol and not found.converged:
+        warnings.warn(_unconverged(found, iterations, tol), DataWarning, stacklevel=2)
     return found
 
 
 def _bytes_saved(passes: Passes, k: int, *, scores: bool, begun: bool) -> int:
     """Return the least bytes of the result and, unless it exists since the run has begun, of the state."""
     rows, cols = passes.matrix.shape
-    saved = k * (cols + rows * scores) * np.dtype(passes.dtype).itemsize + 16 * (k + cols)
+    saved = k * (cols + rows * scores) * np.dtype(passes.dtype).itemsize + 16 * (2 * k + cols)
     return saved if begun else saved + 8 * cols * passes.columns
+
+
+def _ends(state: State, k: int, iterations: int, tol: float) -> bool:
+    """Return whether no further pass is needed, or allowed."""
+    found, passes = state.subspace.found, state.subspace.passes
+    if found is None or passes >= iterations:
+        return found is not None
+    # In the first product, which the second pass uses too, rounding errors of the largest singular value hide
+    # small ones.
+    return passes >= MIN_PASSES and bool((found.errors[:k] < tol).all())
+
+
+def _unconverged(found: PCA, iterations: int, tol: float) -> str:
+    """Return the text of the warning about components that have not converged."""
+    wrong = np.flatnonzero(found.errors >= tol)
+    worst = wrong[found.errors[wrong].argmax()]
+    return (
+        f"{len(wrong)} of {len(found.errors)} components have not converged after {iterations} iterations: "
+        f"the residual of component {worst + 1} is {found.residuals[worst]:.2g} of the largest eigenvalue, "
+        f"which is {found.errors[worst]:.2g} of the gap to its neighbours, and tol is {tol:g}. Pass more "
+        f"iterations, such as iterations={2 * iterations} (--iterations {2 * iterations}), fewer components, "
+        "or a larger tol (--tol)"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,9 +201,9 @@ class PCAPlan:
 
     Attributes:
         pass_plan: the plan of one pass over X.
-        passes: how many times X is read, with the pass for its scores.
+        passes: how many times X is read at most, with the pass for its scores.
         statistics: whether X is also read once for statistics, unless they are cached.
-        checks: how many times X is also read to check a product.
+        checks: how many times X is also read at most to check a product.
     """
 
     pass_plan: Plan
@@ -167,7 +213,7 @@ class PCAPlan:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of X that are read in all passes, as they are stored before compression."""
+        """Bytes of X that are read in all passes at most, as they are stored before compression."""
         problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
         return reads * problem.m * problem.k * problem.itemsizes["A"]
 
@@ -176,7 +222,7 @@ class PCAPlan:
         """How often X is read, and for what, as text."""
         more = [", and once for its statistics"] if self.statistics else []
         more += [f", and {self.checks} times to check products"] if self.checks else []
-        return f"X is read {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
+        return f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
 
     def __str__(self) -> str:
         return f"{self.summary}. A pass:\n{self.pass_plan}"
@@ -243,7 +289,13 @@ def _opened(
     return passes
 
 
-def _identity(passes: Passes, k: int, iterations: int, seed: int) -> dict[str, Any]:
+def _check_tol(tol: float) -> None:
+    """Raise `InputError` for a tolerance that cannot be used."""
+    if isinstance(tol, bool) or not isinstance(tol, int | float | np.number) or not 0 <= tol < np.inf:
+        raise InputError(f"tol = {tol!r}: pass a number of at least 0, such as 0.01")
+
+
+def _identity(passes: Passes, k: int, iterations: int, tol: float, seed: int) -> dict[str, Any]:
     """Return what the bits of a result depend on, besides the budgets, for messages by name."""
     return {
         "version": VERSION,
@@ -252,20 +304,18 @@ def _identity(passes: Passes, k: int, iterations: int, seed: int) -> dict[str, A
         "k": int(k),
         "columns": passes.columns,
         "iterations": int(iterations),
+        "tol": float(tol),
         "seed": int(seed),
         "backend": passes.backend,
     }
 
 
-def _result(passes: Passes, state: State, k: int) -> PCA:
+def _result(passes: Passes, state: State, k: int, tol: float) -> PCA:
     """Return the components that a state has found, with signs that do not depend on rounding."""
-    subspace, rows = state.subspace, passes.matrix.shape[0]
-    assert subspace.components is not None
-    assert subspace.values is not None
+    found, rows = state.subspace.found, passes.matrix.shape[0]
+    assert found is not None
     assert state.center is not None
-    # If the rank of X is below k, further components are any directions, of singular value 0.
-    vectors, values = completed(subspace.components, k), np.zeros(k)
-    values[: len(subspace.values)] = subspace.values[:k]
+    vectors, values, errors = found.components[:, :k], found.values[:k], found.errors[:k]
     largest = np.abs(vectors).argmax(axis=0)
     vectors = vectors * np.where(vectors[largest, np.arange(k)] < 0, -1.0, 1.0)
     return PCA(
@@ -275,5 +325,8 @@ def _result(passes: Passes, state: State, k: int) -> PCA:
         mean=state.center,
         scale=passes.scale,
         scores=None,
-        passes=subspace.passes,
+        passes=state.subspace.passes,
+        residuals=found.residuals[:k],
+        errors=errors,
+        converged=bool((errors < max(tol, np.finfo(np.float64).tiny)).all()),
     )

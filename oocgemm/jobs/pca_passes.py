@@ -185,9 +185,9 @@ class Passes:
 
     def _hides(self, center: Array, subspace: Subspace, rounding: float) -> bool:
         """Tell whether rounding errors of the means may hide digits of Xc^T Xc."""
-        assert subspace.values is not None
+        assert subspace.found is not None
         square = self.matrix.shape[0] * np.square(center / self.scale).sum()
-        return bool(rounding * square > MAX_ROUNDING * subspace.values.max(initial=0) ** 2)
+        return bool(rounding * square > MAX_ROUNDING * subspace.found.values.max(initial=0) ** 2)
 
     def scores(self, state: State, components: Array) -> Array:
         """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""

@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.jobs.pca_passes import State
-from oocgemm.jobs.subspace import Subspace
+from oocgemm.jobs.subspace import Ritz, Subspace
 from oocgemm.stores.durable import sync_path
 from oocgemm.stores.opener import open_regular
+
+# The arrays of `Ritz`.
+_FOUND = tuple(field.name for field in fields(Ritz))
 
 
 def path_of(out: str) -> Path:
@@ -31,10 +35,10 @@ def save(path: Path, identity: Mapping[str, Any], state: State) -> None:
     arrays = {
         "basis": subspace.basis,
         "last": None if subspace.last is None else np.stack(subspace.last),
-        "components": subspace.components,
-        "values": subspace.values,
         "center": state.center,
     }
+    if subspace.found is not None:
+        arrays |= {name: getattr(subspace.found, name) for name in _FOUND}
     facts = {"identity": identity, "passes": subspace.passes, "tile": state.tile, "folded": state.folded}
     file = io.BytesIO()
     named: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
@@ -80,5 +84,6 @@ def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> State | No
             "or remove the file to start over"
         )
     last = (arrays["last"][0], arrays["last"][1]) if "last" in arrays else None
-    found = arrays["basis"], last, facts["passes"], arrays.get("components"), arrays.get("values")
-    return State(Subspace(*found), arrays["center"], facts["folded"], facts["tile"])
+    found = Ritz(*(arrays[name] for name in _FOUND)) if "values" in arrays else None
+    subspace = Subspace(arrays["basis"], last, facts["passes"], found)
+    return State(subspace, arrays["center"], facts["folded"], facts["tile"])

@@ -5,6 +5,9 @@ pass over X gives Z = X^T X Q. The next Q is the best one in the span of the las
 (Knyazev, 2001). So X is read once per iteration, and few iterations suffice, even if singular values decay
 slowly.
 
+The results of a pass are the Ritz vectors V of X^T X in that span. Since X^T X V is known there, so are their
+residuals ``X^T X v - s^2 v``. The next Q is half an iteration ahead of V.
+
 All of this is computed in float64. Its matrices have as many rows as X has columns.
 """
 
@@ -23,8 +26,11 @@ ROUNDINGS, FLOOR = 8, 1e-7
 MIN_LENGTH, MIN_DIFFERENCE = 3, 1e-6
 # Nearly dependent directions are left out: of X V, and of X^T U.
 MIN_EIGENVALUE, MIN_SHARE = 1e-3, 1e-10
+# Residuals below this many units of rounding are rounding errors, and eigenvalues that differ by less are
+# equal, relative to the largest eigenvalue.
+NOISE = 4
 # Matrices of the size of Q that exist at the same time, at most.
-MAX_MATRICES = 14
+MAX_MATRICES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +41,32 @@ class Subspace:
         basis: Q of the next pass, with orthonormal columns.
         last: the block of the last pass; None before the first one.
         passes: the number of passes so far.
-        components: of the last two blocks, orthonormal columns, the first one of the largest singular value.
-        values: the singular values of X that belong to `components`.
+        found: what the passes have found; None before the first one.
     """
 
     basis: Array
     last: Block | None = None
     passes: int = 0
-    components: Array | None = None
-    values: Array | None = None
+    found: "Ritz | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ritz:
+    """Approximate singular vectors and values of X, those of the largest values first.
+
+    Attributes:
+        components: the right singular vectors, orthonormal columns.
+        values: the singular values.
+        residuals: |X^T X v - s^2 v| / s_1^2 for each of them.
+        errors: for each, its residual over the estimated gap between s^2 and the other eigenvalues of X^T X.
+            This bounds the sine of the angle between v and the exact singular vector. It is 0 where rounding
+            errors are all that is left of the residual.
+    """
+
+    components: Array
+    values: Array
+    residuals: Array
+    errors: Array
 
 
 def start(rows: int, columns: int, seed: int) -> Subspace:
@@ -59,12 +82,35 @@ def advance(state: Subspace, block: Block, rounding: float) -> Subspace:
         block: the Q that was multiplied, which is `state.basis` except for rounding, and the product.
         rounding: relative error of the products, such as 1.2e-7 for float32.
     """
-    components, values = _best(block, state.last, rounding)
+    q, z = _joined(block, state.last, rounding)
+    eigenvalues, directions = np.linalg.eigh(_gram(q, z))
+    eigenvalues, directions = eigenvalues[::-1], directions[:, ::-1][:, : block[0].shape[1]]
+    v, product = q @ directions, z @ directions
+    found = _ritz(v, product, eigenvalues, rounding)
     # In the first product, rounding errors of the largest singular value hide small ones. So it is only
     # orthogonalized.
-    first = state.last is None
-    basis = _orthonormal(block[1]) if first else completed(components, state.basis.shape[1])
-    return Subspace(basis, block, state.passes + 1, components, values)
+    ahead = block[1] if state.last is None else completed(_ahead(v, product, rounding), state.basis.shape[1])
+    basis = _orthonormal(ahead) if state.last is None else ahead
+    return Subspace(basis, block, state.passes + 1, found)
+
+
+def _ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz:
+    """Return what is known of Ritz vectors V, from X^T X V and all eigenvalues in the span, descending."""
+    squares = np.maximum(np.einsum("ij,ij->j", v, product), 0)
+    squares[squares <= max(FLOOR, ROUNDINGS * rounding) ** 2 * squares.max(initial=0)] = 0
+    order = np.argsort(-squares, kind="stable")
+    v, product, squares = v[:, order], product[:, order], squares[order]
+    largest = squares.max(initial=0) or 1.0
+    difference = product - v * squares
+    residuals = np.linalg.norm(difference, axis=0) / largest
+    # What is left of a residual in the span of V is rounding error.
+    difference -= v @ (v.T @ difference)
+    outside = np.linalg.norm(difference, axis=0) / largest
+    known = np.append(np.maximum(np.append(squares, eigenvalues[len(squares) :]), 0) / largest, 0.0)
+    apart = np.abs(known[: len(squares), None] - known)
+    noise = NOISE * rounding
+    gaps = np.where(apart > noise, apart, np.inf).min(axis=1)
+    return Ritz(v, np.sqrt(squares), residuals, np.where(outside > noise, outside / gaps, 0.0))
 
 
 def completed(vectors: Array, columns: int) -> Array:
@@ -78,29 +124,23 @@ def completed(vectors: Array, columns: int) -> Array:
     return np.hstack([vectors, more])
 
 
-def _best(block: Block, last: Block | None, rounding: float) -> Block:
-    """Return the right singular vectors and the singular values of X, restricted to the span of blocks.
+def _ahead(v: Array, z: Array, rounding: float) -> Array:
+    """Return better right singular vectors of X than its Ritz vectors V, from Z = X^T X V.
 
-    The Ritz vectors V of X^T X in the span are as many as a block has columns. U = X V T is orthonormal if
-    T = (V^T X^T X V)^(-1/2). Then X^T U = X^T X V T, so that the products with X need not be computed again.
-    Its singular vectors are more accurate than V, by half an iteration.
+    U = X V T is orthonormal if T = (V^T X^T X V)^(-1/2). Then X^T U = X^T X V T, so that the products with X
+    need not be computed again. Its singular vectors are more accurate than V, by half an iteration.
     """
-    columns = block[0].shape[1]
-    q, z = _joined(block, last, rounding)
-    _, directions = np.linalg.eigh(_gram(q, z))
-    directions = directions[:, ::-1][:, :columns]
-    q, z = q @ directions, z @ directions
-    gram = _gram(q, z)
+    gram = _gram(v, z)
     lengths = np.sqrt(np.maximum(np.diagonal(gram), 0))
     used = lengths > max(FLOOR, ROUNDINGS * rounding) * lengths.max()
     # Columns of X V have very different lengths. Scaled to length 1, the short ones are as accurate.
     found, directions = np.linalg.eigh(gram[np.ix_(used, used)] / np.outer(lengths[used], lengths[used]))
     wide = found > MIN_EIGENVALUE
-    return _svd(z[:, used] @ (directions[:, wide] / np.sqrt(found[wide]) / lengths[used, None]))
+    return _left(z[:, used] @ (directions[:, wide] / np.sqrt(found[wide]) / lengths[used, None]))
 
 
-def _svd(x: Array) -> Block:
-    """Return the left singular vectors and the singular values of a matrix of nearly orthogonal columns.
+def _left(x: Array) -> Array:
+    """Return the left singular vectors of a matrix of nearly orthogonal columns.
 
     With the lengths D of the columns, x = P K D, where K K^T are the inner products of the columns scaled to
     length 1, and P is orthonormal. So only K D, which is small, needs an SVD.
@@ -111,8 +151,8 @@ def _svd(x: Array) -> Block:
     found, directions = np.linalg.eigh(x.T @ x)
     wide = found > MIN_SHARE
     roots, directions = np.sqrt(found[wide]), directions[:, wide]
-    left, values, _ = np.linalg.svd(roots[:, None] * directions.T * lengths, full_matrices=False)
-    return x @ (directions / roots @ left), values
+    left, _, _ = np.linalg.svd(roots[:, None] * directions.T * lengths, full_matrices=False)
+    return np.asarray(x @ (directions / roots @ left))
 
 
 def _joined(block: Block, last: Block | None, rounding: float) -> Block:
