@@ -1,0 +1,16 @@
+"""Products of arrays in random stores are those that NumPy computes from what independent readers find."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.store_cases import WARNINGS, run_all
+from tests.suite import thinned
+
+CASES, QUICK_CASES, BATCH = 2000, 200, 50
+
+
+@pytest.mark.filterwarnings(*WARNINGS)
+@pytest.mark.parametrize("first", thinned(range(0, CASES, BATCH), range(QUICK_CASES)))
+def test_products_of_random_stores_are_exact(tmp_path: Path, first: int) -> None:
+    run_all(range(first, first + BATCH), tmp_path)
