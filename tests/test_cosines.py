@@ -63,28 +63,27 @@ def test_all_equal_rows_have_a_cosine_and_a_correlation_of_1(engine: Engine, dty
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pairs_at_a_threshold_are_compared_exactly(engine: Engine) -> None:
-    """In exact arithmetic, the cosines are 0.6, 0.8, or a little above or below."""
-    near = np.array([0.0, 1e-9, -1e-9, 3e-8, -3e-8, 1e-6, -1e-6])
-    e = np.concatenate([[[1.0, 0.0]], np.stack([0.6 + near, 0.8 - near], 1), [[3.0, 4.0], [-3.0, 4.0]]])
-    norms = np.sqrt(np.square(e).sum(1))
-    exact = e @ e.T / (norms[:, None] * norms)
-    for least in (0.6, 0.8):
-        for dtype, scaled in (("float64", e), ("float32", e.astype(np.float32))):
-            wide = scaled.astype(np.float64)
-            squares = np.square(wide).sum(1)
-            exact = wide @ wide.T / np.sqrt(squares[:, None] * squares)
-            for kind in ("similarity", "reduce"):
+    e = np.random.default_rng(2).standard_normal((20, 65)).astype(np.float32)
+    wide = e.astype(np.float64)
+    centered = wide - wide.mean(1, keepdims=True)
+    for x, correlates in ((wide, False), (centered, True)):
+        squares = np.square(x).sum(1)
+        exact = x @ x.T / np.sqrt(squares[:, None] * squares)
+        for i, j in ((3, 7), (11, 2)):
+            for change in (-1e-14, 1e-14):
+                least = abs(exact[i, j]) + change
+                wanted = (np.abs(exact) if correlates else exact) >= least
+                np.fill_diagonal(wanted, False)
                 with running_on(engine) as options:
-                    given: Any = {"tile": "4x4x1", **options}
-                    if kind == "similarity":
-                        found = oocgemm.similarity(scaled, threshold=least, exclude_self=False, **given)
+                    if correlates:
+                        found = oocgemm.corr(e, threshold=least, **options)
                     else:
-                        steps = [Correlation()]
-                        found = oocgemm.reduce(scaled, to=Threshold(least), epilogue=steps, **given)
-                wanted = {(i, j) for i, j in zip(*np.nonzero(exact >= least), strict=True)}
-                got = set(zip(found.rows.tolist(), found.indices.tolist(), strict=True))
-                unsure = {(i, j) for i, j in zip(*np.nonzero(abs(exact - least) < 4e-16), strict=True)}
-                assert got - unsure == wanted - unsure, (dtype, least, kind)
+                        found = oocgemm.similarity(e, threshold=least, **options)
+                        to, steps = Threshold(least, exclude_self=True), [Correlation()]
+                        other = oocgemm.reduce(e, e.T.copy(), to=to, epilogue=steps, **options)
+                        np.testing.assert_array_equal(found.indices, other.indices)
+                np.testing.assert_array_equal(found.rows, np.nonzero(wanted)[0])
+                np.testing.assert_array_equal(found.indices, np.nonzero(wanted)[1])
     whole = np.array([[1.0, 0.0], [3.0, 4.0], [4.0, 3.0], [6.0, 8.0]], np.float32)
     with running_on(engine) as options:
         assert oocgemm.similarity(whole, threshold=0.6, **options).rows.tolist().count(0) == 3

@@ -97,7 +97,7 @@ def test_one_row_far_away_needs_float64() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("depth", [1, 3, 300])
+@pytest.mark.parametrize("depth", [1, 3, *slow((300,))])
 def test_equal_rows_are_exactly_1_and_others_are_not(engine: Engine, depth: int) -> None:
     rng = np.random.default_rng(depth)
     x = rng.standard_normal((40, depth)).astype(np.float32) + 7
