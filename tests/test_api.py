@@ -61,6 +61,8 @@ def test_every_option_is_a_field_of_the_request() -> None:
         "slicing",
         "gram",
         "standardize",
+        "constant",
+        "kept",
         "selection",
         "chain",
         "reduction",

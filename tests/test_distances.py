@@ -79,10 +79,13 @@ def test_rows_whose_norms_are_too_large_are_multiplied_in_float64(engine: Engine
         with running_on(engine) as options:
             given: Any = {"epilogue": [Gaussian(gamma), Scale(value=2)], **options}
             found = oocgemm.gemm(x, x, trans_b="T", verify=True, **given)
+            product = oocgemm.kernel_matmul(x, np.eye(60)[:, :4], gamma=gamma, verify=True, **options)
             planned = oocgemm.plan(x, x, trans_b="T", **given | {"device_memory": "1GiB"})
         assert found.plan.problem.a_dtype == planned.problem.a_dtype == dtype
         assert found.out.dtype == np.float32
+        assert product.dtype == np.float32
         np.testing.assert_allclose(found.out, 2 * kernel(x, x, gamma), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(product, kernel(x, x[:4], gamma), rtol=0, atol=1e-4)
 
 
 def test_one_row_far_away_needs_float64() -> None:
