@@ -1,15 +1,14 @@
 #!/usr/bin/env python
-"""Check calibration and learned rates: their values beside the ceilings of the links, and times of products.
+"""Check calibrations and probes: rates beside ceilings of the links, predicted times, and times of products.
 
-First the machine is calibrated. The rates are printed beside those of `grid_ceilings.links`. Then products of
-`bench_grid.py` run with four kinds of rates: assumed, measured (calibrated), learned, and both. Three runs of
-each product teach the learned rates. After them the kinds take turns. The ratios of the medians to those with
-assumed rates are printed. The rates are kept in a temporary folder: those of the user are neither used nor
-changed. Products that take less time come first, so that --limit leaves out the long ones.
+First the machine is probed and calibrated. The rates are printed beside those of `grid_ceilings.links`. Then
+products of `bench_grid.py` run with three kinds of rates, in turns: assumed, probed and calibrated. Two
+ratios are printed: of the medians to those with assumed rates, and of predicted to measured times. The
+rates are kept in a temporary folder: those of the user are neither used nor changed. Products that take less
+time come first, so that --limit leaves out the long ones.
 """
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
-from unittest.mock import patch
 
 import click
 import grid_ceilings
@@ -27,15 +25,17 @@ from grid_data import Files, Operands
 from grid_runs import free_memory, one_call, pinned, release
 from keeping import keep, output, work
 
+import oocgemm
+from oocgemm import backends
 from oocgemm.jobs import repeat
-from oocgemm.machine import models as machine_models
+from oocgemm.machine import probe
 from oocgemm.machine.measure.calibrate import calibrate
-from oocgemm.machine.models import models
+from oocgemm.planning import default_model
 from oocgemm.system import cache
+from oocgemm.system.compiled import compiled
 
-TEACHING_RUNS = 3
 MIN_SECONDS = 0.02  # shorter products say nothing about rates
-KINDS = ("assumed", "measured", "learned", "both")
+KINDS = ("assumed", "probed", "measured")
 # Rates of a calibration, each with the ceiling that it is compared with.
 CEILINGS = {
     "h2d": "h2d_both",
@@ -55,11 +55,8 @@ def seconds(case: Case) -> float:
 @contextmanager
 def rates_of(kind: str, folder: Path) -> Iterator[None]:
     """Let the calls in the context use one kind of rates."""
-    before = {name: os.environ.get(name) for name in ("OOCGEMM_CACHE", "OOCGEMM_LEARN")}
-    os.environ |= {
-        "OOCGEMM_CACHE": str(folder / kind),
-        "OOCGEMM_LEARN": "1" if kind in ("learned", "both") else "0",
-    }
+    before = {name: os.environ.get(name) for name in ("OOCGEMM_CACHE", "OOCGEMM_PROBE")}
+    os.environ |= {"OOCGEMM_CACHE": str(folder / kind), "OOCGEMM_PROBE": "1" if kind == "probed" else "0"}
     try:
         yield
     finally:
@@ -69,15 +66,26 @@ def rates_of(kind: str, folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def probed(backend: str, folder: Path) -> dict[str, Any]:
+    """Probe the machine, and store the rates for the kind "probed"."""
+    engine = backends.open_backend(backend, 0)
+    defaults = default_model(backend, len(os.sched_getaffinity(0)), compiled() is not None)
+    started = time.perf_counter()
+    found = probe.measure(engine, defaults)
+    seconds = time.perf_counter() - started
+    with rates_of("probed", folder):
+        probe.keep(engine, found)
+    print(f"the probe took {seconds:.2f} s: {found}")
+    return {"seconds": seconds, "factors": found}
+
+
 def calibrated(backend: str, folder: Path, work: Path, small: bool) -> dict[str, Any]:
-    """Calibrate, store the rates for the kinds "measured" and "both", and compare them with the ceilings."""
+    """Calibrate, store the rates for the kind "measured", and compare them with the ceilings."""
     started = time.perf_counter()
     found = calibrate(backend, path=work)
     seconds = time.perf_counter() - started
     with rates_of("measured", folder):
-        path = cache.save(found)
-    (folder / "both").mkdir()
-    shutil.copy(path, folder / "both")
+        cache.save(found)
     free_memory()
     links = grid_ceilings.links(work, LINK_BYTES >> (5 if small else 0), backend == "cuda", True)
     free_memory()
@@ -100,7 +108,7 @@ def calibrated(backend: str, folder: Path, work: Path, small: bool) -> dict[str,
 def measured(
     case: Case, backend: str, folder: Path, operands: Operands, files: Files, repeats: int
 ) -> dict[str, Any]:
-    """Run a product with all kinds of rates in turns."""
+    """Run a product with all kinds of rates in turns. Return the samples, and the predicted times."""
     arrays = operands.make(case)
     paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, *arrays[:2])]
 
@@ -110,19 +118,21 @@ def measured(
             return one_call(case, paths, arrays, backend)
 
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    predicted = dict[str, float]()
     with pinned(*(arrays if case.source == PINNED else ())):
-        with patch.object(machine_models, "TEACHES_AGAIN", 0):
-            for _ in range(TEACHING_RUNS):
-                for kind in ("learned", "both"):
-                    call(kind)
         for turn in range(repeats + 1):
             for kind in KINDS:
                 seconds = call(kind)
                 if turn:  # the first call with rates of a kind plans with them
                     samples[kind].append(seconds)
+        for kind in KINDS:
+            with rates_of(kind, folder):
+                a, b = paths or arrays[:2]
+                plan = oocgemm.plan(a, b, backend=backend, **case.options)
+                predicted[kind] = plan.prediction.total
     release()
     ratios = {kind: median(samples[kind]) / median(samples["assumed"]) for kind in KINDS}
-    return {"samples": samples, "ratios": ratios}
+    return {"samples": samples, "ratios": ratios, "predicted": predicted}
 
 
 @click.command()
@@ -147,9 +157,10 @@ def main(
     cases = sorted((case for case in cases if shrink > 1 or seconds(case) > MIN_SECONDS), key=seconds)
     with tempfile.TemporaryDirectory(prefix="oocgemm-rates-", dir=work or ".") as temporary:
         folder = Path(temporary).absolute()
-        result: dict[str, Any] = {"calibration": calibrated(backend, folder, folder, shrink > 1)}
+        result: dict[str, Any] = {"probe": probed(backend, folder)}
+        result["calibration"] = calibrated(backend, folder, folder, shrink > 1)
         operands, files, done = Operands(), Files(folder), dict[str, Any]()
-        print(f"{'product':58} {'T':>8} {'measured':>9} {'learned':>8} {'both':>6}")
+        print(f"{'product':58} {'T':>8} {'probed':>8} {'measured':>9}   predicted / T of each kind")
         for case in cases:
             if limit is not None and time.perf_counter() - started > limit:
                 break
@@ -161,23 +172,23 @@ def main(
                 free_memory()
                 continue
             t, ratios = median(one["samples"]["assumed"]), one["ratios"]
+            errors = (one["predicted"][kind] / median(one["samples"][kind]) for kind in KINDS)
             print(
-                f"{case.name:58} {t:8.4f} {ratios['measured']:9.3f} {ratios['learned']:8.3f} "
-                f"{ratios['both']:6.3f}",
+                f"{case.name:58} {t:8.4f} {ratios['probed']:8.3f} {ratios['measured']:9.3f}   "
+                + " ".join(f"{error:6.2f}" for error in errors),
                 flush=True,
             )
-        for kind in KINDS[1:]:
+        for kind in KINDS:
             ratios = {name: one["ratios"][kind] for name, one in done.items()}
+            errors = [one["predicted"][kind] / median(one["samples"][kind]) for one in done.values()]
             if ratios:
                 worst = max(ratios, key=ratios.__getitem__)
                 mean = geometric_mean(ratios.values())
-                print(f"{kind}: T / T assumed {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
-                result[kind] = {"geometric_mean": mean, "worst": [worst, ratios[worst]]}
-        with rates_of("learned", folder):
-            learned = models(backend).learned
-        if learned is not None:
-            print("learned:", {key: f"{rate.value:.3g}" for key, rate in learned.rates.items()})
-            result["rates"] = learned.to_dict()["rates"]
+                print(
+                    f"{kind}: T / T assumed {mean:.3f}, worst {ratios[worst]:.3f} ({worst}); predicted / T "
+                    f"{geometric_mean(errors):.2f} ({min(errors):.2f} to {max(errors):.2f})"
+                )
+                result[kind] = {"geometric_mean": mean, "worst": [worst, ratios[worst]], "predicted": errors}
         keep(output, f"{backend} rates", result | {"cases": done})
 
 

@@ -87,7 +87,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "traffic": tables.traffic,
         "recorded": tables.recorded,
         "ablation": plan_tables.ablation,
-        "rates": plan_tables.rates,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,
         "losses": grid_tables.losses,

@@ -1,9 +1,6 @@
-"""Tables on plans: what each part of the planner gains, and what measured rates change."""
+"""The table of what each part of the planner gains."""
 
-from statistics import geometric_mean
-
-from grid_cases import IN_MEMORY
-from tables import load, table, unbroken
+from tables import load, table
 
 
 def ablation() -> list[str]:
@@ -16,24 +13,3 @@ def ablation() -> list[str]:
             rows.append([part, *cells, kept])
     heads = ["part", "time without it, geometric mean", "most", "least", "kept"]
     return table(heads, rows)
-
-
-def rates() -> list[str]:
-    """Return the table of products that were planned with measured and learned rates, by their sources."""
-    found = load("bench_rates.json")["cuda rates"]
-    groups: dict[str, list[dict[str, float]]] = {
-        "pinned arrays": [],
-        "pageable arrays": [],
-        "files": [],
-        "all": [],
-    }
-    for name, one in found["cases"].items():
-        source = name.split()[2]
-        groups[f"{source} arrays" if source in IN_MEMORY else "files"].append(one["ratios"])
-        groups["all"].append(one["ratios"])
-    rows = []
-    for group, ratios in groups.items():
-        kinds = ([one[kind] for one in ratios] for kind in ("measured", "learned", "both"))
-        cells = (unbroken(f"{geometric_mean(some):.3f} ({min(some):.3f}-{max(some):.3f})") for some in kinds)
-        rows.append([f"{len(ratios)}: {group}", *cells])
-    return table(["products", "calibrated", "learned", "both"], rows)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from oocgemm.backends import registry
-from oocgemm.planning.search import guarded, planner
+from oocgemm.planning.search import planner
 from tests.command import forget_threads, own_threads
 from tests.object_server import Proxy
 
@@ -38,20 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty cache folder in tests and in the processes that they start, and learn nothing from runs.
+    """Use an empty cache folder in tests and in the processes that they start, and do not probe the machine.
 
-    Otherwise plans would depend on a calibration of this machine, or on earlier tests.
+    Otherwise plans would depend on the rates of this machine.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OOCGEMM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("OOCGEMM_LEARN", "0")
+        patch.setenv("OOCGEMM_PROBE", "0")
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_plan_of_another_test() -> None:
     """Tests may patch constants of the planner. A plan that is made then must not reach another test."""
-    for cached in (planner._enumerated, planner._planned, planner._plan_with_advice, guarded.guarded_plan):
+    for cached in (planner._enumerated, planner._planned, planner._plan_with_advice):
         cached.cache_clear()
 
 

@@ -380,9 +380,8 @@ def test_the_causes_of_each_worker_add_up_to_the_whole_time(timeline: Timeline) 
         assert sum(figures.exposed.values()) + figures.compute == pytest.approx(timeline.wall / 1e9)
 
 
-def test_the_sample_of_a_distributed_run_is_not_learned_from(tmp_path: Path) -> None:
+def test_the_facts_of_merged_logs_are_plain_data(tmp_path: Path) -> None:
     recorder = Recorder({"started": STARTED})
     facts = merge(recorder, [child(tmp_path, "a", 0, PART, 50 * MS)])
     assert recorder.spans == len(PART)
-    assert recorder.sample.spans() == []
     assert json.loads(json.dumps(facts)) == facts

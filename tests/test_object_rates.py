@@ -1,11 +1,10 @@
-"""Plans price requests to object stores by latency and bandwidth, apart from local files, and learn."""
+"""Plans price requests to object stores by latency and bandwidth, apart from local files."""
 
 from dataclasses import replace
 
 import pytest
 
 from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, Setting, default_model
-from oocgemm.planning.cost.learned import Learned
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.setting import request_bytes
 
@@ -52,12 +51,3 @@ def test_buffers_of_requests_take_at_most_a_quarter_of_the_host_budget(host: int
     taken = request_bytes(layouts.by_operand, reads_c=True)
     assert taken <= host // 4 or layouts.a.requests == layouts.c.requests == 1
     assert (layouts.a.requests, layouts.c.requests) == (512, 64) or host < 1 << 40
-
-
-def test_the_bandwidth_of_a_bucket_is_learned() -> None:
-    model = default_model("host", 2)
-    nothing = Learned("machine", "host", "CPU", {})
-    learned = nothing.with_run({("remote", "s3://slow"): (2e8, 0.9)}, model, model, None)
-    assert learned.apply(model, {"remote": {"s3://slow"}})[0].remote == pytest.approx(2e8)
-    assert learned.apply(model, {"remote": {"s3://other"}})[0].remote == model.remote
-    assert learned.apply(model, {"remote": set()})[0].read == model.read

@@ -18,7 +18,7 @@ from oocgemm.planning import (
     Operation,
     Plan,
     default_model,
-    guarded_plan,
+    make_plan,
 )
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.hazards import verify
@@ -39,7 +39,7 @@ def problem(rows: int, depth: int, how: dict[str, Any]) -> GemmProblem:
 
 def planned(given: GemmProblem, backend: str, device: int, host: int, tile: TileShape | None = None) -> Plan:
     machine = default_model(backend, 16)
-    return guarded_plan(given, Budgets(device, host), (machine,), frozenset(), LAYOUTS, tile)
+    return make_plan(given, Budgets(device, host), machine, LAYOUTS, tile)
 
 
 @settings(max_examples=40, deadline=None)

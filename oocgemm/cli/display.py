@@ -342,10 +342,10 @@ def print_info(found: dict[str, Any]) -> None:
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
     for name, engine in there.items():
-        table = table_of(f"rates of {name}", "assumed", "measured", "learned", "in use")
+        table = table_of(f"rates of {name}", "assumed", "probed", "measured", "in use")
         for group, unit in (("kernels", "FLOP"), ("links", "B")):
             for rate, value in engine[group].items():
-                sources = (engine["sources"][rate].get(x) for x in ("assumed", "measured", "learned"))
+                sources = (engine["sources"][rate].get(x) for x in ("assumed", "probed", "measured"))
                 cells = ("" if x is None else format_rate(x, unit) for x in (*sources, value))
                 table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
         out.print(table)

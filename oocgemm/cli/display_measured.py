@@ -1,6 +1,5 @@
 """Tables of the commands that measure: calibrations, benchmarks of kernels, tuning."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -53,14 +52,6 @@ def print_calibration(found: Calibration, path: str) -> None:
         )
     out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
     out.print(f"stored in {escape(path)}", soft_wrap=True)
-
-
-def print_deleted(paths: Sequence[str]) -> None:
-    """Print which files with learned rates were deleted."""
-    for path in paths:
-        console().print(f"deleted {escape(path)}", soft_wrap=True)
-    if not paths:
-        console().print("there were no learned rates")
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:

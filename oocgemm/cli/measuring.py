@@ -8,7 +8,7 @@ import click
 
 from oocgemm import backends
 from oocgemm.cli.basics import JSON
-from oocgemm.cli.display_measured import print_bench, print_calibration, print_deleted, print_tuning
+from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.cli.doing import doing
 from oocgemm.cli.options import DEVICE
 from oocgemm.cli.output import print_json
@@ -22,7 +22,7 @@ from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
-from oocgemm.system import cache, learning
+from oocgemm.system import cache
 
 
 @click.command()
@@ -46,32 +46,19 @@ from oocgemm.system import cache, learning
     type=click.Path(dir_okay=False),
     help="Write a roofline chart of the machine to this file, as SVG.",
 )
-@click.option(
-    "--forget",
-    is_flag=True,
-    help="Measure nothing. Delete the rates that runs on this machine have taught, for all its devices.",
-)
 @JSON
-def calibrate(
-    backend: str, device: int, path: str | None, svg: str | None, forget: bool, as_json: bool
-) -> None:
+def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
     """Measure this machine, for plans and reports.
 
     This takes less than a minute. It measures the kernels, the copies between host and device, the memory,
     and the storage of one folder. Run it once per file system on which operands are stored, while no other
     program is busy. The results are stored in the user's cache directory, or in $OOCGEMM_CACHE.
 
-    Runs also observe rates, and later plans use these. Set OOCGEMM_LEARN=0 to turn that off.
+    Without a calibration, the first long run on a machine measures a few rates, in a third of a second. Set
+    OOCGEMM_PROBE=0 to turn that off.
 
     Example: oocgemm calibrate --path /data
     """
-    if forget:
-        deleted = [str(path) for path in learning.forget()]
-        if as_json:
-            print_json({"deleted": deleted})
-        else:
-            print_deleted(deleted)
-        return
     if svg is not None:
         check_writable("--svg", svg)
     with doing(not as_json) as say:

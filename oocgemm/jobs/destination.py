@@ -11,7 +11,7 @@ from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.genetics.grm import SUFFIX as GRM
-from oocgemm.stores.objects.address import bucket_of, is_object_url
+from oocgemm.stores.objects.address import is_object_url
 from oocgemm.system import cache
 
 
@@ -102,10 +102,6 @@ class Destination:
         if self.kind is Kind.REMOTE:
             return set() if is_object_url(self.path) else {"elsewhere"}
         return {cache.file_system(self.path)}
-
-    def buckets(self) -> set[str]:
-        """Return a set with the name of C's bucket; an empty set if C is not in an object store."""
-        return {bucket_of(self.path)} if is_object_url(self.path) else set()
 
     def is_same_path(self, path: str) -> bool:
         """Tell whether a local path is that of C, after symbolic links are resolved."""

@@ -32,7 +32,8 @@ from oocgemm.jobs.resume import (
 )
 from oocgemm.jobs.standardizing import check_constant
 from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
-from oocgemm.machine.models import Places, buckets_of, codec_of, models, stored_on
+from oocgemm.machine import probe
+from oocgemm.machine.models import models, stored_on
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -43,7 +44,7 @@ from oocgemm.planning import (
     Setting,
     TileShape,
     divided,
-    guarded_plan,
+    make_plan,
     resumed_plan,
     shared_plan,
     with_decoding,
@@ -158,6 +159,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
+    if running and engine is not None and probe.taken(engine, plan):
+        plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
     # Samples are checked even if no tile is left to compute.
     if not running or not (plan.steps or problem.checks_sums):
         return Job(request, a, b, output, plan, d)
@@ -307,13 +310,8 @@ def _plan(
     backend, devices = "cuda" if engine is None else engine.name, _count(request, engine)
     device = None if engine is None else backends.identity(engine)
     loaded = a, b, existing if problem.updates_c else d
-    reads, codecs = stored_on(*loaded), {codec_of(matrix) for matrix in loaded} - {""}
     writes = c.file_systems() if existing is None else stored_on(existing)
-    buckets = buckets_of(*loaded, existing) | c.buckets()
-    rates = models(backend, device, Places(reads, writes, codecs, buckets))
-    sessions = _sessions(request, engine)
-    machines = tuple(divided(machine, sessions) for machine in rates.machines)
-    machine = machines[-1]
+    machine = divided(models(backend, device, stored_on(*loaded), writes).best, _sessions(request, engine))
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
     of_a, of_b = (_operand_layout(problem, x, engine, in_place=in_place) for x in (a, b))
@@ -340,11 +338,11 @@ def _plan(
         return with_decoding(Setting(problem, machine, coded, budgets), found)
 
     def planned(budgets: Budgets, effort: float, codec: str) -> Plan:
-        to, given = tuned(budgets, codec), (problem, budgets, machines, rates.assumed)
+        to, given = tuned(budgets, codec), (problem, budgets, machine)
         if output.resumed is not None:
             return _continued(output.resumed, problem, budgets, machine, to, devices)
         if devices == 1:
-            return guarded_plan(*given, to, tile, effort)
+            return make_plan(*given, to, tile, effort)
         return shared_plan(*given, to, tile, devices)
 
     def plan(budgets: Budgets, effort: float = 1.0) -> Plan:

@@ -23,7 +23,6 @@ from oocgemm.jobs.repeat import Recent, forget, remember
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.machine import info as system
-from oocgemm.machine.models import learn
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted, format_size, format_time
 from oocgemm.system.memory import available_memory
@@ -91,8 +90,6 @@ class PreparedJob:
             job, prefetch = self._take_memory()
             _log_plan(job.plan)
             matrix, log = execute(job, prefetch, self._origin, self._known, progress, cancel)
-            operands = job.read | {"C": matrix}
-            learn(job.plan, log, operands, self._request.kernel, self._engine)
         except BaseException as error:
             _clear_frames(error, handled)
             raise

@@ -12,9 +12,9 @@ from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
-from oocgemm.machine.models import Places, models
+from oocgemm.machine import probe
+from oocgemm.machine.models import models
 from oocgemm.planning import MachineModel, StoreRates
-from oocgemm.planning.cost.learned import Learned
 from oocgemm.planning.cost.links import link_rates
 from oocgemm.system import cache
 from oocgemm.system.compiled import compiled
@@ -65,16 +65,17 @@ def _described(engine: Backend) -> dict[str, Any]:
     """Return the properties of a backend, and its rates.
 
     "kernels" and "links" are the rates that plans use. "sources" has up to three values for each rate: the
-    default, "assumed"; that of the calibration, "measured"; and that of earlier runs, "learned". The rates
-    that neither a calibration nor a run has measured are listed in "assumed".
+    default, "assumed"; that of the probe, "probed"; and that of the calibration, "measured". The rates
+    that neither a calibration nor a probe has measured are listed in "assumed".
     """
     here = cache.file_system(".")
-    known = models(engine.name, backends.identity(engine), Places([here], [here]))
+    device = backends.identity(engine)
+    known = models(engine.name, device, [here], [here])
     store = known.calibration.stores.get(here) if known.calibration else None
     kernels, links = _rates(known.best), link_rates(known.best, store)
     measured: dict[str, float] = {}
     if known.calibration is not None:
-        calibrated = known.calibration.model(known.machines[0], [here], [here])
+        calibrated = known.calibration.model(known.default, [here], [here])
         names = {
             *(name.replace(" ", "_") for name in known.calibration.kernels),
             *known.calibration.rates,
@@ -82,18 +83,19 @@ def _described(engine: Backend) -> dict[str, Any]:
         }
         found = _rates(calibrated) | link_rates(calibrated, store)
         measured = {name: rate for name, rate in found.items() if name in names}
-    assumed = _rates(known.machines[0]) | link_rates(known.machines[0], None)
-    learned = _learned(known.learned, here)
+    assumed = _rates(known.default) | link_rates(known.default, None)
+    scaled = {name.replace(" ", "_"): factor for name, factor in probe.factors(engine.name, device).items()}
+    probed = {name: factor * assumed[name] for name, factor in scaled.items() if name in assumed}
     return engine.describe() | {
         "free": engine.free_memory(),
         "rates": known.best.name,
         "kernels": kernels,
         "links": links,
-        "assumed": [name for name in (*kernels, *links) if name not in measured and name not in learned],
+        "assumed": [name for name in (*kernels, *links) if name not in measured and name not in probed],
         "sources": {
             name: {
                 source: rates[name]
-                for source, rates in (("assumed", assumed), ("measured", measured), ("learned", learned))
+                for source, rates in (("assumed", assumed), ("probed", probed), ("measured", measured))
                 if name in rates
             }
             for name in (*kernels, *links)
@@ -109,18 +111,6 @@ def _rates(machine: MachineModel) -> dict[str, float]:
         for name, rate in machine.kernels.items()
         if name.removeprefix("emulated ") in dtypes
     }
-
-
-def _learned(learned: Learned | None, here: str) -> dict[str, float]:
-    """Return the learned rates for the file system `here`, by name; for codecs, the lowest of all."""
-    found: dict[str, float] = {}
-    for key, rate in learned.rates.items() if learned is not None else ():
-        name, _, place = key.partition(" @ ")
-        if name in ("read", "write") and place != here:
-            continue
-        name = name.replace(" ", "_")
-        found[name] = min(rate.value, found.get(name, rate.value))
-    return found
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:

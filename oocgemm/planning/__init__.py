@@ -20,7 +20,6 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.bounds import usable, within
-from oocgemm.planning.search.guarded import guarded_plan
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.search.shared import shared_plan
 from oocgemm.planning.serialize import recorded_plan
@@ -68,7 +67,6 @@ __all__ = [
     "division_of",
     "fit_line",
     "fit_link",
-    "guarded_plan",
     "index_bytes",
     "make_plan",
     "recorded_plan",

@@ -26,7 +26,6 @@ from weakref import finalize
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Kind, Lane
-from oocgemm.timeline.sample import Sample
 from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.units import workers_of
 
@@ -78,7 +77,6 @@ class Recorder:
         self.wall = 0
         self.failure: OSError | None = None
         self._footer: dict[str, Any] | None = None
-        self.sample = Sample()
         self._common: dict[tuple[Any, ...], int] = {}
         self._in_memory: list[bytes] = []
         self._in_memory_bytes = 0
@@ -96,7 +94,6 @@ class Recorder:
     def add(self, span: Span) -> None:
         """Record a span."""
         self._waiting.append(span)
-        self.sample.add(span)
         self.spans += 1
         if len(self._waiting) >= FLUSH_LINES or monotonic() - self._since > FLUSH_SECONDS:
             self._flush()

@@ -64,7 +64,6 @@ def merge(log: Recorder, attempts: Iterable[WorkerLog]) -> dict[str, Any]:
         _add(log, timeline, read.part, shift, number)
         found[number].append(read)
         first += read.part.ids
-    log.sample.clear()
     every = [read for reads in found.values() for read in reads]
     winners = _winners(every)
     workers = [

@@ -1,4 +1,4 @@
-"""Access rates of a machine model by name: a field, or the dtype of a kernel whose peak is meant."""
+"""Scale rates of a machine model by name: a field, or the dtype of a kernel whose peak is meant."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -8,11 +8,6 @@ from oocgemm.planning.cost.machine import KernelRate, MachineModel
 _FIELDS = {field.name for field in fields(MachineModel)}
 # Rates that are changed by the same factor: one is measured, and the others follow.
 _TOGETHER = {"read": ("read", "read_scattered")}
-
-
-def value_of(model: MachineModel, name: str) -> float:
-    """Return a rate of a model by name; for a kernel, its peak."""
-    return float(getattr(model, name)) if name in _FIELDS else model.kernels[name].peak
 
 
 def scaled(model: MachineModel, factors: Mapping[str, float]) -> MachineModel:

@@ -27,8 +27,7 @@ from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
-from oocgemm.planning.search.guarded import MARGIN, guarded_plan
-from oocgemm.planning.search.planner import CLOSE
+from oocgemm.planning.search.planner import CLOSE, make_plan
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.setting import Budgets, Layouts, Setting
@@ -65,8 +64,7 @@ MAX_GROWN = 6
 def shared_plan(
     problem: GemmProblem,
     budgets: Budgets,
-    machines: tuple[MachineModel, ...],
-    assumed: frozenset[str],
+    machine: MachineModel,
     layouts: Layouts,
     tile: TileShape | None,
     devices: int,
@@ -74,30 +72,17 @@ def shared_plan(
     """Choose a plan for several devices of the same kind.
 
     Args:
-        problem, machines, assumed, layouts, tile: as for `guarded_plan`.
+        problem, machine, layouts, tile: as for `make_plan`.
         budgets: the device budget is for each device, the host budget for all together.
         devices: number of devices.
 
-    The plan for the default rates is the incumbent, as in `guarded_plan`. Another one must be clearly faster.
-
-    Raises what `guarded_plan` raises. The budgets that a `BudgetError` names have been tried: they suffice.
+    Raises what `make_plan` raises. The budgets that a `BudgetError` names have been tried: they suffice.
     """
-    first, latest = (Setting(problem, x, layouts, budgets, devices) for x in (machines[0], machines[-1]))
+    setting = Setting(problem, machine, layouts, budgets, devices)
     if tile is not None:
-        check_tile(first, tile)
-    plans = [replace(plan, machine=latest.machine) for plan in _by_default(first, tile)]
-    best = (1 - MARGIN) * plans[0].prediction.total
-    # Hardly any plan takes less time than the multiplications of the incumbent.
-    if latest != first and plans[0].prediction.lanes["compute"] < best:
-        others = _ranked(_Search(latest, machines, assumed), tile)
-        plans = others if others[0].prediction.total < best else plans
+        check_tile(setting, tile)
+    plans = _ranked(_Search(setting), tile)
     return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
-
-
-@lru_cache(64)  # measured rates change from run to run, default rates do not
-def _by_default(setting: Setting, tile: TileShape | None) -> list[Plan]:
-    """Return the plans for the default rates, the best one first."""
-    return _ranked(_Search(setting, (setting.machine,)), tile)
 
 
 def _ranked(search: "_Search", tile: TileShape | None) -> list[Plan]:
@@ -125,11 +110,8 @@ _Division = tuple[tuple[int, int], tuple[int, int]]
 class _Search:
     """Plans the share of one device, and turns its plan into one for all devices."""
 
-    def __init__(
-        self, setting: Setting, machines: tuple[MachineModel, ...], assumed: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._machines, self._assumed = machines, assumed
         # Bytes of host memory that the run needs once, not per device.
         self._once = scratch_bytes(setting, io_threads(setting)) + setting.machine.host_reserve
 
@@ -183,7 +165,7 @@ class _Search:
                 device, host = max(device, given.device), parse_size(ceil_size(host))
             other = replace(setting, budgets=Budgets(device, host))
             try:
-                next(_Search(other, self._machines, self._assumed).plans(tile))
+                next(_Search(other).plans(tile))
             except BudgetError as larger:
                 more = larger.needed or needed
                 needed = max(needed[0], more[0]), max(host, more[1])
@@ -287,18 +269,15 @@ class _Search:
     ) -> Plan:
         """Plan the share `own` of one device within a part of the host budget.
 
-        A search for a tile shape takes the rates that are known best.
         Raises `BudgetError` if no plan fits. The message names budgets that may suffice for all devices.
         """
         budgets, devices, once = self.setting.budgets, self.setting.devices, self._once
         host = int((budgets.host - once) * part) + once
         # About as many panels are read for all devices in a step, per panel of one device.
         reading = sum(arranged) / 2
-        known = self._machines[-1:] if tile is None else self._machines
-        machines = tuple(slowed(machine, reading, devices) for machine in known)
-        given = own.problem, Budgets(budgets.device, host), machines, self._assumed, own.layouts
+        machine = slowed(self.setting.machine, reading, devices)
         try:
-            return guarded_plan(*given, tile, effort)
+            return make_plan(own.problem, Budgets(budgets.device, host), machine, own.layouts, tile, effort)
         except BudgetError as error:
             if error.needed is None:
                 raise

@@ -61,15 +61,6 @@ def redacted(url: str) -> str:
     return f"{scheme}://{host}{slash}{path}".rstrip("/")
 
 
-def bucket_of(url: str) -> str:
-    """Return the part of a URL that names the bucket or server, for which rates are learned.
-
-    >>> bucket_of("s3://bucket/dir/a.zarr")
-    's3://bucket'
-    """
-    return "/".join(redacted(url).split("/")[:3])
-
-
 def scrubbed(text: str) -> str:
     """Return the message of an error without credentials: its first line, with all URLs redacted.
 
