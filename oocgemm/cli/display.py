@@ -5,11 +5,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
+from oocgemm.cli.plain import PlainConsole, escape
 from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.cost.links import LINKS
 from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
@@ -30,7 +30,7 @@ GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 
 def console() -> Console:
     """Return a console on stdout, as wide as the terminal or $COLUMNS, else 80 columns."""
-    return Console(highlight=False)
+    return PlainConsole(highlight=False)
 
 
 def table_of(*columns: str) -> Table:

@@ -1,9 +1,9 @@
 """Print the figures of a run on several devices or workers with rich."""
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from oocgemm.cli.plain import escape
 from oocgemm.planning.units import format_time
 from oocgemm.reports.gantt import unit_gantt
 from oocgemm.reports.workers import HEAD, labels, row, summary

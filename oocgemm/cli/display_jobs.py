@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.markup import escape
-
 from oocgemm.cli.display import console, table_of
 from oocgemm.cli.jobs import ID_LENGTH, SHORT
 from oocgemm.cli.output import print_note
+from oocgemm.cli.plain import escape
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.service.states import State
 

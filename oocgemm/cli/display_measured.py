@@ -3,10 +3,10 @@
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from oocgemm.cli.display import console, full_width, table_of
+from oocgemm.cli.plain import PlainConsole, escape
 from oocgemm.kernels.tuning import Tuning
 from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration
@@ -106,7 +106,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def _print_unfolded(out: Console, table: Table) -> None:
     """Print a table in its full width, without folding cells. A narrow terminal wraps its lines."""
-    Console(highlight=False, width=max(out.width, full_width(out, table))).print(table)
+    PlainConsole(highlight=False, width=max(out.width, full_width(out, table))).print(table)
 
 
 def _product_of(row: dict[str, Any]) -> str:

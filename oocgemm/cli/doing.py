@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from oocgemm.planning.units import format_time
+from oocgemm.system.text import plain
 
 SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
@@ -26,7 +27,7 @@ def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
         columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
-            yield lambda what: bar.update(task, description=what)
+            yield lambda what: bar.update(task, description=plain(what))
     else:
         with _lines(console) as say:
             yield say
@@ -38,7 +39,7 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
 
     def say(what: str) -> None:
         nonlocal task
-        task = what
+        task = plain(what)
 
     def repeat() -> None:  # a thread, so that lines appear even if `say` is not called for minutes
         while not ended.wait(SELDOM):

@@ -16,6 +16,7 @@ from oocgemm.errors import InputError, OocGemmError
 from oocgemm.service.client import Client, Job
 from oocgemm.service.errors import UnknownJobError
 from oocgemm.service.states import State
+from oocgemm.system.text import plain
 
 # Characters of an id, and how many of its last ones lists show at least.
 ID_LENGTH, SHORT = 26, 6
@@ -43,7 +44,7 @@ class JobId(click.ParamType[str]):
         except OocGemmError:  # a completion must print no error
             return []
         return [
-            CompletionItem(job.id, help=f"{job.state} {job.info['name']}".strip())
+            CompletionItem(job.id, help=plain(f"{job.state} {job.info['name']}").strip())
             for job in jobs
             if job.id.startswith(incomplete.upper())
         ]

@@ -131,9 +131,9 @@ def main() -> NoReturn:
         code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
-            import traceback
+            from oocgemm.cli.plain import print_traceback
 
-            traceback.print_exc()
+            print_traceback()
         message = str(error)
         if not isinstance(error, OocGemmError):
             message = "out of host memory: pass a smaller --host-memory, or end other programs"

@@ -10,13 +10,14 @@ from typing import Any
 import click
 
 from oocgemm.errors import BudgetError, DataWarning, InputError
+from oocgemm.system.text import plain
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def print_json(value: object) -> None:
     """Print a value as JSON with keys in snake_case."""
-    click.echo(json.dumps(snake_keys(value), indent=2))
+    click.echo(json.dumps(snake_keys(value), indent=2).replace("\x7f", "\\u007f"))  # the rest is escaped
 
 
 def snake_keys(value: Any) -> Any:
@@ -36,22 +37,22 @@ def _snake(key: Any) -> Any:
 
 def print_note(message: str) -> None:
     """Print a note on stderr."""
-    click.echo(f"Note: {message}", err=True)
+    click.echo(f"Note: {plain(message)}", err=True)
 
 
 def print_warning(message: str) -> None:
     """Print a warning about the data on one line of stderr, even if the message has several lines."""
-    click.echo(f"Warning: {' '.join(message.splitlines())}", err=True)
+    click.echo(f"Warning: {plain(message)}", err=True)
 
 
 def print_error(message: str) -> None:
     """Print an error on one line of stderr, even if the message has several lines."""
-    click.echo(f"Error: {' '.join(message.splitlines())}", err=True)
+    click.echo(f"Error: {plain(message)}", err=True)
 
 
 def print_interrupted(note: str) -> None:
     """Print that the command was interrupted, and a note, such as how to resume it."""
-    click.echo(" ".join(filter(None, ("Interrupted.", note))), err=True)
+    click.echo(plain(" ".join(filter(None, ("Interrupted.", note)))), err=True)
 
 
 def exit_code(error: Exception) -> int:

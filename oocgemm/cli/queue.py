@@ -11,6 +11,7 @@ from oocgemm.cli.output import exit_code, print_error, print_json, print_note
 from oocgemm.errors import OocGemmError
 from oocgemm.service.client import Client, Job
 from oocgemm.service.states import ACTIVE, FINAL, State
+from oocgemm.system.text import LINES, plain
 
 _IDS = click.argument("ids", nargs=-1, required=True, type=JobId(), metavar="ID...")
 _ID = click.argument("id_", type=JobId(), metavar="ID")
@@ -127,7 +128,7 @@ def _action(act: Callable[[Job], Job], example: str, text: str) -> click.Command
                 code = max(code, exit_code(error))
             else:
                 if not as_json:
-                    click.echo(f"job {job.id} is {job.state}")
+                    click.echo(plain(f"job {job.id} is {job.state}"))
         if as_json:
             print_json({"jobs": done})
         click.get_current_context().exit(code)
@@ -170,7 +171,7 @@ def logs(id_: str, follow: bool, service: str | None, as_json: bool) -> None:
             return
         printed = False
         for text in job.follow() if follow else (job.log(),):
-            click.echo(text, nl=False)
+            click.echo(plain(text, keep=LINES), nl=False)
             printed = printed or bool(text)
     if not printed:
         print_note(f"job {job.id} ({job.state}) has printed nothing")

@@ -13,6 +13,7 @@ from oocgemm.cli.output import print_json
 from oocgemm.machine import info as system
 from oocgemm.reports import exports
 from oocgemm.service.client import Client
+from oocgemm.system.text import plain
 from oocgemm.timeline import Timeline, read_log, same_product
 from oocgemm.timeline import report as figures_of
 
@@ -74,7 +75,7 @@ def report(
     else:
         print_comparison(logs, figures, recorded)
     for what, path in written:
-        click.echo(f"{what}: {path}")
+        click.echo(plain(f"{what}: {path}"))
 
 
 def _of_jobs(ids: Sequence[str], service: str | None) -> tuple[list[str], list[Timeline]]:

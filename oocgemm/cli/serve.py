@@ -11,6 +11,7 @@ import click
 from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.output import print_json
 from oocgemm.errors import InputError
+from oocgemm.system.text import plain
 
 _STATE = click.option(
     "--state",
@@ -94,6 +95,7 @@ def serve(
         from oocgemm.service.http.config import Config, default_state, make_state, parse_address
     except ImportError as error:
         raise _missing(error) from error
+    from oocgemm.cli.plain import use_plain_log
     from oocgemm.service.confine.paths import Root
 
     parsed = [Root.parse(text) for text in roots]
@@ -112,6 +114,7 @@ def serve(
         **options,
     )
     make_state(folder)
+    use_plain_log()
     server.serve(config, _ready)
     click.echo("the server has stopped; jobs that are running go on")
 
@@ -175,7 +178,7 @@ def list_(state: Path | None, as_json: bool) -> None:
     for each in found:
         end = "never ends" if each["expires"] is None else f"ends {time.ctime(each['expires'])}"
         used = "not used" if each["last_used"] is None else f"used {time.ctime(each['last_used'])}"
-        click.echo(f"{each['id']}  {each['scope']:6}  {each['name']}  {end}  {used}")
+        click.echo(plain(f"{each['id']}  {each['scope']:6}  {each['name']}  {end}  {used}"))
 
 
 @token.command()

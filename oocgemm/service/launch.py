@@ -124,8 +124,8 @@ def spawn(workers: Path, log: Path) -> Process:
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", "oocgemm.service.worker", str(folder)],
-            # Others could replace temporary files in a shared folder by links.
-            environment(TMPDIR=str(folder)),
+            # Others could replace temporary files in a shared folder by links. The home folder is closed.
+            environment(TMPDIR=str(folder), CUPY_CACHE_DIR=f"{folder}/cupy"),
             file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0)]
             + [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)],
             setsid=True,

@@ -11,11 +11,13 @@ Both sides exchange JSON, one line per job.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +28,7 @@ from oocgemm.service.confine.process import restrict_to
 from oocgemm.service.environment import environment
 from oocgemm.service.errors import UnavailableError
 from oocgemm.service.schedule import Limits, Need
+from oocgemm.system.text import LINES, plain
 
 # Seconds in which a job must have been planned. Planning takes milliseconds.
 SECONDS = 30.0
@@ -53,6 +56,7 @@ class Planner:
         self._allowed = allowed
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def plan(self, spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         """Plan a job as `oocgemm.service.spec.planned` does.
@@ -84,13 +88,16 @@ class Planner:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. No further one is started."""
+        self._closed = True
         process, self._process = self._process, None
         if process is not None:
             _end(process)
 
     def _ask(self, request: bytes) -> dict[str, Any]:
         with self._lock:
+            if self._closed:
+                raise UnavailableError("the server ends: try again when it has been started again")
             if self._process is None:
                 self._process = self._start()
             process, line = self._process, b""
@@ -136,11 +143,27 @@ def main(allowed: Mapping[str, Any] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed is no answer
+    warnings.showwarning = _show_warning
     if allowed is not None:
         # A C that exists is opened for writing, though planning writes nothing.
         restrict_to(allowed)
+    # The server may die while an array is opened. This process would wait for the array then.
+    threading.Thread(target=_end_with_server, daemon=True).start()
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    """Print a warning, which may have names of arrays, on one line of the log of the server."""
+    print(f"Warning: {plain(str(message))}", file=sys.stderr)
+
+
+def _end_with_server() -> None:
+    """End this process when the server has closed its side of stdin."""
+    closed = select.poll()
+    closed.register(0, 0)  # a hang-up is always reported
+    closed.poll()
+    os._exit(0)
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +179,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except BackendError as error:
         return {"kind": "backend", "message": str(error)}
     except Exception as error:
-        traceback.print_exc()
+        print(plain(traceback.format_exc(), keep=LINES), end="", file=sys.stderr)
         return {"kind": "defect", "message": f"{type(error).__name__}: see the log of the server"}
     return {"kind": "planned"} | asdict(found)
 

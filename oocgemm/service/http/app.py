@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any
 
@@ -84,9 +85,10 @@ def jobs_routes() -> APIRouter:
         """
         if dry:
             response.status_code = 200
-            return await run_in_threadpool(dry_run, service, body, user)
+            return await service.plans.run(request, user.name, partial(dry_run, service, body, user))
         digest = sha256(await request.body()).hexdigest()
-        jobs = await run_in_threadpool(submit, service, [body], user, key, digest)
+        work = partial(submit, service, [body], user, key, digest)
+        jobs = await service.plans.run(request, user.name, work)
         response.headers["Location"] = f"/v1/jobs/{jobs[0].id}"
         return _sent(response, (await run_in_threadpool(service.views, jobs))[0])
 
@@ -96,7 +98,8 @@ def jobs_routes() -> APIRouter:
     ) -> BatchView:
         """Submit jobs, all or none."""
         digest = sha256(await request.body()).hexdigest()
-        jobs = await run_in_threadpool(submit, service, body.jobs, user, key, digest)
+        work = partial(submit, service, body.jobs, user, key, digest)
+        jobs = await service.plans.run(request, user.name, work)
         return BatchView(jobs=await run_in_threadpool(service.views, jobs))
 
     @routes.get("/jobs")

@@ -18,6 +18,7 @@ from oocgemm.service.confine.paths import Root, confinement, display
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.errors import StoreError
 from oocgemm.service.http.config import Config
+from oocgemm.service.http.plans import Plans
 from oocgemm.service.http.tokens import LoginCode, Tokens
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
 from oocgemm.service.job import TILES
@@ -68,6 +69,7 @@ class Service:
         fixed: what jobs may occupy, as found at the start.
         login: the code with which the user of the server signs in.
         feed: wakes requests that wait for changes.
+        plans: the requests that plan jobs.
     """
 
     config: Config
@@ -79,6 +81,7 @@ class Service:
     fixed: Limits
     login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
+    plans: Plans = field(default_factory=Plans)
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -105,6 +108,7 @@ class Service:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        self.plans.close()
         self.planner.close()
         self.dispatcher.close()
         self.store.close()

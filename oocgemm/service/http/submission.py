@@ -8,6 +8,7 @@ from oocgemm.errors import OocGemmError
 from oocgemm.service.confine.paths import display, resolve
 from oocgemm.service.errors import TooManyJobsError
 from oocgemm.service.http.identity import Identity
+from oocgemm.service.http.plans import Turn
 from oocgemm.service.http.service import Service
 from oocgemm.service.http.views import JobBody, PlanView
 from oocgemm.service.planner import Planned
@@ -36,7 +37,7 @@ def plan_job(service: Service, body: JobBody) -> Planned:
 
 
 def submit(
-    service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str
+    service: Service, bodies: list[JobBody], user: Identity, key: str | None, digest: str, turn: Turn
 ) -> list[Job]:
     """Plan and store jobs, all or none.
 
@@ -46,6 +47,7 @@ def submit(
         user: their owner.
         key: the Idempotency-Key of the request, if it has one.
         digest: the SHA-256 of the request.
+        turn: of the request, in which each job is planned.
 
     Raises:
         TooManyJobsError: the owner has too many jobs.
@@ -55,7 +57,7 @@ def submit(
     if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
         return found
     try:
-        return store.submit(_new_jobs(service, bodies, user), key, digest, user.name)
+        return store.submit(_new_jobs(service, bodies, user, turn), key, digest, user.name)
     except OocGemmError:
         # The same request may have been carried out meanwhile. Its job, or its C, is the reason then.
         if key is not None and (found := store.earlier(user.name, key, digest)) is not None:
@@ -63,21 +65,23 @@ def submit(
         raise
 
 
-def dry_run(service: Service, body: JobBody, user: Identity) -> PlanView:
+def dry_run(service: Service, body: JobBody, user: Identity, turn: Turn) -> PlanView:
     """Return the plan of a job that is not submitted. Raises what `plan_job` raises."""
-    job = _new_job(service, body, user)
-    waiting = Waiting("~", job.owner, job.priority, time.time(), job.need, job.seconds)
+    with turn():
+        job = _new_job(service, body, user)
+        waiting = Waiting("~", job.owner, job.priority, time.time(), job.need, job.seconds)
+        start = None if body.held or body.needs else service.dispatcher.predict(waiting)
     return PlanView(
         plan=job.plan,
         device_bytes=job.need.device,
         host_bytes=job.need.host,
         disk_bytes=job.need.disk,
         predicted_s=job.seconds,
-        predicted_start=None if body.held or body.needs else service.dispatcher.predict(waiting),
+        predicted_start=start,
     )
 
 
-def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> list[NewJob]:
+def _new_jobs(service: Service, bodies: list[JobBody], user: Identity, turn: Turn) -> list[NewJob]:
     limit, present = service.config.max_jobs, service.store.unfinished(user.name)
     if present + len(bodies) > limit:
         raise TooManyJobsError(
@@ -87,7 +91,8 @@ def _new_jobs(service: Service, bodies: list[JobBody], user: Identity) -> list[N
     jobs = []
     for number, body in enumerate(bodies):
         try:
-            jobs.append(_new_job(service, body, user))
+            with turn():
+                jobs.append(_new_job(service, body, user))
         except OocGemmError as error:
             if len(bodies) > 1:
                 error.args = (f"job #{number}: {error}",)
