@@ -35,6 +35,8 @@ NOT_COMPRESSORS = (SHUFFLE, FLETCHER32)
 # The compressors that the filter bitshuffle can apply, by their number in its parameters. h5py reads data
 # that bitshuffle has not compressed.
 _OF_BITSHUFFLE = {2: frames.LZ4, 3: frames.ZSTD}
+# The compressors of blosc, by their numbers in its parameters. numcodecs is usually built without snappy.
+_OF_BLOSC = "blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"
 CHECKSUM_BYTES = 4
 # In the header of blosc data: decoded size, size of a block, and size of the data, in bytes.
 _BLOSC = struct.Struct("<3I")
@@ -78,13 +80,17 @@ class Pipeline:
         for each in self.filters:
             if each.number in (SHUFFLE, BITSHUFFLE) and not 0 < _itemsize(each) < 256:
                 raise ValueError(f"the parameters {each.values} of its filter {each.name} are not valid")
-        return all(_bit_compressor(each) for each in self.filters if each.number == BITSHUFFLE)
+        return all(
+            _bit_compressor(each) if each.number == BITSHUFFLE else each.number != BLOSC or _decodes(each)
+            for each in self.filters
+        )
 
     def scratch_bytes(self, max_stored: int) -> int:
         """Return the bytes of scratch memory for `decode`. `max_stored` is the size of the largest chunk."""
         if not self.filters:
             return 0
-        return 2 * self._room + frames.scratch_bytes(self._room, max_stored)
+        block = min([frames.MIN_BLOCK, *filter(None, map(_block_bytes, self.filters))])
+        return 2 * self._room + frames.scratch_bytes(self._room, max_stored, block)
 
     @property
     def decode_bytes(self) -> int:
@@ -248,6 +254,19 @@ def _itemsize(step: Filter) -> int:
     """Return the bytes per element that a filter shuffles, from its parameters; 0 if they lack it."""
     values = step.values[2:] if step.number == BITSHUFFLE else step.values
     return values[0] if values else 0
+
+
+def _block_bytes(step: Filter) -> int:
+    """Return the bytes of a block of LZ4 or bitshuffle, from its parameters; 0 for the default."""
+    values = {LZ4: step.values[:1], BITSHUFFLE: step.values[3:4]}.get(step.number, ())
+    return values[0] * (_itemsize(step) if step.number == BITSHUFFLE else 1) if values else 0
+
+
+def _decodes(step: Filter) -> bool:
+    """Return whether numcodecs has the compressor that the filter blosc uses, by its parameters."""
+    number = step.values[6] if len(step.values) > 6 else 0
+    name = _OF_BLOSC[number] if number < len(_OF_BLOSC) else ""
+    return name in numcodecs.blosc.list_compressors()
 
 
 def _bit_compressor(step: Filter) -> int:

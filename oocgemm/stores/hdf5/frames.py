@@ -31,16 +31,19 @@ _PREFIX = struct.Struct(">QI")
 _SIZE, _SIZE_IN_FRAME = struct.Struct(">I"), struct.Struct("<I")
 # Shuffled data is gathered and unshuffled in parts of about this many bytes, which fit the processor's cache.
 UNSHUFFLE_BYTES = 256 << 10
-# Blocks have at least this many bytes, except in tiny chunks. `scratch_bytes` depends on it.
-_MIN_BLOCK = 128
+# Blocks have at least this many bytes, unless the parameters of the filter state fewer.
+MIN_BLOCK = 128
 
 
-def scratch_bytes(size: int, max_stored: int) -> int:
+def scratch_bytes(size: int, max_stored: int, block: int = MIN_BLOCK) -> int:
     """Return how much scratch memory any function here needs.
 
-    `size` is the size of a decoded chunk, and `max_stored` the size of the largest stored one, in bytes.
+    `size` is the size of a decoded chunk, `max_stored` the size of the largest stored one, and `block` that
+    of the smallest block, in bytes.
     """
-    return max(UNSHUFFLE_BYTES, max_stored + 4 * (size // _MIN_BLOCK + 2)) + 2 * _HEADER.size
+    # The size of each block is stored in 4 bytes, which limits the number of blocks, too.
+    blocks = min(size // block, max_stored // _SIZE.size) + 2
+    return max(UNSHUFFLE_BYTES, max_stored + _SIZE_IN_FRAME.size * blocks) + 2 * _HEADER.size
 
 
 def unshuffle(data: Array, itemsize: int, out: Array, memory: Array) -> None:
@@ -91,7 +94,7 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
     # The filter bitshuffle stores groups of 8 elements in blocks. Up to 7 elements follow, as they are.
     group = 8 * itemsize or 1
     encoded = size - size % group
-    if block == 0 or block % group or _MIN_BLOCK > block < encoded:
+    if block == 0 or block % group:
         raise ValueError(f"blocks of {block} bytes")
     block = min(block, encoded)
     count = -(-encoded // block) if block else 0
@@ -106,6 +109,8 @@ def decode_blocks(data: Array, compressor: int, itemsize: int, out: Array, memor
         raise ValueError("it is truncated")
     if count:
         start = _HEADER.size + 4 * count
+        if start + at - _PREFIX.size > memory.nbytes:
+            raise ValueError(f"blocks of {block} bytes, which are smaller than its filter states")
         frame = memory[: start + at - _PREFIX.size]
         frame[start:] = data[_PREFIX.size : at]
         flags = compressor << 5 | _NOT_SPLIT | (_BIT_SHUFFLED if itemsize else 0)

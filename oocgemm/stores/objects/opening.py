@@ -38,7 +38,7 @@ def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMa
         raise InputError(f"{name}: no zarr array at {bucket.url}: {scrubbed(reason(error))}") from None
     matrix = _matrix(name, bucket, found, writable=writable)
     try:
-        matrix.check_keys()
+        matrix.check_chunks()
     except StoreError as error:
         raise InputError(f"{name}: {error}") from None
     return matrix

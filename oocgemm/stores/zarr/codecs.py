@@ -36,6 +36,30 @@ _CHECKSUM_PART = 1 << 20
 MIN_DIRECT_ROW = 8 << 10
 
 
+def unavailable(stated: Any) -> str:
+    """Return the compressor within blosc that metadata states and numcodecs lacks, such as "snappy", or "".
+
+    `stated` is the metadata as JSON, or a codec.
+    """
+    if isinstance(stated, Mapping):
+        name, known = stated.get("cname"), _inside_blosc()
+        if isinstance(name, str) and name not in known:
+            return name
+        stated = stated.values()
+    elif hasattr(stated, "to_dict"):
+        return unavailable(stated.to_dict())
+    elif not isinstance(stated, list | tuple):
+        return ""
+    return next(filter(None, map(unavailable, stated)), "")
+
+
+@cache
+def _inside_blosc() -> list[str]:
+    """Return the compressors with which numcodecs' blosc was built."""
+    found: list[str] = importlib.import_module("numcodecs.blosc").list_compressors()
+    return found
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How the elements of a chunk are stored as bytes.

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oocgemm.errors import ExecutionError
+from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.tiling import Range
@@ -26,6 +26,7 @@ from oocgemm.stores.opener import check_regular
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.statuses import chunk_fingerprints
 from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr.codecs import unavailable
 from oocgemm.stores.zarr.compressed import codec_of, coding_of, fetch
 from oocgemm.stores.zarr.keys import check_keys, files_in
 from oocgemm.stores.zarr.metadata import METADATA, Metadata
@@ -116,12 +117,19 @@ class ZarrMatrix:
             encodes=not self.raw,
         )
 
-    def check_keys(self) -> None:
-        """Raise `InputError` if the array has chunks, and none has a key that its metadata states."""
+    def check_chunks(self) -> None:
+        """Raise `InputError` unless chunks can be decoded, and have the keys that the metadata states."""
+        found, place = self._metadata, str(self.describe()["path"]).removeprefix("file://")
+        coding = [found.stated.get(name) for name in ("codecs", "compressor", "filters")]
+        if compressor := unavailable(coding):
+            raise InputError(
+                f"{self.name} at {place} is compressed by blosc with {compressor}, which the installed "
+                "numcodecs lacks: pass it opened by tensorstore, or copy it with tensorstore to another "
+                "compressor, such as zstd"
+            )
         down, across = (
             -(-extent // of) for extent, of in zip(self.shape, self.layout.write_chunk, strict=True)
         )
-        found, place = self._metadata, str(self.describe()["path"]).removeprefix("file://")
         check_keys(
             f"{self.name} at {place}", found.zarr_format, found.key, (down, across), self._keys_found()
         )

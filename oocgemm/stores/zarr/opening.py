@@ -72,7 +72,7 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
     """
     check_array(name, found, path, writable=writable)
     matrix = ZarrMatrix(name, found, unchanging=not writable)
-    matrix.check_keys()
+    matrix.check_chunks()
     return matrix
 
 

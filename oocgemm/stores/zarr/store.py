@@ -68,7 +68,7 @@ class ZarrPaths(Store):
             raise not_readable(name, error) from error
         if found := _without_zarr(operand):
             matrix = ZarrMatrix(name, found, unchanging=not writable)
-            matrix.check_keys()
+            matrix.check_chunks()
             return matrix
         from oocgemm.stores.zarr.opening import open_zarr
 
