@@ -77,6 +77,51 @@ def end_well(here: Path, log: list[str], data: st.DataObject) -> None:
     ended("report", "odd.jsonl", *data.draw(st.sampled_from([[], ["--json"]])))
 
 
+def below(x: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of all values in a JSON document, of a list only those in its first element."""
+    if at:
+        yield at
+    if len(at) < 4 and isinstance(x, dict | list):
+        for key in x if isinstance(x, dict) else range(min(1, len(x))):
+            yield from below(x[key], (*at, key))
+
+
+GONE = object()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--json"], ["--html", "odd.html"]], ids=str)
+def test_a_header_without_any_one_of_its_values_ends_well(
+    here: Path, log: list[str], more: list[str]
+) -> None:
+    """Each value of the header is removed once, or replaced by a value of another type, in turn."""
+    others: tuple[Any, ...] = (GONE, None, "x", [], {}, -1)
+    header, number = json.loads(log[0]), len(more)
+    for at in below(header["plan"], ("plan",)):
+        damaged, other = json.loads(log[0]), others[number % len(others)]
+        number += 1
+        inside = damaged
+        for key in at[:-1]:
+            inside = inside[key]
+        if other is GONE:
+            del inside[at[-1]]
+        else:
+            inside[at[-1]] = other
+        (here / "odd.jsonl").write_text("\n".join([json.dumps(damaged), *log[1:]]))
+        ended("report", "odd.jsonl", *more)
+
+
+@pytest.mark.parametrize("missing", ["beta", "alpha", "m", "k", "a_dtype", "c_dtype", "gram", "compute"])
+@pytest.mark.parametrize("output", ["", "--html"])
+def test_a_product_without_one_of_its_values_ends_well(
+    here: Path, log: list[str], missing: str, output: str
+) -> None:
+    damaged = json.loads(log[0])
+    del damaged["plan"]["problem"][missing]
+    (here / "odd.jsonl").write_text("\n".join([json.dumps(damaged), *log[1:]]))
+    ended("report", "odd.jsonl", *((output, "odd.out") if output else ()))
+
+
 @pytest.mark.parametrize(
     "damage",
     [

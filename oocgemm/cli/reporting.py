@@ -14,7 +14,7 @@ from oocgemm.machine import info as system
 from oocgemm.reports import exports
 from oocgemm.service.client import Client
 from oocgemm.system.text import plain
-from oocgemm.timeline import Timeline, read_log, same_product
+from oocgemm.timeline import Timeline, damage, read_log, same_product
 from oocgemm.timeline import report as figures_of
 
 
@@ -64,16 +64,17 @@ def report(
         logs, recorded = _of_jobs(jobs, service)
     else:
         recorded = [read_log(log) for log in logs]
-    figures = [figures_of(one) for one in recorded]
-    written = exports.export(logs, recorded, outputs)
-    if as_json:
-        several = {"same_product": same_product(recorded), "runs": [one.to_dict() for one in figures]}
-        print_json(figures[0].to_dict() if len(logs) == 1 else several)
-        return
-    if len(logs) == 1:
-        print_report(figures[0], recorded[0], advise=True)
-    else:
-        print_comparison(logs, figures, recorded)
+    with damage(*logs):
+        figures = [figures_of(one) for one in recorded]
+        written = exports.export(logs, recorded, outputs)
+        if as_json:
+            several = {"same_product": same_product(recorded), "runs": [one.to_dict() for one in figures]}
+            print_json(figures[0].to_dict() if len(logs) == 1 else several)
+            return
+        if len(logs) == 1:
+            print_report(figures[0], recorded[0], advise=True)
+        else:
+            print_comparison(logs, figures, recorded)
     for what, path in written:
         click.echo(plain(f"{what}: {path}"))
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,11 +94,18 @@ class Survey:
                 f"C: no file can be created in {folder}: make it writable, or give C another path"
             )
         path = folder / f".oocgemm-{self._content}"
-        self.write(path)
         try:
+            try:
+                self.write(path)
+            except OSError as error:
+                raise InputError(
+                    f"C: no file can be created in {folder} ({error.strerror}): repair the disk, or give C "
+                    "another path"
+                ) from error
             yield path
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the disk fails: the file stays
+                path.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
         """Write the file that workers must see. `path` is on the storage of C."""

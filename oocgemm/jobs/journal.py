@@ -17,7 +17,7 @@ A run writes in this order. `->` is an fsync of everything before it::
     create C, or mark it as unfinished ->                          the mark is an attribute of a zarr array
     for some tiles, beta = 0:    write chunks to C -> done ->
     for some tiles, beta != 0:   write chunks to redo/ -> commit -> count -> move them into C -> done ->
-    remove the mark from C ->
+    remove redo/ and what belongs to a distributed run; remove the mark from C ->
     complete ->
     if C is a .npy file: copy header and complete into an extended attribute of it -> remove the folder
 

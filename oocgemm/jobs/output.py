@@ -206,11 +206,12 @@ class Journaled(Target):
         assert self._committer is not None
         self._committer.close()
         self._journal.check_in_place()
+        # All tiles are in C. After `complete`, no run would remove what a killed one has left here.
+        stores.remove(self._earlier.folder / REDO)
+        self._remove_parts()
         stores.record_uplo(self.matrix, self._uplo)
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
-        stores.remove(self._earlier.folder / REDO)
-        self._remove_parts()
         # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
         if self._earlier.folder.name != SIDECAR and isinstance(self._journal, Journal):
             self._journal.move_into_c()

@@ -15,7 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import RawIOBase
 from itertools import pairwise
 from math import inf
@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 from weakref import finalize
 
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, OocGemmError
 from oocgemm.planning import Kind, Lane
 from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.units import workers_of
@@ -207,15 +207,30 @@ def read_log(path: str | os.PathLike[str]) -> Timeline:
 
     Raises `InputError` if the file cannot be read or is not a log.
     """
+    with damage(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                return _parse(file)
+        except OSError as error:
+            raise InputError(f"cannot read the timeline {path}: {error.strerror}") from error
+        except _NotATimeline as error:
+            raise InputError(f"{path} {error}") from error
+
+
+@contextmanager
+def damage(*paths: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise `InputError` for what a damaged log makes fail in the `with` block: reading it, or its report.
+
+    A header has hundreds of fields, and any may be missing or have another type. `paths` are the logs.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
-            return _parse(file)
-    except OSError as error:
-        raise InputError(f"cannot read the timeline {path}: {error.strerror}") from error
-    except _NotATimeline as error:
-        raise InputError(f"{path} {error}") from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InputError(f"{path} is not a timeline, or it is damaged: {error}") from error
+        yield
+    except OocGemmError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        what = " or ".join(map(os.fsdecode, paths))
+        found = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+        raise InputError(f"{what} is not a timeline, or it is damaged: {found}") from error
 
 
 class _NotATimeline(Exception):  # noqa: N818 - becomes an `InputError`

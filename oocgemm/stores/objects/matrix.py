@@ -123,7 +123,7 @@ class ObjectMatrix(ZarrMatrix):
     def apply_redo(self, rows: Range, cols: Range) -> None:
         """Copy the new content of a block from its redo objects to the matrix, within the store.
 
-        After a crash the call can be repeated. The redo objects stay until the run is complete.
+        After a crash the call can be repeated. The redo objects stay until all tiles are done.
         """
         self.guard()
         for key in self._names(rows, cols):
