@@ -1,6 +1,7 @@
 """The destination of C: a new ndarray, an array of the caller, a .npy file, a local zarr array, or a URL."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -74,13 +75,14 @@ class Destination:
                 "out_dtype='float32' (--out-dtype float32), or the path of a zarr array"
             )
 
-    def check_place(self, wanted: int) -> None:
-        """Raise `InputError` if a new local C cannot be created, or if its disk has not `wanted` free bytes.
+    def check_place(self, wanted: Callable[[], int]) -> None:
+        """Raise `InputError` if a new local C cannot be created, or if its disk has too few free bytes.
 
+        `wanted` returns how many it needs at least.
         Call this before operands are read. Whether an existing C can be written is found when it is opened.
         """
         if self.kind in (Kind.NPY, Kind.ZARR) and not self.exists():
-            stores.check_new("C", self.path, wanted)
+            stores.check_new("C", self.path, wanted())
 
     def check_apart(self, operand: Matrix) -> None:
         """Raise `InputError` if a new C would be created inside an operand."""

@@ -146,7 +146,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         problem = measured(request, problem, a, tile, None if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
-        request.c.check_place(_bytes_of_c(request, problem))
+        request.c.check_place(partial(_bytes_of_c, request, problem))
         a, b = readable_both(request, problem, a, b)
         if request.standardize == "scale":
             check_constant(a, request.constant)
@@ -200,7 +200,7 @@ def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
         return m * (m + 1) // 2 * itemsize
     if request.chunks is None:
         return m * n * itemsize
-    rows, cols = request.chunks
+    rows, cols = request.c.layout(problem, request.chunks, request.compressor).write_chunk
     return raw_bytes((m, n), (min(rows, m), min(cols, n)), itemsize)
 
 

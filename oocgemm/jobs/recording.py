@@ -64,7 +64,7 @@ def check_places(request: Request, wanted: int) -> None:
 
     `wanted` is how many bytes C takes on its disk at least.
     """
-    request.c.check_place(wanted)
+    request.c.check_place(lambda: wanted)
     if request.timeline is not None:
         check_log(request.timeline)
 

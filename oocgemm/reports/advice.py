@@ -21,6 +21,7 @@ from oocgemm.planning import (
     Plan,
     TileShape,
     make_plan,
+    within,
 )
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.reports.fit import Fitted, fit
@@ -125,20 +126,21 @@ def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False
 def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
     """Yield the candidate changes, the easiest for the user first."""
     plan, layouts = fitted.plan, fitted.plan.layouts
-    budgets, backend = plan.budgets, timeline.header.get("backend", {})
+    backend = timeline.header.get("backend", {})
+    sizes = plan.budgets.by_option(unified=fitted.machine.unified)
     original = fitted.original
     if backend.get("kernel") not in (None, "auto", "cublas", "blas") and original.calibrated:
         cublas = replace(fitted.machine, kernels=original.kernels, step_latency=original.step_latency)
-        if faster := _planned(fitted, budgets, layouts):
+        if faster := _planned(fitted, sizes, layouts):
             yield _Change("--kernel cublas", replace(faster, machine=cublas), {"kernel": "cublas"})
-    best = _planned(fitted, budgets, layouts, by=fitted.machine)
-    if best and best.tile != plan.tile and (chosen := _planned(fitted, budgets, layouts, best.tile)):
+    best = _planned(fitted, sizes, layouts, by=fitted.machine)
+    if best and best.tile != plan.tile and (chosen := _planned(fitted, sizes, layouts, best.tile)):
         words = f"A --tile of {best.tile}, the planner's choice at this run's rates,"
         yield _Change(words, chosen, {"tile": str(best.tile)})
-    for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
-        if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
-            words = f"A --{tier}-memory of {format_size(size).replace(' ', '')}"
-            yield _Change(words, larger, {f"{tier}_memory": size})
+    for option, size in _larger(timeline.header, plan.budgets, unified=fitted.machine.unified):
+        if larger := _planned(fitted, sizes | {option: size}, layouts):
+            words = f"A --{option.replace('_', '-')} of {format_size(size).replace(' ', '')}"
+            yield _Change(words, larger, {option: size})
     straddled = {
         name: replace(layout, read_chunk=panel)
         for name, layout, panel in (
@@ -147,7 +149,7 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
         )
         if plan.amplification.get(name.upper(), 1) > 1 + MIN_GAIN
     }
-    if straddled and (rechunked := _planned(fitted, budgets, replace(layouts, **straddled))):
+    if straddled and (rechunked := _planned(fitted, sizes, replace(layouts, **straddled))):
         chunks = " and ".join(
             f"{name.upper()} stored in chunks that divide {layout.read_chunk[0]} x {layout.read_chunk[1]}"
             for name, layout in straddled.items()
@@ -157,37 +159,41 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
 
 def _planned(
     fitted: Fitted,
-    budgets: Budgets,
+    sizes: Mapping[str, int],
     layouts: Layouts,
     tile: TileShape | None = None,
     by: MachineModel | None = None,
 ) -> Plan | None:
     """Plan the run's product again with these arguments. Return None if no plan satisfies them.
 
+    `sizes` are those in the options that bound the memory of the run.
     The planner uses the machine model `by`, by default the one before the fit. The returned plan contains the
     fitted model, so that it predicts times at the rates of this run.
     """
     try:
-        plan = make_plan(fitted.plan.problem, budgets, by or fitted.original, layouts, tile)
+        given = by or fitted.original, layouts, tile
+        plan = within(sizes, lambda budgets: make_plan(fitted.plan.problem, budgets, *given))
     except OocGemmError:
         return None
     return replace(plan, machine=fitted.machine)
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
-    """Yield (tier, bytes) for each larger budget to try.
+    """Yield (option, bytes) for each larger size to try.
 
-    They are two, four and eight times the run's budget of the tier, as far as the machine has enough memory.
-    If `unified`, both tiers are in host memory, and only the device budget is varied.
+    They are two, four and eight times the size of the run, as far as the machine has enough memory. If
+    `unified`, both tiers are in host memory. Of two budgets, only that of the device is varied then.
     """
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))
-    limits = {"device": host - budgets.host} if unified else {"host": host, "device": device}
+    given = budgets.by_option(unified=unified)
+    limits = {"memory": host, "host_memory": host, "device_memory": device}
+    if unified:
+        limits = {"memory": host, "device_memory": host - budgets.host}
     for factor in (2, 4, 8):
-        for tier, limit in limits.items():
-            size = _round(factor * getattr(budgets, tier))
-            if size <= limit:
-                yield tier, size
+        for option, limit in limits.items():
+            if option in given and (size := _round(factor * given[option])) <= limit:
+                yield option, size
 
 
 def _round(size: int) -> int:

@@ -4,8 +4,8 @@ The options are ``device_memory``, ``host_memory`` and ``memory``. If the memory
 ``memory`` bounds both budgets together. Otherwise it bounds the host budget.
 """
 
-from collections.abc import Callable, Mapping
-from math import inf, sqrt
+from collections.abc import Callable
+from math import sqrt
 
 from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import required_bytes
@@ -18,8 +18,9 @@ from oocgemm.planning.units import ceil_size, parse_size
 MAX_SLOWER = 2.0
 # The sizes that an error names are at most this many times as large as the least such sizes.
 CLOSE = 1.03
-# Plenty is what the smallest plan needs, and this many times the bytes that cross all links at least.
-PLENTY = 2
+# Plenty: this many times what the smallest plan needs, so that many threads can decode chunks, and besides
+# twice the bytes that cross all links at least; but not more than can be written as a size.
+PLENTY, LARGEST = 64, 1 << 62
 
 
 def within(sizes: Sizes, plan: Callable[[Budgets], Plan], devices: int = 1) -> Plan:
@@ -57,7 +58,7 @@ def usable(
     sizes: Sizes,
     plan: Callable[[Budgets, float], Plan],
     devices: int = 1,
-    available: Mapping[str, float] | None = None,
+    available: Sizes | None = None,
 ) -> BudgetError:
     """Return an error like `error` that names sizes with which the product is not slow.
 
@@ -89,9 +90,9 @@ def usable(
     smallest = planned(least)
     if smallest is None:
         return error
-    whole = PLENTY * sum(required_bytes(smallest.problem).values())
+    whole = 2 * sum(required_bytes(smallest.problem).values())
     named = {
-        name: max(size, _rounded(int(min(size + whole, (available or {}).get(name, inf)))))
+        name: max(size, _rounded(min(PLENTY * size + whole, (available or {}).get(name, LARGEST))))
         for name, size in least.items()
     }
     fast = planned(named, 1.0)
