@@ -63,10 +63,6 @@ class ExecutionError(OocGemmError):
     """
 
 
-class ScheduleError(OocGemmError):
-    """Raised for a schedule that could compute wrong results. It is a defect of the planner."""
-
-
 class DataWarning(UserWarning):
     """Warns about values in the data that change what a result means, such as rows without variation.
 

@@ -15,10 +15,10 @@ from oocgemm.jobs.api import plan_request, run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.request import Chain, Request
 from oocgemm.jobs.result import Result
-from oocgemm.planning.schedule.hazards import verify
 from oocgemm.stores.transform import Transform
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.fake_cuda import fake_cuda
+from tests.schedule_check import verify
 
 Array = NDArray[Any]
 

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
-from oocgemm.planning.schedule.hazards import verify, waits_of
+from oocgemm.planning.schedule.hazards import waits_of
 from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.tiling import length
 from tests.problems import integers
+from tests.schedule_check import verify
 from tests.simulator import Simulator
 from tests.suite import examples
 

@@ -21,10 +21,10 @@ from oocgemm.planning import (
     make_plan,
     resumed_plan,
 )
-from oocgemm.planning.schedule.hazards import verify
 from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.planning.units import parse_size
 from tests.plan_cases import GIB, MIB, problem
+from tests.schedule_check import verify
 from tests.suite import examples
 
 

@@ -16,10 +16,10 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.schedule.hazards import verify
 from oocgemm.planning.search import depths, planner
 from oocgemm.planning.setting import CHUNK_BYTES
 from tests.plan_cases import GIB, MIB, STORED, problem
+from tests.schedule_check import verify
 
 
 def test_tiles_and_strips_never_share_a_chunk_of_c() -> None:

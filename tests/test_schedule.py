@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oocgemm.errors import ScheduleError
 from oocgemm.planning import Kind, Operation, Schedule, Slots, TileGrid, TileShape
-from oocgemm.planning.schedule.hazards import HazardTracker, Program, verify, waits_of
+from oocgemm.planning.schedule.hazards import HazardTracker, Program, waits_of
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.problems import integers
+from tests.schedule_check import ScheduleError, verify
 from tests.schedule_problems import problem
 from tests.simulator import Simulator
 from tests.suite import examples, slow

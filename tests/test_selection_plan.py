@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.errors import BudgetError, ScheduleError
+from oocgemm.errors import BudgetError
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -21,9 +21,9 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.schedule.hazards import verify
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
+from tests.schedule_check import ScheduleError, verify
 
 MEMORY = Layout(in_memory=True, itemsize=4, zero_copy_width=8192)
 LAYOUTS = Layouts(MEMORY, MEMORY, Layout(in_memory=True))

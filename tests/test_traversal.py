@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from oocgemm.planning import Schedule, Slots, TileGrid, TileSet, TileShape
 from oocgemm.planning.schedule.eviction import NEVER, SlotCache
-from oocgemm.planning.schedule.hazards import verify
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
 from oocgemm.planning.tile_set import Coverage
+from tests.schedule_check import verify
 from tests.schedule_problems import problem, traversals
 
 
