@@ -136,7 +136,8 @@ def cov(
         A `Result` with both triangles of the covariances, which are exact mirror images.
 
     Raises:
-        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if the
+            variance of a row is too small for the dtype of the result.
 
     >>> import oocgemm
     >>> oocgemm.cov([[1.0, 2.0, 3.0], [6.0, 4.0, 2.0]], backend="host").out

@@ -11,7 +11,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import Numbers, numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import identities, inverse_norms, squared_norms
+from oocgemm.jobs.norms import check_range, identities, inverse_norms, squared_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
@@ -300,10 +300,11 @@ def numbers_of(
                 found.append((a.factors, a.factors))
             case Correlation():
                 remedy = "drop Correlation"
-                rows = inverse_norms(a, problem.trans_a, memory, remedy)
-                found.append(
-                    (rows, rows if b is a else inverse_norms(b, problem.trans_b, memory, remedy, right=True))
-                )
+                rows = cols = inverse_norms(a, problem.trans_a, memory, remedy)
+                if b is not a:
+                    cols = inverse_norms(b, problem.trans_b, memory, remedy, right=True)
+                check_range(problem, rows, cols)
+                found.append((rows, cols))
             case Gaussian():
                 found += [squared_norms(problem, a, b, memory), identities(problem, a, b, memory)]
     return tuple(found)

@@ -53,6 +53,26 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
         return np.where(sizes > 0, 1 / np.sqrt(sizes), 0.0)
 
 
+def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
+    """Raise `InputError` if products of rows of these inverse norms may leave the range of their sums."""
+    name = problem.acc_dtype
+    found = [np.sort(1 / x[x > 0]) for x in (rows, cols)]
+    if not name.startswith("float") or not all(x.size for x in found):
+        return
+    limits, (a, b) = np.finfo(name), found
+    remedy = "multiply these rows and columns by powers of two, which does not change cosines"
+    for end, leaves, what in (
+        (0, a[0] * b[0] < limits.tiny, "underflows"),
+        (-1, a[-1] / limits.max * b[-1] > 1, "overflows"),
+    ):
+        if leaves:
+            raise InputError(
+                f"a row of A has the norm {a[end]:.3g} and a column of B the norm {b[end]:.3g}, whose "
+                f"product {what} {name}: {remedy}"
+                + (", or pass A and B in float64" if name == "float32" else "")
+            )
+
+
 def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
     """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
 

@@ -315,13 +315,16 @@ def _result(passes: Passes, state: State, k: int, tol: float) -> PCA:
     found, rows = state.subspace.found, passes.matrix.shape[0]
     assert found is not None
     assert state.center is not None
-    vectors, values, errors = found.components[:, :k], found.values[:k], found.errors[:k]
+    values = np.ldexp(found.values[:k], -state.exponent)
+    vectors, errors = found.components[:, :k], found.errors[:k]
     largest = np.abs(vectors).argmax(axis=0)
     vectors = vectors * np.where(vectors[largest, np.arange(k)] < 0, -1.0, 1.0)
+    with np.errstate(over="ignore", under="ignore"):
+        variance = values**2 / max(1, rows - 1)
     return PCA(
         components=np.ascontiguousarray(vectors.T).astype(passes.dtype),
         singular_values=values,
-        explained_variance=values**2 / max(1, rows - 1),
+        explained_variance=variance,
         mean=state.center,
         scale=passes.scale,
         scores=None,

@@ -7,6 +7,9 @@ follows, and after the first pass c. So centers and scales change neither X nor 
 
 Means that are far larger than what X varies by would lose its digits in these sums. Then, as if elements were
 missing, each element is centered and scaled on its own when it is multiplied: c = 0 and S = 1 above.
+
+The squares of very small or very large elements leave the range of the dtype. If the first product does, each
+element is also multiplied by a power of two, which rounds nothing, and singular values are divided by it.
 """
 
 import logging
@@ -23,6 +26,7 @@ from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.imputing import check_known, gaps, how_to_replace
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import Chain, Request
+from oocgemm.jobs.stats import stats_of
 from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
@@ -36,6 +40,9 @@ from oocgemm.stores.transformed import TransformedMatrix, Vectors
 WIDTH = 8
 # Centers are subtracted from products as long as this bounds the relative rounding error of Xc^T Xc.
 MAX_ROUNDING = 1e-4
+# If the largest element of the first product is below this many of the smallest normal numbers, digits may
+# have been lost by underflow.
+MARGIN = 2.0**46
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
 
@@ -53,12 +60,14 @@ class State:
         folded: whether it is subtracted from the products. If not, it is subtracted from each element.
         tile: the tile shape of the first pass, MxNxK. With another one, later passes would be rounded
             differently.
+        exponent: each element is multiplied by this power of two, unless it is folded.
     """
 
     subspace: Subspace
     center: Array | None
     folded: bool
     tile: str | None = None
+    exponent: int = 0
 
 
 class Passes:
@@ -104,6 +113,7 @@ class Passes:
         self.scale = np.ones(cols)
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
         self._vectors: Vectors | None = None  # of the transform, for missing elements
+        self._memory = 0  # for passes over X that find statistics
 
     @property
     def reads_first(self) -> bool:
@@ -124,7 +134,7 @@ class Passes:
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
         request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
-        memory = memory_of(request)
+        self._memory = memory = memory_of(request)
         if self._imputes and isinstance(self.matrix, BedMatrix) and gaps(self.matrix, memory) is None:
             self.transform = replace(self.transform, missing=None)
         elif self._decodes:
@@ -149,11 +159,19 @@ class Passes:
         factor, row = self._multiplied(state)
         result = run_request(replace(self._request(state, row, factor), tile=state.tile))
         product = np.asarray(result.out).astype(np.float64)
+        if state.subspace.last is None and not state.exponent and self._leaves_range(product):
+            exponent, center = self._exponent(state)
+            if exponent:
+                logger.info(
+                    "the elements of X are multiplied by 2^%d, to keep their squares in range", exponent
+                )
+                subspace = Subspace(state.subspace.basis, passes=state.subspace.passes + 1)
+                return State(subspace, center, folded=False, exponent=exponent)
         self._check(product)
         center, block = self._corrected(state, factor, row, product)
         rounding = float(np.finfo(self.dtype).eps)
         subspace = advance(state.subspace, block, rounding)
-        found = State(subspace, center, state.folded, str(result.plan.tile))
+        found = State(subspace, center, state.folded, str(result.plan.tile), state.exponent)
         if state.folded and self._hides(center, subspace, rounding):
             logger.info("the means of X are so large that they are subtracted from each element")
             # The products so far are inaccurate. But they give a good next Q.
@@ -178,7 +196,8 @@ class Passes:
             center = found
             sums = rows * center if self._means else sums  # more accurate than the product
         elif self._means and self._vectors is None:
-            found = found + sums / rows * self.scale  # rounding errors of the first pass are left
+            # Rounding errors of the first pass are left.
+            found = found + sums / rows * np.ldexp(self.scale, -state.exponent)
         multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
         product = product[:, used] - np.outer(center, sums @ multiplied + rows * offset)
         return found, (multiplied / inverse[:, None], product * inverse[:, None])
@@ -189,8 +208,27 @@ class Passes:
         square = self.matrix.shape[0] * np.square(center / self.scale).sum()
         return bool(rounding * square > MAX_ROUNDING * subspace.found.values.max(initial=0) ** 2)
 
+    def _leaves_range(self, product: Array) -> bool:
+        """Tell whether the first product of X overflows, or may have lost digits by underflow."""
+        largest = np.abs(product[:, : self.columns]).max(initial=0)
+        overflows = not np.isfinite(largest) and bool(np.isfinite(product[:, -1]).all())
+        return overflows or bool(largest < MARGIN * np.finfo(self.dtype).tiny)
+
+    def _exponent(self, state: State) -> tuple[int, Array | None]:
+        """Return the power of two by which the largest element is about 1, and the centers.
+
+        It is 0 if all elements are 0, or if some are not finite. The extremes of X take a pass over it.
+        """
+        found = stats_of(self.matrix, 0, self.transform, self._memory)
+        center = found.mean if state.center is None else state.center
+        with np.errstate(all="ignore"):
+            largest = np.maximum(abs(found.max - center), abs(found.min - center)) / self.scale
+            largest = largest[found.count > 0].max(initial=0)
+        return (-int(np.frexp(largest)[1]) if np.isfinite(largest) else 0), center
+
     def scores(self, state: State, components: Array) -> Array:
         """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""
+        state = replace(state, exponent=0)
         center, inverse = self._folded(state)
         factor = (components.T * inverse[:, None]).astype(self.dtype)
         found: Array = np.asarray(gemm(self._x, factor, transform_a=self._each(state), **self._options).out)
@@ -208,15 +246,22 @@ class Passes:
         """Return what happens to each element when it is multiplied; None if nothing does."""
         whole = self.transform
         if whole.missing is not None:
-            return whole
-        numbers: dict[str, Any] = {} if state.folded else {"center": state.center, "scale": self.scale}
+            same = whole.result("X", self.matrix.dtype) == self.dtype
+            return whole if same else replace(whole, cast=self.dtype.name)
+        numbers: dict[str, Any] = {}
+        if not state.folded:
+            numbers = {"center": state.center, "scale": np.ldexp(self.scale, -state.exponent)}
         each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
         return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
 
     def _request(self, state: State, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
         resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
-        chain = Chain(self.columns, row, factor, self._vectors, resident)
+        vectors = self._vectors
+        if vectors is not None:
+            larger = np.ldexp(1.0, state.exponent)
+            vectors = replace(vectors, fill=vectors.fill * larger, inverse=vectors.inverse * larger)
+        chain = Chain(self.columns, row, factor, vectors, resident)
         return Request(a=x, b=x, c=Destination.parse(None), transform_a=each, chain=chain, **self._options)
 
     def _check(self, product: Array) -> None:

@@ -40,6 +40,7 @@ def save(path: Path, identity: Mapping[str, Any], state: State) -> None:
     if subspace.found is not None:
         arrays |= {name: getattr(subspace.found, name) for name in _FOUND}
     facts = {"identity": identity, "passes": subspace.passes, "tile": state.tile, "folded": state.folded}
+    facts["exponent"] = state.exponent
     file = io.BytesIO()
     named: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     np.savez(file, facts=np.array(json.dumps(facts)), **named)
@@ -86,4 +87,4 @@ def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> State | No
     last = (arrays["last"][0], arrays["last"][1]) if "last" in arrays else None
     found = Ritz(*(arrays[name] for name in _FOUND)) if "values" in arrays else None
     subspace = Subspace(arrays["basis"], last, facts["passes"], found)
-    return State(subspace, arrays["center"], facts["folded"], facts["tile"])
+    return State(subspace, arrays["center"], facts["folded"], facts["tile"], facts["exponent"])

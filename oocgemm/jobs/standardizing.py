@@ -1,5 +1,7 @@
 """Standardize the rows of an operand for covariances and correlations: find their means and scales."""
 
+from typing import Any
+
 import numpy as np
 
 from oocgemm.errors import InputError, warn_of_data
@@ -42,7 +44,8 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
     """Return a view that can be read. Means come from the cache, or from a pass in `memory` bytes.
 
     Raises:
-        InputError: a line has elements that are Inf or NaN, or differ by too little to be scaled.
+        InputError: a line has elements that are Inf or NaN, or differ by too little: they could not be
+            scaled, or its covariances would underflow.
         ExecutionError: the operand cannot be read.
     """
     axis = matrix.line_axis
@@ -52,6 +55,8 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
     if matrix.scaled:
         small = ~_constant(found) & (squares < MIN_SQUARES)
         wrong.append((small, "has elements that differ by too little for float64: multiply X by 2.0**400"))
+    else:
+        wrong.append(_underflowing(found, matrix.dtype))
     for lines, what in wrong:
         if (numbers := np.flatnonzero(lines)).size:
             raise InputError(
@@ -64,6 +69,17 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
             inverse = np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
     lines = slice(None) if matrix.kept is None else matrix.kept
     return matrix.with_numbers(found.mean[lines], inverse[lines])
+
+
+def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
+    """Return the lines whose variances are too small for the dtype of covariances, and what to do then."""
+    limit, remedy = float(np.finfo(dtype).tiny), "pass X in float64"
+    if dtype.itemsize == 8:
+        limit, remedy = MIN_SQUARES, "multiply X by 2.0**400, which multiplies covariances by 2.0**800"
+    small = ~_constant(found) & (found.variance < limit)
+    return small, (
+        f"has a variance below {limit:.2g}, so that its covariances underflow {dtype.name}: {remedy}"
+    )
 
 
 def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:

@@ -7,6 +7,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import PanelTransform
 from oocgemm.errors import InputError
+from oocgemm.jobs.norms import MIN_SQUARES
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.standardizing import readable_lines
 from oocgemm.jobs.stats import Stats, stats_of
@@ -106,7 +107,7 @@ def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Array, Arr
         scale = transform.scale
     elif transform.scale is not None and found is not None:
         scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
-        _check_scale(matrix, scale)
+        _check_scale(matrix, scale, found)
     if isinstance(transform.impute, np.ndarray):
         fill = transform.impute
     elif transform.imputes_mean and found is not None:
@@ -174,7 +175,14 @@ def _hwe(matrix: TransformedMatrix, found: Stats) -> Array:
     return np.asarray(np.sqrt(2 * share * (1 - share)))
 
 
-def _check_scale(matrix: TransformedMatrix, scale: Array) -> None:
+def _check_scale(matrix: TransformedMatrix, scale: Array, found: Stats) -> None:
+    small = np.flatnonzero((found.min < found.max) & (found.count * found.variance < MIN_SQUARES))
+    if small.size:
+        raise InputError(
+            f"{_line(matrix, small[0])} has elements that differ by too little for float64 (one of "
+            f"{small.size} such {matrix.lines}): multiply {matrix.name} by 2.0**400, or pass scale as an "
+            "array"
+        )
     zeros = np.flatnonzero(scale == 0)
     if zeros.size:
         raise InputError(
