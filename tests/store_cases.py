@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,8 +39,10 @@ from zarr.codecs import numcodecs as extensions
 from zarr.storage import LocalStore, MemoryStore
 
 import oocgemm
+from oocgemm import Transform
 from oocgemm.stores.zarr import bfloat16
 from tests.hdf5_files import BEFORE, COMPRESSORS, THROUGH_H5PY
+from tests.web_files import web_server
 
 bfloat16.register()
 T = TypeVar("T")
@@ -72,7 +74,11 @@ class Stored:
 
 
 class Draw(random.Random):
-    """Random choices."""
+    """Random choices for one case. `web` is the URL of the folder of the case."""
+
+    def __init__(self, seed: int, web: str) -> None:
+        super().__init__(seed)
+        self.web = web
 
     def extent(self, largest: int) -> int:
         return self.choice((1, 2, *(self.randint(1, largest) for _ in range(4))))
@@ -378,9 +384,17 @@ def by_h5py(draw: Draw, place: Path, shape: Shape, dtype: np.dtype[Any], *, loss
             first, second = (extent if limit is None else min(extent, limit) for extent, limit in limits)
             old = first, second
     options["dtype"] = draw.order(dtype)
+    text = f"{old} -> {shape} {options}"
+    if draw.chance(0.3):  # chunks that are allocated early are indexed in another form
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if "chunks" not in options:
+            properties.set_layout(h5py.h5d.COMPACT)
+        else:
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        options["dcpl"] = properties
     version = draw.choice(("earliest", ("earliest", "v108"), "v110", "latest", ("v110", "latest")))
     name, file = draw.choice(("x", "group/x")), place / "f.h5"
-    text = f"HDF5 {version} {old} -> {shape} {options}"
+    text = f"HDF5 {version}{', compact or early' if 'dcpl' in options else ''}: {text}"
     written, values = np.full((80, 80), fill, dtype), draw.integers((80, 80), dtype)
     with h5py.File(file, "w", libver=version, userblock_size=draw.choice((0, 0, 512))) as opened:
         dataset = opened.create_dataset(name, shape=old, **options)
@@ -439,15 +453,19 @@ def operand(draw: Draw, place: Path, shape: Shape, dtype: np.dtype[Any]) -> Stor
     writer = draw.choice(WRITERS)
     if dtype == BF16 and writer is by_h5py:
         writer = zarr_v3
-    return writer(draw, place, shape, dtype)
+    stored = writer(draw, place, shape, dtype)
+    is_folder = isinstance(stored.operand, str | Path) and Path(stored.operand) == place
+    if is_folder and draw.chance(0.2):
+        return Stored(f"{draw.web}/{place.name}", stored.elements, f"URL of {stored.text}")
+    return stored
 
 
-def run(seed: int, folder: Path) -> None:
-    """Compute the product of a case in an empty folder, and compare it with NumPy's.
+def run(seed: int, folder: Path, web: str) -> None:
+    """Compute the product of a case in an empty folder, whose URL is `web`, and compare it with NumPy's.
 
     Raises `AssertionError`, which names the case, if they differ or the product cannot be computed.
     """
-    draw, texts = Draw(seed), list[str]()
+    draw, texts = Draw(seed, web), list[str]()
     try:
         _run(draw, folder, texts)
     except Exception as error:
@@ -459,16 +477,24 @@ def _run(draw: Draw, folder: Path, texts: list[str]) -> None:
     dtype = draw.choice(DTYPES)
     m, n, k = (draw.extent(40) for _ in "mnk")
     op_a, op_b = draw.choice("NTC"), draw.choice("NTC")
-    a = operand(draw, folder / "A", (m, k) if op_a == "N" else (k, m), dtype)
-    texts.append(f"A: {a.text}")
-    b = operand(draw, folder / "B", (k, n) if op_b == "N" else (n, k), dtype)
-    texts.append(f"B: {b.text}")
+    casts = dict[str, Any]()
+    read = dict[str, Stored]()
+    for name, shape, op in (("a", (m, k), op_a), ("b", (k, n), op_b)):
+        stored = dtype
+        if dtype.name == "float64" and draw.chance(0.2):
+            stored, casts[f"transform_{name}"] = (
+                np.dtype(draw.choice(("i4", "i8"))),
+                Transform(cast="float64"),
+            )
+        read[name] = operand(draw, folder / name, shape if op == "N" else shape[::-1], stored)
+        texts.append(f"{name}: {read[name].text}")
+    a, b = read["a"], read["b"]
     exact = np.complex128 if dtype.kind == "c" else np.float64
     out_dtype = BF16 if dtype == BF16 else np.dtype(draw.choice(RESULTS.get(dtype.name, (dtype.name,))))
     c, step, options = destination(draw, folder / "C", (m, n), out_dtype)
     texts.append(f"C: {c.text}")
     alpha, beta = draw.choice((1, 1, 2, -1)), options.get("beta", 0)
-    options |= {
+    options |= casts | {
         "trans_a": op_a,
         "trans_b": op_b,
         "alpha": alpha,
@@ -531,25 +557,26 @@ def _elements(stored: Any) -> Array:
     return found if found.dtype == BF16 else found.astype(found.dtype.newbyteorder("="))
 
 
-def run_all(seeds: range, folder: Path) -> None:
-    """Run cases, each in a folder that is deleted after it."""
-    for seed in seeds:
-        place = folder / str(seed)
-        place.mkdir()
-        run(seed, place)
-        shutil.rmtree(place)
+def run_all(seeds: range, folder: Path) -> Iterator[AssertionError]:
+    """Run cases, each in a folder that is deleted after it. Yield the errors of those that fail."""
+    with web_server(folder) as url:
+        for seed in seeds:
+            place = folder / str(seed)
+            place.mkdir()
+            try:
+                run(seed, place, f"{url}/{seed}")
+            except AssertionError as error:
+                yield error
+            shutil.rmtree(place)
 
 
 def main(first: int, last: int) -> None:
-    failed = 0
-    for seed in range(first, last):
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                run(seed, Path(folder))
-            except AssertionError as error:
-                failed += 1
-                print(f"{error}\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        failed = 0
+        for error in run_all(range(first, last), Path(folder)):
+            print(f"{error}\n", flush=True)
+            failed += 1
     print(f"{failed} of {last - first} cases failed")
 
 

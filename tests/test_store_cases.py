@@ -13,4 +13,5 @@ CASES, QUICK_CASES, BATCH = 2000, 200, 50
 @pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize("first", thinned(range(0, CASES, BATCH), range(QUICK_CASES)))
 def test_products_of_random_stores_are_exact(tmp_path: Path, first: int) -> None:
-    run_all(range(first, first + BATCH), tmp_path)
+    for error in run_all(range(first, first + BATCH), tmp_path):
+        raise error
