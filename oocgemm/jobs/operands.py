@@ -35,9 +35,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_chain(request, request.chain)
     if request.reduction is not None:
         return _open_reduced(request, request.reduction, backend)
-    a, b = (
-        stores.open_matrix(name, x, decode=request.decode) for name, x in (("A", request.a), ("B", request.b))
-    )
+    a, b = stores.open_pair(("A", request.a), ("B", request.b), decode=request.decode)
     a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
     b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
     if request.slicing is not None:
@@ -107,7 +105,11 @@ def _open_selection(
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
     name = "X" if request.standardize else names[0]
-    a, trans = opened(name, request), op_of("trans_a", request.trans_a)
+    trans = op_of("trans_a", request.trans_a)
+    if same:
+        a = b = opened(name, request)
+    else:
+        a, b = stores.open_pair((name, request.a), (names[1], request.b), decode=request.decode)
     if a.dtype.kind == "c":
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
@@ -122,7 +124,6 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     if same:
         b, other = a, Op.N if trans.swaps else Op.T
     else:
-        b = stores.open_matrix(names[1], request.b, decode=request.decode)
         other = op_of("trans_b", request.trans_b)
         b, other = by_rows(b, None, other, left=False)
     score = _SCORES.get(a.dtype.name)

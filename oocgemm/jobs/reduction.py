@@ -158,7 +158,12 @@ def reduce(
 
 def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool) -> Array:
     """Return the product of C, which is not stored, and V. `given` are fields of the request."""
-    factor = _factor(v, names[0], dtype_name(stores.open_matrix(names[0], given["a"], decode=False).dtype))
+    decode = given.get("decode", True)
+    if same:
+        a = stores.open_matrix(names[0], given["a"], decode=decode)
+    else:
+        a, _ = stores.open_pair((names[0], given["a"]), (names[1], given["b"]), decode=decode)
+    factor = _factor(v, names[0], dtype_name(a.dtype))
     reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
     found: Array = np.asarray(run_request(Request(**given, reduction=reduction)).out)
     found = found.astype(factor.dtype, copy=False)  # distances may need float64

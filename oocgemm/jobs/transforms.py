@@ -1,6 +1,7 @@
 """Apply transforms to the operands of a product: find the means and scales that they need."""
 
 from dataclasses import replace
+from math import isnan
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from oocgemm.planning.expansion import Measure
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import accepting
+from oocgemm.stores.formats import Stored, python_command
 from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
@@ -147,8 +149,7 @@ def _check(matrix: TransformedMatrix, found: Stats) -> None:
     if (lines := np.flatnonzero(used & (found.count == 0))).size and matrix.shape[1 - matrix.k_axis]:
         raise InputError(
             f"{_line(matrix, lines[0])} has only missing elements, so that it has no mean (one of "
-            f"{lines.size} such {matrix.lines}): leave them out, or pass impute=0 and center and "
-            "scale as arrays"
+            f"{lines.size} such {matrix.lines}): leave them out, or {_own_numbers(matrix)}"
         )
     if (lines := np.flatnonzero(used & (found.count > 0) & ~np.isfinite(found.variance))).size:
         raise InputError(
@@ -187,9 +188,34 @@ def _check_scale(matrix: TransformedMatrix, scale: Array, found: Stats) -> None:
     if zeros.size:
         raise InputError(
             f"the scale of {_line(matrix, zeros[0])} is 0, because all of its elements are equal (one of "
-            f"{zeros.size} such {matrix.lines}): leave them out, or pass scale as an array with 1 "
-            "there, such as numpy.where(s.std > 0, s.std, 1) for the result s of oocgemm.stats"
+            f"{zeros.size} such {matrix.lines}): leave them out, or {_own_numbers(matrix, 'scale')}"
         )
+
+
+def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
+    """Return the remedy for indices along k without a mean or a scale: to pass arrays, with 0 or 1 there.
+
+    `names` are the arguments of the transform that are replaced; by default all that need statistics.
+    """
+    transform, stored = matrix.transform, Stored.of(matrix.stored)
+    made = {"impute": "mean"} if transform.imputes_mean else {}
+    made |= {"center": "mean"} if isinstance(transform.center, str) else {}
+    made |= {"scale": "scale"} if isinstance(transform.scale, str) else {}
+    made = {name: made[name] for name in names or made}
+    source = stored.name if stored.path is None else repr(stored.path)
+    code = 'float("nan")' if transform.missing is not None and isnan(transform.missing) else transform.missing
+    given = f"{source}, {1 - _LINES.index(matrix.lines)}, missing={code}, log1p={transform.log1p}"
+    lines = [f"s = oocgemm.stats({given})", "mean = numpy.where(s.count > 0, s.mean, 0)"]
+    if "scale" in made:
+        std = "numpy.sqrt(abs(mean * (1 - mean / 2)))" if transform.scale == "hwe" else "s.std"
+        lines += [f"d = {std}", "scale = numpy.where(d > 0, d, 1)"]
+    if stored.path is None:
+        arguments = ", ".join(f"{name}={number}" for name, number in made.items())
+        return f"pass {arguments} after {'; '.join(lines)}"
+    lines += [f'numpy.save("{number}.npy", {number})' for number in dict.fromkeys(made.values())]
+    files = ",".join(f"{name}={number}.npy" for name, number in made.items())
+    run = python_command("; ".join(["import numpy, oocgemm", *lines]))
+    return f"run {run} and pass {files} in the transform, in Python the arrays that numpy.load returns"
 
 
 def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:

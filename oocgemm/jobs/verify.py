@@ -182,15 +182,19 @@ def verify(  # noqa: PLR0915  a sequence of checks
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     _check_genotypes((("A", a, transform_a), ("B", b, transform_b)) if decode else (), memory)
-    matrices = [
+    if a is None or b is None or c is None:
+        raise InputError("A, B and C are all needed, and one of them is None")
+    left, right = stores.open_pair(
+        ("A", stores.located("A", a)), ("B", stores.located("B", b)), decode=decode
+    )
+    result, before = (
         None if x is None else stores.open_matrix(name, stores.located(name, x), decode=decode)
-        for name, x in (("A", a), ("B", b), ("C", c), ("the old C", c_before))
-    ]
+        for name, x in (("C", c), ("the old C", c_before))
+    )
+    assert result is not None
+    matrices = left, right, result, before
     if gram not in (None, *GRAMS):
         raise InputError(f"gram = {gram!r}: choose one of {', '.join(GRAMS)}")
-    left, right, result, before = matrices
-    if left is None or right is None or result is None:
-        raise InputError("A, B and C are all needed, and one of them is None")
     uplo = gram or recorded_uplo(result) or "full"
     # An error in a Gram matrix may be that only one triangle is stored.
     half = uplo == "full" and result.shape[0] == result.shape[1] and stores.same_place(left, right)

@@ -9,6 +9,7 @@ from oocgemm.stores.opening import (
     load_without_cupy,
     new_layout,
     open_matrix,
+    open_pair,
     record_uplo,
     reserve,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "new_layout",
     "no_room",
     "open_matrix",
+    "open_pair",
     "overlap",
     "pieces",
     "place",

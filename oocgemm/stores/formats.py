@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,54 +127,91 @@ def missing_client(name: str, path: str, error: ImportError) -> InputError:
     )
 
 
-def unsupported_dtype(
-    name: str, dtype: np.dtype[Any], store: str, path: str | None, missing: tuple[Any, ...] = ()
-) -> InputError:
-    """Return the error for an operand of an unsupported dtype, with the command that converts it.
+class UnsupportedError(InputError):
+    """Raised for operands whose dtypes cannot be multiplied, with the commands that convert them.
 
-    `missing` are the codes of its missing elements.
+    Attributes:
+        stored: the operands.
     """
-    problem = f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}"
-    if dtype.name == "void16":  # the dtype that np.load returns for saved bfloat16 elements
-        return InputError(f"{problem}: if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)")
-    if dtype.kind not in "biufc":
-        return InputError(f"{problem}: its elements are not numbers")
-    exact = dtype.kind in "biu" and dtype.itemsize <= 2
-    wanted = "float32" if exact else "complex128" if dtype.kind == "c" else "float64"
-    return InputError(f"{problem}: {conversion(name, store, path, wanted, missing)}")
+
+    def __init__(self, *stored: "Stored") -> None:
+        first = next((x for x in stored if not x.is_numeric), None)
+        wanted = common_dtype(*(x.dtype for x in stored))
+        said = [f"{x.name} {'is ' if x is stored[0] else ''}of dtype {x.dtype}" for x in stored]
+        problem = " and ".join(said)
+        if not all(x.is_supported for x in stored):
+            problem += f", supported are {', '.join(OPERANDS)}"
+        remedies = [x.converted(wanted) for x in stored if x.dtype.name != wanted]
+        if first is not None:
+            problem = f"{first.name} is of dtype {first.dtype}, supported are {', '.join(OPERANDS)}"
+            remedies = [first.not_numeric]
+        super().__init__(f"{problem}: {'; '.join(remedies)}")
+        self.stored = stored
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An operand for messages: its name, dtype, kind of store and path, and the codes of missing elements."""
+
+    name: str
+    dtype: np.dtype[Any]
+    store: str
+    path: str | None
+    missing: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, matrix: Matrix) -> "Stored":
+        """Describe an open operand."""
+        header = matrix.describe()
+        path = None if header["path"] is None else str(header["path"]).removeprefix("file://")
+        missing = matrix.missing if isinstance(matrix, CompleteMatrix) else ()
+        return cls(matrix.name, matrix.dtype, str(header["store"]).split()[0], path, missing)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether its dtype can be multiplied."""
+        return dtype_name(self.dtype) in OPERANDS
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether its elements are numbers."""
+        return self.is_supported or self.dtype.kind in "biufc"
+
+    @property
+    def not_numeric(self) -> str:
+        """The remedy if they are not."""
+        if self.dtype.name == "void16":  # the dtype that np.load returns for saved bfloat16 elements
+            return "if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)"
+        return "its elements are not numbers"
+
+    def converted(self, dtype: str) -> str:
+        """Return the remedy that converts it to a dtype."""
+        return conversion(self.name, self.store, self.path, dtype, self.missing)
+
+
+def common_dtype(*dtypes: np.dtype[Any]) -> str:
+    """Return the name of the dtype to which operands are converted, so that they can be multiplied.
+
+    >>> common_dtype(np.dtype("u1")), common_dtype(np.dtype("u1"), np.dtype("f8"))
+    ('float32', 'float64')
+    """
+    try:
+        common = np.result_type(*dtypes)
+    except TypeError:  # they have no common dtype in NumPy, such as bfloat16 and float16
+        return "float32"
+    if common.name in OPERANDS:
+        return common.name if common.name != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
+    exact = common.kind in "biu" and common.itemsize <= 2
+    return "float32" if exact else "complex128" if common.kind == "c" else "float64"
 
 
 def check_dtypes(a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` if A or B has an unsupported dtype, or if their dtypes differ.
-
-    The message states the commands that convert them.
-    """
-    for operand in (a, b):
-        if dtype_name(operand.dtype) not in OPERANDS:
-            raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand), _missing(operand))
-    if a.dtype == b.dtype:
-        return
-    try:
-        common = np.result_type(a.dtype, b.dtype).name
-    except TypeError:  # A and B have no common dtype in NumPy, such as bfloat16 and float16
-        common = "float32"
-    wanted = common if common != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
-    lines = (
-        conversion(x.name, *_store_and_path(x), wanted, _missing(x)) for x in (a, b) if x.dtype.name != wanted
-    )
-    raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: {'; '.join(lines)}")
-
-
-def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
-    """Return the kind of store of an operand, such as "npy", and its path or None."""
-    header = matrix.describe()
-    path = header["path"]
-    return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
-
-
-def _missing(matrix: Matrix) -> tuple[Any, ...]:
-    """Return the codes of missing elements of an operand."""
-    return matrix.missing if isinstance(matrix, CompleteMatrix) else ()
+    """Raise `UnsupportedError` if A or B has an unsupported dtype, or if their dtypes differ."""
+    both = Stored.of(a), Stored.of(b)
+    if a.dtype != b.dtype:
+        raise UnsupportedError(*both)
+    if not both[0].is_supported:
+        raise UnsupportedError(*(both if a is not b else both[:1]))
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str, missing: tuple[Any, ...] = ()) -> str:
@@ -217,7 +255,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str, missing: tup
             f'dtype="{dtype}"{kept}); '
             "any(b.blocks.__setitem__(i, a.blocks[i]) for i in numpy.ndindex(b.cdata_shape))"
         )
-    return f"convert {name} by {_command(code)} and pass {new}"
+    return f"convert {name} by {python_command(code)} and pass {new}"
 
 
 def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
@@ -233,7 +271,7 @@ def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
         f'b = zarr.create_array({json.dumps(new)}, shape=a.shape, chunks=c, dtype="{dtype}"{kept}); '
         "any(b.__setitem__(slice(i, i + c[0]), a[i : i + c[0]]) for i in range(0, len(a), c[0]))"
     )
-    return f"convert {name} by {_command(code)} and pass {new}"
+    return f"convert {name} by {python_command(code)} and pass {new}"
 
 
 def _remedy(path: str) -> str:
@@ -249,10 +287,10 @@ def _remedy(path: str) -> str:
             load = f"numpy.loadtxt({old}, ndmin=2)"
         case ".parquet" | ".feather":
             code = f"import numpy, pandas; numpy.save({new}, pandas.read_{suffix[1:]}({old}).to_numpy())"
-            return f"convert it by {_command(code)} and pass {stem}.npy"
+            return f"convert it by {python_command(code)} and pass {stem}.npy"
         case _:
             return "store its array in one of these formats"
-    return f"convert it by {_command(f'import numpy; numpy.save({new}, {load})')} and pass {stem}.npy"
+    return f"convert it by {python_command(f'import numpy; numpy.save({new}, {load})')} and pass {stem}.npy"
 
 
 def _first_array(path: str) -> str:
@@ -267,6 +305,6 @@ def _first_array(path: str) -> str:
         return "arr_0"
 
 
-def _command(code: str) -> str:
+def python_command(code: str) -> str:
     """Return the shell command that runs a line of Python."""
     return f"python -c {shlex.quote(code)}"

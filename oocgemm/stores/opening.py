@@ -11,7 +11,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import DtypeError, Folder, Matrix, is_path
 from oocgemm.stores.declared import Declared, check_unpacked, decoded
-from oocgemm.stores.formats import unsupported_dtype
+from oocgemm.stores.formats import Stored, UnsupportedError
 from oocgemm.stores.registry import ARRAYS, store_of
 
 
@@ -27,7 +27,7 @@ def open_matrix(
         folder: for the result of an interrupted run, the folder with its journal
         decode: respect what the attributes of an operand declare about its elements (`stores.declared`)
 
-    Raises `InputError`.
+    Raises `InputError`, for an unsupported dtype `UnsupportedError`.
     """
     operand = os.fspath(source) if is_path(source) else source
     store = store_of(operand)
@@ -41,8 +41,25 @@ def open_matrix(
         if decode and isinstance(error.declared, Declared):
             check_unpacked(f"{name}: {path}" if path else name, error.declared)
             missing = error.declared.missing
-        raise unsupported_dtype(name, error.dtype, kind, path, missing) from None
+        raise UnsupportedError(Stored(name, error.dtype, kind, path, missing)) from None
     return decoded(matrix) if decode and not writable else matrix
+
+
+def open_pair(a: tuple[str, Any], b: tuple[str, Any], *, decode: bool = True) -> tuple[Matrix, Matrix]:
+    """Open A and B, each given by its name and its source, as `open_matrix` does.
+
+    If a dtype is not supported, the error says how to convert both operands to one dtype.
+    """
+    found, stored = [], []
+    for name, source in (a, b):
+        try:
+            found.append(open_matrix(name, source, decode=decode))
+            stored.append(Stored.of(found[-1]))
+        except UnsupportedError as error:
+            stored += error.stored
+    if len(found) < len(stored):
+        raise UnsupportedError(*stored)
+    return found[0], found[1]
 
 
 def create_output(
