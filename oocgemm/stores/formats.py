@@ -137,7 +137,7 @@ class UnsupportedError(InputError):
     def __init__(self, *stored: "Stored") -> None:
         first = next((x for x in stored if not x.is_numeric), None)
         wanted = common_dtype(*(x.dtype for x in stored))
-        said = [f"{x.name} {'is ' if x is stored[0] else ''}of dtype {x.dtype}" for x in stored]
+        said = [f"{x.name} {'is of dtype' if x is stored[0] else 'of'} {x.dtype}" for x in stored]
         problem = " and ".join(said)
         if not all(x.is_supported for x in stored):
             problem += f", supported are {', '.join(OPERANDS)}"
