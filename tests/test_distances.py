@@ -99,6 +99,15 @@ def test_one_row_far_away_needs_float64() -> None:
         oocgemm.plan(x, x, trans_b="T", epilogue=[Gaussian(0.5)], **given)
 
 
+@pytest.mark.parametrize("power", [-95, 70, 95])
+def test_products_that_leave_the_range_of_float32_are_computed_in_float64(power: int) -> None:
+    x = np.random.default_rng(0).standard_normal((30, 4))
+    scaled = np.ldexp(x, power).astype(np.float32)
+    gamma = float(np.ldexp(0.1, -2 * power))
+    found = oocgemm.kernel_matmul(scaled, np.eye(30), gamma=gamma, backend="host", verify=True)
+    np.testing.assert_allclose(found, kernel(scaled, scaled, gamma), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("depth", [1, 3, *slow((300,))])
 def test_equal_rows_are_exactly_1_and_others_are_not(engine: Engine, depth: int) -> None:

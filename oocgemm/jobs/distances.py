@@ -69,7 +69,10 @@ def _needs_double(
     """Return whether float32 would round too much. Extremes decide it if they can, otherwise a pass."""
     if DTYPES[problem.a_dtype].accumulator == "float64":
         return True
-    limit = MAX_ERROR / (problem.epilogue[0].value * float(np.finfo(np.float32).eps))
+    gamma, limits = problem.epilogue[0].value, np.finfo(np.float32)
+    if gamma * problem.depth * float(limits.tiny) > MAX_ERROR:  # products may underflow
+        return True
+    limit = min(MAX_ERROR / (gamma * float(limits.eps)), float(limits.max) / 16)
     with np.errstate(all="ignore"):
         farthest = (np.fmax(each.max - center, center - each.min) for each in found)
         if all(np.square(far[~np.isnan(far)]).sum() <= limit for far in farthest):
