@@ -1,6 +1,7 @@
 """Random products of arrays in random stores, and what NumPy computes from an independent reader of them.
 
-A case is a number, from which everything random is drawn. To run one case again, or many::
+A case is a number, from which everything random is drawn. It also says whether arrays are read as on
+many cores, and as large ones are. To run one case again, or many::
 
     python -m tests.store_cases 17
     python -m tests.store_cases 5000 20000
@@ -15,9 +16,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 import h5py
 import ml_dtypes
@@ -45,7 +48,6 @@ from tests.hdf5_files import BEFORE, COMPRESSORS, THROUGH_H5PY
 from tests.web_files import web_server
 
 bfloat16.register()
-T = TypeVar("T")
 Array = NDArray[Any]
 Shape = tuple[int, int]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -60,6 +62,14 @@ WARNINGS = (
     "ignore:invalid value encountered in cast:RuntimeWarning",
 )
 DTYPES = (*map(np.dtype, ("f2", "f4", "f8", "c8", "c16", "i1")), BF16)
+# Sizes from which arrays are read in other ways, as they would be for large arrays.
+LARGE: dict[str, dict[str, Any]] = {
+    "lines": {"MIN_SEGMENT": 16},
+    "npy": {"MIN_DIRECT": 64},
+    "zarr.chunks": {"MIN_DIRECT": 64, "MAX_DECODED": 64, "MAX_COPIED": 64},
+    "zarr.together": {"MIN_SEGMENT": 16, "MIN_LINE_ON_MANY_CORES": 16},
+    "hdf5.chunks": {"MIN_DIRECT": 512, "MIN_STRAIGHT": 64},
+}
 # The dtypes that C may have, if A and B have another one.
 RESULTS = {"int8": ("int32", "int64", "float64"), "float16": ("float16", "float32")}
 
@@ -467,7 +477,12 @@ def run(seed: int, folder: Path, web: str) -> None:
     """
     draw, texts = Draw(seed, web), list[str]()
     try:
-        _run(draw, folder, texts)
+        with ExitStack() as stack:
+            cores = {"MAPPING_CORES": 0 if seed % 2 else 1 << 20}
+            sizes = {"files": cores} | (LARGE if seed // 2 % 2 else {})
+            for module, values in sizes.items():
+                stack.enter_context(patch.multiple(f"oocgemm.stores.{module}", **values))
+            _run(draw, folder, texts)
     except Exception as error:
         case = "\n  ".join([f"case {seed}: python -m tests.store_cases {seed}", *texts])
         raise AssertionError(f"{case}\n{type(error).__name__}: {error}") from error
