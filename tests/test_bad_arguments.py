@@ -56,9 +56,9 @@ def test_whatever_numpy_converts_is_an_operand(operand: Any) -> None:
     ("operand", "part"),
     [
         pytest.param(2.0, "A has 0 dimensions", id="a scalar"),
-        pytest.param(None, "A has 0 dimensions", id="nothing"),
+        pytest.param(None, "A is None: pass an array or a path", id="nothing"),
         pytest.param({"x": A}, "A: dict is a collection: give one array of it ('x')", id="a mapping"),
-        pytest.param(b"a.npy", "A has 0 dimensions", id="bytes"),
+        pytest.param(b"a.npy", "A is bytes: pass a path as a string", id="bytes"),
         pytest.param([1.0, 2.0], "A has 1 dimensions", id="a list of numbers"),
         pytest.param(A[None], "A has 3 dimensions", id="a stack of matrices"),
         pytest.param([[1.0], [2.0, 3.0]], "A: list cannot be turned into an array", id="rows of two lengths"),

@@ -242,7 +242,7 @@ def _unknown() -> Any:
     [
         (
             Unsliced(A),
-            r"A: Unsliced cannot be sliced as \[0:0, 0:0\] \(no slices\): convert it with np.asarray",
+            r"A: Unsliced cannot be sliced as \[0:1, 0:1\] \(no slices\): convert it with np.asarray",
         ),
         (Sparse(A), r"A: slicing Sparse does not give an array: convert it with .toarray\(\)"),
         (Collection(), r"A: Collection is not an array: convert it with .to_dask_array"),

@@ -79,6 +79,8 @@ class ArrayLikes(Store):
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         if writable:
             raise not_writable(name)
+        if wanted := _instead_of(operand):
+            raise InputError(f"{name} is {wanted}")
         try:
             array = np.asarray(operand)
         except Exception as error:  # the object's conversion may raise any exception
@@ -87,6 +89,18 @@ class ArrayLikes(Store):
                 f"{name}: {type(operand).__name__} cannot be turned into an array: {reason}"
             ) from error
         return ArrayMatrix(name, array)
+
+
+def _instead_of(operand: Any) -> str:
+    """Return what an object is and what to pass instead of it, if that is easily confused; "" otherwise."""
+    if operand is None:
+        return "None: pass an array or a path"
+    if isinstance(operand, bytes):
+        return f"bytes: pass a path as a string, {os.fsdecode(operand[:200])!r}"
+    if hasattr(operand, "read") and hasattr(operand, "seek"):
+        path = getattr(operand, "name", None)
+        return f"an open file: pass its path{f', {path!r}' if isinstance(path, str) else ', or an array'}"
+    return ""
 
 
 @lru_cache(64)
@@ -157,6 +171,10 @@ class ArrayMatrix:
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
         return {mapped} if mapped else set()
+
+    def shares_map(self, other: "ArrayMatrix") -> bool:
+        """Return whether both matrices are parts of the same memory map, overlapping or not."""
+        return self._map is not None and self._map is other._map
 
     def _check_length(self) -> None:
         """Raise `EOFError` if the array is a memory map of a file that was truncated since it was mapped.

@@ -254,6 +254,8 @@ def checked(
 
     Raises `InputError` for an unsupported shape and `DtypeError` for an unsupported dtype.
     """
+    if len(shape) < 2 and dtype.kind in "OSUmM":
+        raise InputError(f"{name} is not an array of numbers: pass an array with two dimensions, or a path")
     if len(shape) != 2:
         hint = "reshape it to (1, n) or (n, 1)"
         if len(shape) > 2:

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate
+from itertools import accumulate, islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes, which are
 # read whole. It then avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
+# A message names the arrays among at most this many members of a collection.
+MAX_LISTED = 8
 # An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 # A thread takes this lock while it reads an array of a package that is not in CONCURRENT. The C libraries of
@@ -72,10 +74,7 @@ class LazyArrays(Store):
         if writable:
             raise not_writable(name)
         if isinstance(operand, Mapping):
-            names = ", ".join(repr(key) for key in list(operand)[:8])
-            raise InputError(
-                f"{name}: {type(operand).__name__} is a collection: give one array of it ({names})"
-            )
+            raise InputError(f"{name}: {type(operand).__name__} is a collection: {_choice(operand)}")
         if not _sliceable(operand):  # a dask bag or delayed object: np.asarray would compute it as a whole
             raise InputError(
                 f"{name}: {type(operand).__name__} is not an array: convert it with "
@@ -118,16 +117,21 @@ class LazyMatrix:
         )
 
     def _check_slices(self) -> None:
-        """Raise `InputError` unless an empty slice of the object converts to an array of shape (0, 0)."""
+        """Raise `InputError` unless a slice of one element converts to an array of shape (1, 1).
+
+        Many objects do not support empty slices, so nothing is checked of an array without elements.
+        """
+        if 0 in self.shape:
+            return
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
         try:
-            shape = np.asarray(self._source[0:0, 0:0]).shape
+            shape = np.asarray(self._source[0:1, 0:1]).shape
         except Exception as error:  # slicing may raise any exception
             raise InputError(
-                f"{self.name}: {kind} cannot be sliced as [0:0, 0:0] ({error}): convert it with {hint}"
+                f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
             ) from error
-        if shape != (0, 0):
+        if shape != (1, 1):
             raise InputError(f"{self.name}: slicing {kind} does not give an array: convert it with {hint}")
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -175,6 +179,20 @@ class LazyMatrix:
     def identities(self) -> set[object]:
         """Return no id: which files the object reads is unknown."""
         return set()
+
+
+def _choice(collection: Mapping[Any, Any]) -> str:
+    """Return the last part of a message: which arrays of a collection can be given."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for key in islice(collection, MAX_LISTED):
+        with suppress(Exception):  # a link of HDF5 may lead nowhere
+            is_array = _sliceable(collection[key]) or isinstance(collection[key], np.ndarray | list)
+            found[is_array].append(repr(key))
+    if found[True]:
+        return f"give one array of it ({', '.join(found[True])})"
+    if found[False]:
+        return f"it has no arrays itself; give an array in one of {', '.join(found[False])}"
+    return "it is empty; give an array"
 
 
 def _sliceable(source: Any) -> bool:

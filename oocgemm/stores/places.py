@@ -15,6 +15,7 @@ from oocgemm.stores.base import Array, Folder, Matrix, is_path
 from oocgemm.stores.durable import SIDECAR
 from oocgemm.stores.objects.address import check_url
 from oocgemm.stores.registry import store_of
+from oocgemm.stores.view import underlying
 
 
 def located(name: str, source: Any) -> Any:
@@ -106,9 +107,16 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 
 
 def same_place(one: Matrix, other: Matrix) -> bool:
-    """Return whether two matrices share memory or files, even if they were opened by different paths."""
-    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and overlap(one.array, other.array):
-        return True
+    """Return whether two matrices share memory or files, even if they were opened by different paths.
+
+    Blocks of one memory map do not if they are disjoint.
+    """
+    one, other = underlying(one), underlying(other)
+    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix):
+        if overlap(one.array, other.array):
+            return True
+        if one.shares_map(other):
+            return False
     return not one.identities().isdisjoint(other.identities())
 
 

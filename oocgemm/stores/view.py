@@ -33,3 +33,10 @@ class View:
 
     def identities(self) -> set[object]:
         return self._matrix.identities()
+
+
+def underlying(matrix: Matrix) -> Matrix:
+    """Return the matrix that a view reads, or a matrix that is no view."""
+    while isinstance(matrix, View):
+        matrix = matrix._matrix
+    return matrix

@@ -7,6 +7,7 @@ the module `codecs` supports. All other arrays are opened by zarr.
 import json
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,19 @@ def local_size(folder: str, name: str) -> int | None:
         raise
     except (OSError, ValueError):
         return None  # the caller then opens the array by zarr, whose error says what is wrong
+
+
+def node_kind(folder: Path) -> str:
+    """Return whether a local folder is an "array" or a "group" of zarr; "" if it is neither."""
+    with suppress(OSError, ValueError, RecursionError):
+        if (folder / V2).is_file():
+            return "array"
+        if (folder / V2_GROUP).is_file():
+            return "group"
+        found = _document_at(folder / V3)
+        kind = found.get("node_type") if isinstance(found, dict) else ""
+        return kind if kind in ("array", "group") else ""
+    return ""
 
 
 def read_metadata(path: str) -> Metadata | None:

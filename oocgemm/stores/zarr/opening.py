@@ -1,6 +1,8 @@
 """Open and create zarr arrays. If that fails, the error says what is at the path and what to do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores.formats import missing_client, wrong_format
 from oocgemm.stores.zarr import bfloat16
 from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix, reason
+from oocgemm.stores.zarr.metadata import node_kind
 from oocgemm.stores.zarr.through import local_folder
 from oocgemm.system.threads import refusal
+
+# A message names at most this many arrays of a group, in at most so many groups within each other.
+MAX_LISTED, _MAX_DEPTH = 8, 8
 
 
 def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
@@ -174,13 +180,21 @@ def _compressor(name: str | None) -> Any:
 
 
 def _members(folder: Path | None) -> str:
-    """Return the last part of a message: the list of the arrays in a local group; "" if there are none.
+    """Return the last part of a message: the arrays in a local group and in its groups; "" if there are none.
 
     The arrays are found by their metadata files, without opening them.
     """
-    if folder is None:
-        return ""
-    names = sorted(
-        p.name for p in folder.iterdir() if any((p / m).exists() for m in ("zarr.json", ".zarray"))
-    )
-    return f"; give an array in it: {', '.join(names)}" if names else ""
+    names = [] if folder is None else list(islice(_arrays(folder, ""), MAX_LISTED + 1))
+    more = ", and more" if len(names) > MAX_LISTED else ""
+    return f"; give an array in it: {', '.join(names[:MAX_LISTED])}{more}" if names else ""
+
+
+def _arrays(folder: Path, prefix: str) -> Iterator[str]:
+    """Yield the names of the arrays in a local group, in the order of their names."""
+    with suppress(OSError):
+        for place in sorted(folder.iterdir()):
+            kind = node_kind(place)
+            if kind == "array":
+                yield prefix + place.name
+            elif kind == "group" and prefix.count("/") < _MAX_DEPTH:
+                yield from _arrays(place, f"{prefix}{place.name}/")
