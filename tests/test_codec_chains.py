@@ -201,5 +201,6 @@ def test_products_of_a_user_who_configured_another_pipeline(tmp_path: Path, conf
         array[:] = values
     with zarr.config.set(ZARRS) if configured == "zarrs" else nullcontext():
         a, c = (zarr.open_array(tmp_path / name, mode="r+") for name in "AC")
-        oocgemm.gemm(a, np.eye(10, dtype="c16"), c, beta=1, tile="4x3x3", backend="host")
+        result = oocgemm.gemm(a, np.eye(10, dtype="c16"), c, beta=1, tile="4x3x3", backend="host")
+    assert result.out is c
     np.testing.assert_array_equal(whole(tmp_path / "C"), 2 * values)

@@ -68,14 +68,15 @@ class ZarrMatrix:
         """
         if array.dtype.kind not in "biufc":  # text is refused here: zarr warns about its metadata
             checked(name, array.shape, array.dtype)
-        # The array as opened by zarr; None until it is needed.
+        # The array as opened by zarr, None until it is needed; and the one from which zarr reads blocks.
         self._array: Any = None
+        self._read: Any = None
         if isinstance(array, Metadata):
             self._metadata = array
         else:
             from oocgemm.stores.zarr.through import metadata_of, with_own_pipeline
 
-            self._array, self._metadata = with_own_pipeline(array), metadata_of(array)
+            self._array, self._read, self._metadata = array, with_own_pipeline(array), metadata_of(array)
         found = self._metadata
         fill = None if found.stated.get("fill_value") is None else found.fill
         dtype = found.dtype.newbyteorder("=")
@@ -86,7 +87,7 @@ class ZarrMatrix:
         self.direct = _direct_chunks(found, unchanging)
         # If `_writes_directly` is true, `_writer` writes chunk files. Otherwise zarr writes to the array
         # object `_written`. Both write to the folder `_target`, which is None for a remote array.
-        self._writer, self._written, self._target = self.direct, self._array, found.folder
+        self._writer, self._written, self._target = self.direct, self._read, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
         self._uplo: str | None = None  # what the next `set_finished` records; None keeps what is recorded
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
@@ -175,7 +176,7 @@ class ZarrMatrix:
             for name in self._names(rows, cols):
                 check_regular(self.folder / name)
         target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
-        self.array.get_basic_selection((slice(*rows), slice(*cols)), out=target)
+        self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
 
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
         """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
