@@ -139,7 +139,7 @@ def test_a_clock_that_is_set_delays_no_retry_for_long(tmp_path: Path, hours: int
 def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "db") as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="database format 99, this one has format 1"):
+    with pytest.raises(StoreError, match="database format 99, this one has format 2"):
         Store(tmp_path / "db")
 
 

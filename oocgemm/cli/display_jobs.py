@@ -102,6 +102,7 @@ def print_job(job: Info) -> None:
     rows = [
         *(("job", job["id"]), ("name", title_of(job)), ("owner", job["owner"]), ("state", state)),
         ("error", job["error"]),
+        *(("warning", each) for each in job.get("warnings", ())),
         ("product", f"{job['a']} @ {job['b']} -> {job['c']}"),
         ("extents", f"{plan['m']} x {plan['n']} x {plan['k']} {plan['a_dtype']}" if "m" in plan else ""),
         ("options", options),
@@ -136,8 +137,8 @@ def print_planned(planned: Info) -> None:
         out.print(f"[bold]{'starts':<10}[/] {start}")
     if plan.get("c_exists"):
         print_note(
-            "C exists: the job goes on with it, and computes nothing if it is complete. If A or B has "
-            "changed since, it fails. To compute all of C anew, pass --overwrite"
+            "C is unfinished: the job goes on with it. If A, B or options have changed since, it fails. To "
+            "compute all of C anew, pass --overwrite"
         )
 
 

@@ -1,10 +1,13 @@
 """The commands of whoever runs a service: serve and token."""
 
+import os
+import stat
+import sys
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -20,6 +23,8 @@ _STATE = click.option(
     help="Folder of the queue, the logs and the timelines.  [default: ~/.local/state/oocgemm]",
 )
 _SCOPES = ("read", "submit", "admin")
+# The file of the state folder with the URL to sign in, if it is not printed.
+LOGIN = "login-url"
 
 
 @click.command()
@@ -132,13 +137,35 @@ def _ready(service: Any, addresses: list[str]) -> None:
     if Path(addresses[0]) != default_socket():
         click.echo(f"for other commands: export OOCGEMM_SERVICE={addresses[0]}")
     for url in addresses[1:]:
-        click.echo(f"listening on {url}; sign in once: {url}/login?code={service.login.code}")
-        service.login.changed = partial(_next_login, url)
+        place = service.config.state / LOGIN
+        shown = _login(url, place, service.login.code)
+        click.echo(f"listening on {url}; sign in once: {shown}")
+        service.login.changed = partial(_next_login, url, place)
 
 
-def _next_login(url: str, code: str) -> None:
+def _next_login(url: str, place: Path, code: str) -> None:
     with suppress(OSError):  # nobody reads what the server prints
-        click.echo(f"to sign in once more: {url}/login?code={code}")
+        click.echo(f"to sign in once more: {_login(url, place, code)}")
+
+
+def _login(url: str, place: Path, code: str) -> str:
+    """Return the URL to sign in as an admin; where it is stored, if others may read what is printed."""
+    shown = f"{url}/login?code={code}"
+    if _is_private(sys.stdout):
+        return shown
+    place.unlink(missing_ok=True)
+    with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{shown}\n")
+    return f"open the URL in {place}"
+
+
+def _is_private(output: IO[str]) -> bool:
+    """Return whether an output is no file that others may read, nor the socket of a system log."""
+    try:
+        mode = os.fstat(output.fileno()).st_mode
+    except (OSError, ValueError):
+        return True
+    return not stat.S_ISSOCK(mode) and not (stat.S_ISREG(mode) and mode & 0o077)
 
 
 @click.group()

@@ -216,25 +216,28 @@ class Dispatcher:
 
     def _conclude(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
         status = result["exit_code"] if result is not None else code
+        new = [] if result is None else result.get("warnings", [])
+        warned = {"warnings": list(dict.fromkeys([*job.warnings, *new]))}
         if result is not None and status == 0:
-            self._store.move(job, State.SUCCEEDED, exit_code=0, result=result, error=None)
+            self._store.move(job, State.SUCCEEDED, exit_code=0, result=result, error=None, **warned)
             return
         why = _why(result, code)
         if job.state is State.CANCELLING:
-            self._store.move(job, State.CANCELLED, exit_code=status, error=job.error)
+            self._store.move(job, State.CANCELLED, exit_code=status, error=job.error, **warned)
         elif status in HOPELESS:
-            self._store.move(job, State.FAILED, exit_code=status, error=why)
+            self._store.move(job, State.FAILED, exit_code=status, error=why, **warned)
         elif job.state is State.PAUSING:
-            self._store.move(job, State.PAUSED)
+            self._store.move(job, State.PAUSED, **warned)
         elif status in (BUSY, STOPPED) or not known:
             # It did not fail on its own: the machine was booted, or someone stopped it.
-            self._store.move(job, State.QUEUED, started=None)
+            self._store.move(job, State.QUEUED, started=None, **warned)
         elif job.failures + 1 >= job.max_attempts:
-            self._store.move(job, State.FAILED, failures=job.failures + 1, exit_code=status, error=why)
+            failed = {"failures": job.failures + 1, "exit_code": status, "error": why}
+            self._store.move(job, State.FAILED, **failed, **warned)
         else:
             at = self._clock() + RETRY * RETRY_FACTOR**job.failures
             failed = {"failures": job.failures + 1, "exit_code": status, "error": why}
-            self._store.move(job, State.QUEUED, not_before=at, started=None, **failed)
+            self._store.move(job, State.QUEUED, not_before=at, started=None, **failed, **warned)
 
     def _check_deadlines(self) -> None:
         now = self._clock()

@@ -30,14 +30,16 @@ import signal
 import struct
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
 from oocgemm.service import live
+from oocgemm.system.text import plain
 
 LOCK, OWNER, BEFORE, TILES = "lock", "owner.json", "before.json", "tiles"
 RESULT, TIMELINE, LOG = "result.json", "timeline", "log"
@@ -46,6 +48,14 @@ FILES = (LOCK, OWNER, BEFORE, TILES, live.LIVE, RESULT, TIMELINE, LOG)
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
 BUSY, STOPPED = 75, 143
+# Advice of a run, and what a job says instead.
+_ADVICE = (
+    (" in place of --resume", ""),
+    ("drop --resume to start from the present C", "submit a new job to start from the present C"),
+    (" and drop --resume", " and submit a new job"),
+)
+# Warnings about the data that are noted, and characters of each.
+MAX_WARNINGS, MAX_WARNING = 100, 2000
 # Statuses after which the process is as before: success, wrong input, and budgets that are too small.
 UNHARMED = frozenset({0, 2, 3})
 
@@ -82,10 +92,12 @@ def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]
     """Run an attempt, and write its result. Then SIGTERM is ignored."""
     attempt, keep = order["attempt"], False
     status: dict[str, Any] = {"exit_code": STOPPED, "error": "stopped by SIGTERM"}
+    warned: list[str] = []
     try:
         _write(folder / OWNER, {"attempt": attempt, "pid": os.getpid(), "start": start_of(os.getpid())})
         begin()
-        status = _compute(folder, order)
+        with _noting_warnings(warned):
+            status = _compute(folder, order)
         keep = status["exit_code"] in UNHARMED
     except KeyboardInterrupt:
         pass
@@ -96,7 +108,7 @@ def _attempt(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]
         status = {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _write(folder / RESULT, {"attempt": attempt} | status, durable=True)
+        _write(folder / RESULT, {"attempt": attempt, "warnings": warned} | status, durable=True)
     return int(status["exit_code"]), keep
 
 
@@ -120,9 +132,10 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 progress=_noting(order["attempt"], tiles.write, folder / live.LIVE),
             )
     except (OocGemmError, MemoryError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        text = _for_jobs(str(error)) or type(error).__name__
+        print(f"Error: {text}", file=sys.stderr)
         code = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, InputError) else 1
-        return {"exit_code": code, "error": str(error) or type(error).__name__}
+        return {"exit_code": code, "error": text}
     wall = result.log.wall / 1e9
     return {
         "exit_code": 0,
@@ -131,6 +144,29 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
         "flops": result.plan.flops,
         "kept_tiles": len(result.plan.done),
     }
+
+
+def _for_jobs(message: str) -> str:
+    """Return the message of an error of a run for a job, which always resumes and has no option for that."""
+    for found, shown in _ADVICE:
+        message = message.replace(found, shown)
+    return message
+
+
+@contextmanager
+def _noting_warnings(noted: list[str]) -> Iterator[None]:
+    """Print warnings in the `with` block on one line each, and note those about the data."""
+
+    def show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+        text = plain(str(message))[:MAX_WARNING]
+        print(f"Warning: {text}", file=sys.stderr)
+        if issubclass(category, DataWarning) and text not in noted and len(noted) < MAX_WARNINGS:
+            noted.append(text)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DataWarning)  # also if an earlier job has issued the same
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

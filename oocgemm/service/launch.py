@@ -170,7 +170,8 @@ def hand(
 
 def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
     """Make the files of a job, and write the number of the attempt. What an attempt has left is kept."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     for name in FILES:
         os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if needs_before(spec["options"]):

@@ -1,17 +1,18 @@
 """Reads the jobs of a service from an SQLite database."""
 
 import json
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from oocgemm.service.errors import KeyReusedError, StoreError, UnknownJobError
 from oocgemm.service.schedule import MAX_CONSIDERED, Need, Waiting
-from oocgemm.service.schema import SCHEMA, UNFINISHED, VERSION, Job
+from oocgemm.service.schema import MIGRATIONS, SCHEMA, UNFINISHED, VERSION, Job
 from oocgemm.service.states import ACTIVE, Reason, State
 
 # Device seconds of an owner count half after so many seconds.
@@ -54,6 +55,7 @@ class Reader:
         self._changes = 0
         # Called after each change, by the thread that has made it.
         self.observers: list[Callable[[], object]] = []
+        _make_private(path)
         with self._errors():
             self._db = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -64,6 +66,9 @@ class Reader:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version in MIGRATIONS:
+                change = MIGRATIONS[version]
+                self._db.executescript(f"BEGIN; {change}; PRAGMA user_version = {VERSION}; COMMIT;")
             elif version != VERSION:
                 raise StoreError(
                     f"{path} was written by a version of oocgemm with database format {version}, this one "
@@ -89,6 +94,13 @@ class Reader:
     def _read(self, query: str, *values: object) -> list[sqlite3.Row]:
         with self._errors(), self._lock:
             return self._db.execute(query, values).fetchall()
+
+    def check_intact(self) -> None:
+        """Raise `StoreError` if the database is damaged. All of it is read, by another connection."""
+        with self._errors(), closing(sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True)) as fresh:
+            found = fresh.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise StoreError(f"the database {self._path} is damaged ({found}): restore it from a copy")
 
     def get(self, job: str) -> Job:
         """Return a job. Raises `UnknownJobError` if there is none."""
@@ -228,6 +240,18 @@ class Reader:
         """Return the device seconds of each owner; those of long ago count less (`HALF_LIFE`)."""
         now = self._clock()
         return {row["owner"]: decayed(row, now) for row in self._read("SELECT * FROM usage")}
+
+
+def _make_private(path: Path) -> None:
+    """Create the file of a database if it does not exist, and let nobody but its owner read it.
+
+    SQLite gives its other files the same mode.
+    """
+    with suppress(OSError):  # SQLite says what is wrong
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for each in (path, *(path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))):
+            if each.exists() and each.stat().st_mode & 0o077:
+                each.chmod(0o600)
 
 
 def _waiting(row: sqlite3.Row, blocked: Reason | None = None) -> tuple[Waiting, str | None]:

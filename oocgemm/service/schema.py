@@ -10,7 +10,10 @@ from typing import Any
 from oocgemm.service.schedule import Need
 from oocgemm.service.states import State
 
-VERSION = 1
+VERSION = 2
+# What brings a database of the version before to this one.
+_WARNINGS = "warnings TEXT NOT NULL DEFAULT '[]' CHECK (json_valid(warnings))"
+MIGRATIONS = {1: f"ALTER TABLE jobs ADD COLUMN {_WARNINGS}"}
 
 # The condition of jobs that have not ended, as indexes and queries state it.
 UNFINISHED = "state NOT IN ('succeeded', 'failed', 'cancelled')"
@@ -22,7 +25,8 @@ CREATE TABLE jobs (
     device_bytes INT NOT NULL, host_bytes INT NOT NULL, disk_bytes INT NOT NULL, predicted_s REAL NOT NULL,
     c_path TEXT NOT NULL, device INT, attempt INT NOT NULL, failures INT NOT NULL, max_attempts INT NOT NULL,
     not_before REAL, deadline REAL, created REAL NOT NULL, started REAL, ended REAL,
-    exit_code INT, error TEXT, result TEXT CHECK (result IS NULL OR json_valid(result)), version INT NOT NULL
+    exit_code INT, error TEXT, result TEXT CHECK (result IS NULL OR json_valid(result)), version INT NOT NULL,
+    {_WARNINGS}
 ) STRICT;
 CREATE UNIQUE INDEX one_writer ON jobs (c_path) WHERE {UNFINISHED};
 CREATE INDEX by_state ON jobs (state, id);
@@ -87,6 +91,8 @@ class NewJob:
 class Job:
     """A job as it is stored. `attempt` counts its processes, `failures` those that failed on their own.
 
+    `warnings` are those about the data that its runs issued (`oocgemm.DataWarning`).
+
     `reason` is why a queued job waits. Times are in seconds since 1970. `version` counts the changes.
     """
 
@@ -114,13 +120,14 @@ class Job:
     error: str | None
     result: dict[str, Any] | None
     version: int
+    warnings: list[str]
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> "Job":
         """Return the job of a row of the table ``jobs``."""
         values = dict(row)
         need = Need(*(values.pop(f"{name}_bytes") for name in ("device", "host", "disk")))
-        for name in ("spec", "plan", "result"):
+        for name in ("spec", "plan", "result", "warnings"):
             values[name] = None if values[name] is None else json.loads(values[name])
         return cls(**values | {"need": need, "state": State(values["state"])})
 

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.jobs import api
+from oocgemm.jobs import api, journal
+from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.plan import Plan
 from oocgemm.planning.units import format_size, parse_size
+from oocgemm.service.job import needs_before
 from oocgemm.service.planner import Planned
 from oocgemm.service.schedule import Limits, Need
 from oocgemm.service.states import Reason
+from oocgemm.stores import exists
 
 # Options of a job, with the types of their values. `oocgemm.gemm` describes each.
 OPTIONS: Mapping[str, tuple[type, ...]] = {
@@ -89,6 +92,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         BudgetError: the budgets, or the limits, are too small. The message names the smallest that would do.
     """
     options: dict[str, Any] = {"backend": backend} | arguments(spec)
+    _check_incomplete(spec["c"], options)
     run = {name: options.pop(name) for name in _RUN & {*options}}
     host = limits.host // max(1, len(limits.devices))
     if backend == "host":  # both budgets are host memory
@@ -124,6 +128,19 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
     continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.updates_c)
     summary = _summary(plan) | {"c_exists": continues}
     return Planned(dict(spec) | {"options": options | run}, summary, need, plan.prediction.total)
+
+
+def _check_incomplete(c: str, options: Mapping[str, Any]) -> None:
+    """Raise `InputError` if there is a complete C, which a job with these options would leave as it is."""
+    if needs_before(options) or not exists(c):
+        return
+    folder = Destination.parse(c).journal_folder
+    record = None if folder is None else journal.read(folder)
+    if record is not None and record.complete is not None and os.path.exists(c):
+        raise InputError(
+            f"C exists at {c}: pass --overwrite (overwrite=True) to compute all of it anew, or give another "
+            "path"
+        )
 
 
 def _smallest(spec: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:

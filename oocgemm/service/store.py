@@ -28,6 +28,7 @@ _COLUMNS = frozenset(
         "exit_code",
         "error",
         "result",
+        "warnings",
     }
 )
 
@@ -157,6 +158,8 @@ class Store(Reader):
         assert _COLUMNS.issuperset(values), values
         if "result" in values and values["result"] is not None:
             values["result"] = json.dumps(values["result"])
+        if "warnings" in values:
+            values["warnings"] = json.dumps(values["warnings"])
         if to in FINAL:
             values.setdefault("ended", self._clock())
         names = "".join(f", {name} = ?" for name in values)

@@ -68,7 +68,8 @@ class Workers:
                 return process
             except OSError:  # it has died
                 self._end(process, device, kept)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         process = launch.spawn(self._folder, folder / LOG)
         try:
             with suppress(ConnectionError):  # it has died

@@ -79,6 +79,11 @@ class Job:
         code: int | None = self.info["exit_code"]
         return code
 
+    @property
+    def warnings(self) -> list[str]:
+        """What in the data changes what the result means: the `oocgemm.DataWarning`s of the job."""
+        return list(self.info.get("warnings", ()))
+
     def refresh(self) -> "Job":
         """Read the job again, and return it.
 

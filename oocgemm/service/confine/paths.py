@@ -161,6 +161,25 @@ def display(roots: Mapping[str, Root], path: str | Path) -> str:
     return f"{root.name}:{Path(path).relative_to(root.folder)}"
 
 
+def display_all(roots: Mapping[str, Root], text: str) -> str:
+    """Return a text with all paths in roots as a user writes them.
+
+    >>> display_all({"data": Root("data", Path("/srv/data"), False)}, "/srv/data/A.zarr, /srv/database/B")
+    'data:A.zarr, /srv/database/B'
+    """
+    for root in sorted(roots.values(), key=lambda root: len(root.folder.parts), reverse=True):
+        text = replace_folder(text, root.folder, f"{root.name}:")
+    return text
+
+
+def replace_folder(text: str, folder: Path, name: str) -> str:
+    """Replace a folder at the beginning of paths in a text."""
+    if str(folder) not in text:
+        return text
+    begins = rf"(?:(?<=file://)|(?<![\w./~-])){re.escape(str(folder))}(?:/|(?![\w.-]))"
+    return re.sub(begins, lambda _: name, text)
+
+
 def _parsed(roots: Mapping[str, Root], text: str) -> tuple[Root, list[str]]:
     """Return the root and the components that a path names, without opening anything."""
     try:

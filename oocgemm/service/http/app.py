@@ -6,7 +6,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from oocgemm.service.http import events, files, machine, page, problems
@@ -127,6 +127,7 @@ def jobs_routes() -> APIRouter:
         job: str,
         response: Response,
         service: Shared,
+        user: User,
         wait: Annotated[float, Query(ge=0, le=60)] = 0,
         if_none_match: Match = None,
     ) -> Any:
@@ -135,6 +136,8 @@ def jobs_routes() -> APIRouter:
         end = clock() + wait
         while True:
             woken = service.feed.woken
+            if not await run_in_threadpool(service.store.is_valid, user):
+                raise HTTPException(401, "the token has been revoked, or has expired: use another one")
             found = await run_in_threadpool(service.store.get, job)
             if not _matches(if_none_match, found.version):
                 (view,) = await run_in_threadpool(service.views, [found])

@@ -12,7 +12,8 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from oocgemm.service.errors import StoreError
-from oocgemm.service.http.requests import Shared
+from oocgemm.service.http.identity import Identity
+from oocgemm.service.http.requests import Shared, User
 from oocgemm.service.http.service import Service
 from oocgemm.service.states import FINAL, State
 
@@ -41,17 +42,21 @@ def routes() -> APIRouter:
     @router.get("/events", responses=_STREAM)
     async def all_events(
         service: Shared,
+        user: User,
         after: Number | None = None,
         last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
     ) -> StreamingResponse:
         """Send the changes of all jobs, from now on or after the event with a number."""
         seen = _after(after, last)
-        return _stream(service, None, await run_in_threadpool(service.store.newest) if seen is None else seen)
+        return _stream(
+            service, user, None, await run_in_threadpool(service.store.newest) if seen is None else seen
+        )
 
     @router.get("/jobs/{job}/events", responses=_STREAM | _ENDED)
     async def job_events(
         job: str,
         service: Shared,
+        user: User,
         after: Number | None = None,
         last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
     ) -> Response:
@@ -60,7 +65,7 @@ def routes() -> APIRouter:
         seen = _after(after, last)
         if found.state in FINAL and seen and not await run_in_threadpool(service.store.events, seen, job):
             return Response(status_code=204)  # tells an EventSource not to connect again
-        return _stream(service, job, seen or 0)
+        return _stream(service, user, job, seen or 0)
 
     return router
 
@@ -71,12 +76,13 @@ def _after(after: int | None, last: str | None) -> int | None:
     return int(last) if last is not None and valid else after
 
 
-def _stream(service: Service, job: str | None, after: int) -> StreamingResponse:
-    return StreamingResponse(_events(service, job, after), headers=HEADERS, media_type="text/event-stream")
+def _stream(service: Service, user: Identity, job: str | None, after: int) -> StreamingResponse:
+    events = _events(service, user, job, after)
+    return StreamingResponse(events, headers=HEADERS, media_type="text/event-stream")
 
 
-async def _events(service: Service, job: str | None, after: int) -> AsyncIterator[str]:
-    """Yield the text of events until the server ends, or the job."""
+async def _events(service: Service, user: Identity, job: str | None, after: int) -> AsyncIterator[str]:
+    """Yield the text of events until the server ends, or the job, or the token of the user."""
     known: dict[tuple[str, str], BaseModel] = {}
     clock = asyncio.get_running_loop().time
     alive = clock()
@@ -84,11 +90,16 @@ async def _events(service: Service, job: str | None, after: int) -> AsyncIterato
     while not service.feed.closed:
         begun, woken = clock(), service.feed.woken
         try:
+            if not await run_in_threadpool(service.store.is_valid, user):
+                return  # the client connects again, and is told why that fails
             found = await run_in_threadpool(service.store.events, after, job)
             progress = await run_in_threadpool(_progress, service, job, known)
         except StoreError as error:
             logger.error("%s", error)
             return  # the client connects again, and is told why that fails
+        for one in found:
+            if isinstance(one["data"].get("error"), str):
+                one["data"]["error"] = service.shown(one["data"]["error"])
         texts = [f"id: {one['seq']}\nevent: {one['kind']}\ndata: {json.dumps(one)}\n\n" for one in found]
         if found or progress:
             alive = clock()

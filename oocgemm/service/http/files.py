@@ -1,7 +1,6 @@
 """The files of a job: its log, its timeline, the report on it, and its tiles."""
 
 import io
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Header, HTTPException
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
 from oocgemm.service.http.requests import Shared
+from oocgemm.service.http.service import Service
 from oocgemm.service.http.views import TilesView
 from oocgemm.service.job import LOG, TIMELINE
 
@@ -50,7 +50,8 @@ def routes() -> APIRouter:
     def get_log(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
         """Return what the processes of a job have printed."""
         service.store.get(job)
-        return _file(service.dispatcher.folder_of(job) / LOG, range, "text/plain; charset=utf-8")
+        path = service.dispatcher.folder_of(job) / LOG
+        return _file(service, path, range, "text/plain; charset=utf-8")
 
     @router.get("/timeline", response_class=PlainTextResponse, responses=_answers("application/x-ndjson"))
     def get_timeline(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
@@ -59,7 +60,7 @@ def routes() -> APIRouter:
         path = service.dispatcher.folder_of(job) / TIMELINE
         if not path.exists():
             raise HTTPException(404, f"job {job} has no timeline yet: wait until it has ended")
-        return _file(path, range, "application/x-ndjson")
+        return _file(service, path, range, "application/x-ndjson")
 
     @router.get("/report", response_class=HTMLResponse, responses=_answers("text/html"))
     def get_report(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
@@ -71,7 +72,7 @@ def routes() -> APIRouter:
         path = service.dispatcher.folder_of(job) / TIMELINE
         if not path.exists():
             raise HTTPException(404, f"job {job} has no report yet: wait until it has ended")
-        html = page([(found.name or job, read_log(str(path)))]).encode()
+        html = service.shown(page([(found.name or job, read_log(str(path)))])).encode()
         answer = _part(io.BytesIO(html), len(html), range, "text/html; charset=utf-8")
         answer.headers["Content-Security-Policy"] = REPORT_POLICY
         return answer
@@ -84,13 +85,18 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _file(path: Path, asked: str | None, media: str) -> Response:
-    """Return a file, or a range of its bytes, as it is now: the file may be growing."""
+def _file(service: Service, path: Path, asked: str | None, media: str) -> Response:
+    """Return a file with the paths that users know, or a range of its bytes. The file may be growing.
+
+    The last line is left out until it is complete: a path may be written in two parts.
+    """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - `_pieces` closes it
+        content = path.read_bytes()
     except FileNotFoundError:
-        return _part(io.BytesIO(), 0, asked, media)
-    return _part(file, os.fstat(file.fileno()).st_size, asked, media)
+        content = b""
+    content = content[: content.rfind(b"\n") + 1]
+    shown = service.shown(content.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    return _part(io.BytesIO(shown), len(shown), asked, media)
 
 
 def _part(file: BinaryIO, size: int, asked: str | None, media: str) -> Response:

@@ -19,11 +19,15 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """A user: the owner of the jobs that they submit. `local` users have connected to the unix socket."""
+    """A user: the owner of the jobs that they submit. `local` users have connected to the unix socket.
+
+    `token` is the id of the token with which they have identified themselves.
+    """
 
     name: str
     scope: Scope
     local: bool = False
+    token: str | None = None
 
     def may_change(self, job: Job) -> bool:
         """Return whether the user may change a job: their own, or any as an admin."""

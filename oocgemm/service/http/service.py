@@ -1,6 +1,7 @@
 """What all requests share, and the thread that runs the dispatcher."""
 
 import asyncio
+import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from shutil import disk_usage
+from time import monotonic
 from typing import Any
 
 from oocgemm.errors import InputError
 from oocgemm.service import live
 from oocgemm.service.confine.landlock import abi
-from oocgemm.service.confine.paths import Root, confinement, display
+from oocgemm.service.confine.paths import Root, confinement, display, display_all, replace_folder
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.errors import StoreError
 from oocgemm.service.http.config import Config
@@ -32,6 +34,10 @@ from oocgemm.service.states import State, possible
 DATABASE = "service.db"
 # Bytes that must be free on the disks of the writable roots and of the state folder.
 MIN_FREE = 64 << 20
+# The database is not read again for so many times as long as that took.
+CHECK_PAUSE = 20.0
+
+logger = logging.getLogger("oocgemm")
 
 
 class Feed:
@@ -82,6 +88,7 @@ class Service:
     login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
     plans: Plans = field(default_factory=Plans)
+    _next_check: float = 0.0
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -133,6 +140,8 @@ class Service:
             name: getattr(job, name) for name in JobView.model_fields if hasattr(job, name)
         }
         paths: dict[str, Any] = {name: display(self.roots, spec[name]) for name in "abc"}
+        stored["error"] = None if job.error is None else self.shown(job.error)
+        stored["warnings"] = [self.shown(each) for each in job.warnings]
         return JobView(
             **stored,
             **paths,
@@ -146,6 +155,10 @@ class Service:
             progress=self.progress(job),
             activity=self.activity(job),
         )
+
+    def shown(self, text: str) -> str:
+        """Return a text for users: paths in roots as they write them, and no other path of the service."""
+        return replace_folder(display_all(self.roots, text), self.config.state, "STATE/")
 
     def views(self, jobs: Sequence[Job]) -> list[JobView]:
         """Return the JSON of several jobs."""
@@ -204,6 +217,11 @@ class Service:
         except StoreError:
             found.append("the database cannot be written: see the log of the server")
         try:
+            self._check_database()
+        except StoreError as error:
+            logger.error("%s", error)
+            found.append("the database is damaged: see the log of the server")
+        try:
             if min(free_space(self.roots.values()), disk_usage(self.config.state).free) < MIN_FREE:
                 found.append(
                     "less than 64 MiB are free on the disk of a writable root or of the state folder"
@@ -213,6 +231,14 @@ class Service:
         if not all(thread.is_alive() for thread in self._threads):
             found.append("no jobs are started, because of a defect: see the log of the server")
         return found
+
+    def _check_database(self) -> None:
+        """Read the whole database, unless that was done a moment ago: it takes at most 5% of the time."""
+        begun = monotonic()
+        if begun < self._next_check:
+            return
+        self.store.check_intact()
+        self._next_check = monotonic() + CHECK_PAUSE * (monotonic() - begun)
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oocgemm.errors import OocGemmError
-from oocgemm.service.confine.paths import display, resolve
+from oocgemm.service.confine.paths import resolve
 from oocgemm.service.errors import TooManyJobsError
 from oocgemm.service.http.identity import Identity
 from oocgemm.service.http.plans import Turn
@@ -32,7 +32,7 @@ def plan_job(service: Service, body: JobBody) -> Planned:
         return service.planner.plan(spec, service.limits(), service.backend)
     except Exception as error:
         # Messages name absolute paths. Users see the names that they have written.
-        error.args = tuple(_shown(service, paths, each) for each in error.args)
+        error.args = tuple(service.shown(each) if isinstance(each, str) else each for each in error.args)
         raise
 
 
@@ -116,11 +116,3 @@ def _new_job(service: Service, body: JobBody, user: Identity) -> NewJob:
         needs=tuple(body.needs),
         held=body.held,
     )
-
-
-def _shown(service: Service, paths: Mapping[str, str], message: object) -> object:
-    if not isinstance(message, str):
-        return message
-    for path in sorted(paths.values(), key=len, reverse=True):
-        message = message.replace(path, display(service.roots, path))
-    return message

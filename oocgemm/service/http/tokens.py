@@ -3,6 +3,7 @@
 import hmac
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from oocgemm.service.store import Store
 PREFIX = "oocgemm"
 # The time of the last use of a token is stored to so many seconds.
 USE_SECONDS = 60.0
+# The code of the URL that the server prints is valid for so many seconds.
+LOGIN_SECONDS = 600.0
 # A browser is signed in for so many seconds.
 SESSION_SECONDS = 7 * 86400.0
 
@@ -91,28 +94,40 @@ class Tokens(Store):
         if row["last_used"] is None or now - row["last_used"] > USE_SECONDS:
             with suppress(StoreError), self._writing() as db:  # a full disk does not keep readers out
                 db.execute("UPDATE tokens SET last_used = ? WHERE id = ?", (now, row["id"]))
-        return Identity(row["name"], Scope[row["scopes"].upper()])
+        return Identity(row["name"], Scope[row["scopes"].upper()], token=row["id"])
+
+    def is_valid(self, user: Identity) -> bool:
+        """Return whether the token of a user has neither been revoked nor expired since they used it."""
+        if user.token is None:
+            return True
+        query = "SELECT 1 FROM tokens WHERE id = ? AND (expires IS NULL OR expires > ?)"
+        return bool(self._read(query, user.token, self._clock()))
 
 
 class LoginCode:
-    """The code with which the user of the server signs in in a browser. It is valid once.
+    """The code with which the user of the server signs in in a browser.
 
-    `changed` is called with the next code after each use.
+    It is valid once, for `LOGIN_SECONDS`.
+    `changed` is called with the next code after each use, also after one that came too late.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed: Callable[[str], None] = lambda code: None
-        self.code = secrets.token_urlsafe(32)
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
+        self._renew()
 
     def use(self, code: str) -> bool:
         """Return whether a code is right. It is replaced then."""
         with self._lock:
             if not hmac.compare_digest(code.encode(errors="replace"), self.code.encode()):
                 return False
-            self.code = secrets.token_urlsafe(32)
+            in_time = self._clock() < self._end
+            self._renew()
         self.changed(self.code)
-        return True
+        return in_time
+
+    def _renew(self) -> None:
+        self.code, self._end = secrets.token_urlsafe(32), self._clock() + LOGIN_SECONDS
 
 
 def _digest(secret: str) -> str:

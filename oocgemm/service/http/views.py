@@ -114,7 +114,10 @@ class ActivityView(BaseModel):
 
 
 class JobView(BaseModel):
-    """A job. Paths are ROOT:PATH, sizes are in bytes, times are in seconds since 1970."""
+    """A job. Paths are ROOT:PATH, sizes are in bytes, times are in seconds since 1970.
+
+    `warnings` say what in the data changes what the result means.
+    """
 
     id: str
     owner: str
@@ -144,6 +147,7 @@ class JobView(BaseModel):
     exit_code: int | None
     error: str | None
     result: dict[str, Any] | None
+    warnings: list[str]
     needs: list[str]
     version: int
     actions: list[Action]

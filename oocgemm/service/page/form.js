@@ -7,8 +7,8 @@ import { tiles } from "./tiles.js";
 import { dtypes, duration, extents, rate, shape, size, soon } from "./words.js";
 
 const PAUSE_MS = 400, REFRESH_MS = 60_000;
-const EXISTS = "C exists: the job goes on with it, and computes nothing if it is complete. If A or B has changed "
-  + "since, it fails. To compute all of C anew, tick Replace C.";
+const EXISTS = "C is unfinished: the job goes on with it. If A, B or options have changed since, it fails. "
+  + "To compute all of C anew, tick Replace C.";
 
 export const formView = (main, { from }) => {
   document.title = "New job - oocgemm";

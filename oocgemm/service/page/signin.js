@@ -29,7 +29,7 @@ export const signInView = (main, { used, onDone }) => {
   main.replaceChildren(h("section", { class: "card signin" },
     h("h1", { tabindex: -1 }, "Sign in"),
     used && h("p", { class: "notice" },
-      "That link has been used before. Each link works once: the server has printed a new one."),
+      "That link has been used before, or is too old. Each link works once, for ten minutes: the server has printed a new one."),
     h("form", { onsubmit: submit }, name,
       h("label", { for: "token" }, "Token"), field, wrong,
       h("p", { class: "note", id: "token-help" },
