@@ -193,3 +193,12 @@ def test_arrays_in_object_stores_and_on_web_servers_are_checked(s3: Proxy, tmp_p
             for part in parts:
                 expected[part] = VALUES[part]
             np.testing.assert_array_equal(whole(open_matrix("A", place)), expected)
+
+
+def test_a_bucket_that_may_not_be_listed_is_read(s3: Proxy) -> None:
+    """Only the keys of the first chunk are tried there."""
+    bucket = Bucket(f"s3://{BUCKET}/A.zarr")
+    bucket.delete(list(bucket.listing()))
+    make(ObjectStore(bucket.store), "plain", V3[0])
+    s3.faults = lambda method, path: 403 if "list-type" in path else None
+    np.testing.assert_array_equal(whole(open_matrix("A", f"s3://{BUCKET}/A.zarr")), VALUES)

@@ -35,6 +35,10 @@ class StoreError(ExecutionError, OSError):
     """Raised for a request to an object store that failed although it was repeated."""
 
 
+class DeniedError(StoreError):
+    """Raised for a request that the object store does not allow."""
+
+
 class Bucket:
     """The objects whose keys begin with the path of a URL. Keys are relative to that path.
 
@@ -199,8 +203,11 @@ class Bucket:
         kind, text = type(error).__name__, scrubbed(str(error))
         if kind in ("AlreadyExistsError", "PreconditionError"):
             return ChangedError(f"{where} was changed by another process")
-        if kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError):
-            return StoreError(
+        denied = kind in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(
+            error, PermissionError
+        )
+        if denied or re.search(r"status code: 40[13]\b", text):  # obstore reports a listing so
+            return DeniedError(
                 f"{where}: access is denied ({text}): check the credentials, which come from the environment"
             )
         if re.search(r"after (\d+) retries", text):

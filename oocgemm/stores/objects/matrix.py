@@ -12,7 +12,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
 from oocgemm.stores.objects.address import REQUESTS, is_web, scrubbed
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects.bucket import Bucket, DeniedError
 from oocgemm.stores.objects.chunks import ObjectChunks
 from oocgemm.stores.objects.folder import ObjectFolder
 from oocgemm.stores.zarr.keys import keys_of_first
@@ -48,9 +48,11 @@ class ObjectMatrix(ZarrMatrix):
         self.layout = self._remote_layout()
 
     def _keys_found(self) -> Iterator[str]:
-        if is_web(self._bucket.url):
-            return keys_of_first(self._metadata.key, self._bucket.exists)
-        return self._bucket.keys()
+        with suppress(DeniedError):  # to list objects needs a permission of its own
+            if not is_web(self._bucket.url):
+                yield from self._bucket.keys()
+                return
+        yield from keys_of_first(self._metadata.key, self._bucket.exists)
 
     def _remote_layout(self) -> Layout:
         through, chunks = self.layout, self._chunks
