@@ -89,7 +89,8 @@ class Record:
     """The content of a journal, as read from its file.
 
     `committed` has the tiles that are committed but not done. `files` maps done tiles to the fingerprints of
-    their files; in a .npy file, tiles have none. `complete` is None until all of C is durable.
+    their files, or in a .npy file to checksums of their elements. `complete` is None until all of C is
+    durable.
     """
 
     header: dict[str, Any]

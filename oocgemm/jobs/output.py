@@ -26,7 +26,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.durable import SIDECAR, Durable, sync_path
+from oocgemm.stores.durable import DATA, SIDECAR, Durable, sync_path
 from oocgemm.stores.sparse import Rule, SparseMatrix
 from oocgemm.system.memory import available_for, available_memory
 from oocgemm.system.version import __version__
@@ -167,6 +167,8 @@ class Journaled(Target):
             self._header = earlier.header
         else:
             self._remove_parts()  # of an earlier run: they do not belong to this one
+            if isinstance(earlier.folder, Path) and earlier.record is None:
+                (earlier.folder / DATA).unlink(missing_ok=True)  # its journal is lost
             self._header = _header(job)
             if not isinstance(earlier.folder, Path):
                 self._header["name"] = uuid4().hex

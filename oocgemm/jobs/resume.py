@@ -11,14 +11,14 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.committer import tile_fingerprint
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.journal import Record, busy, owner, read
+from oocgemm.jobs.journal import REDO, Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.durable import DATA, Durable
 from oocgemm.stores.standardized import change_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
@@ -95,6 +95,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     - An earlier run to C is unfinished, and `resume` is not set. If beta = 0, `overwrite` permits this.
     - `resume` is set, but C can have no journal.
     - `resume` is set, and C exists without a journal. With `overwrite` or beta != 0, this is permitted.
+    - An unfinished C has lost its journal. If beta = 0, `overwrite` permits this.
     """
     folder = c.journal_folder
     if folder is None:
@@ -113,6 +114,16 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
             raise InputError(
                 f"C exists at {c} without a journal, so it is unknown which run computed it: check it with "
                 "oocgemm verify, or pass --overwrite to compute it again"
+            )
+        if isinstance(folder, Path) and not overwrite and (folder / DATA).exists():
+            raise InputError(
+                f"C at {c} is unfinished, and its journal in {folder} is lost, so that it is unknown which "
+                "tiles are done: pass overwrite=True (--overwrite) to compute all of it again"
+            )
+        if isinstance(folder, Path) and reads_c and (folder / REDO).exists():
+            raise InputError(
+                f"C at {c} is unfinished, and its journal in {folder} is lost, so that beta could be applied "
+                f"twice to some tiles: restore C from a copy, remove {folder} and run again"
             )
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):

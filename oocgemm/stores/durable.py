@@ -101,6 +101,8 @@ class Durable(Matrix, Protocol):
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         """Return the fingerprint of the files of a block; None if these files also contain other blocks.
 
+        A matrix in one file may return a checksum of the elements of the block in place of it.
+
         The block must have been flushed before. Otherwise its files may still change.
         """
 

@@ -132,6 +132,9 @@ class GrmMatrix(NpyMatrix):
                 stop = min(rows[1], j)
                 out[: stop - rows[0], j - cols[0]] = _read(file.descriptor, j, (rows[0], stop))
 
+    def _read_back(self, rows: Range, cols: Range, out: Array) -> None:
+        self.read(rows, cols, out)
+
     def _write(self, rows: Range, cols: Range, data: Array) -> None:
         descriptor = open_regular(self._path, os.O_WRONLY)
         try:
