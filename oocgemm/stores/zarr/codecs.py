@@ -42,8 +42,8 @@ def unavailable(stated: Any) -> str:
     `stated` is the metadata as JSON, or a codec.
     """
     if isinstance(stated, Mapping):
-        name, known = stated.get("cname"), _inside_blosc()
-        if isinstance(name, str) and name not in known:
+        name = stated.get("cname")
+        if isinstance(name, str) and name not in _inside_blosc():
             return name
         stated = stated.values()
     elif hasattr(stated, "to_dict"):
