@@ -115,7 +115,6 @@ def test_run_prints_figures_and_names_c_and_the_timeline() -> None:
     assert (done.code, done.err) == (0, "")
     for part in (
         "compute share",
-        "copy overlap",
         "storage overlap",
         "exposed",
         "multiplied by blas",

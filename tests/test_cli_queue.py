@@ -58,7 +58,7 @@ def test_submit_takes_all_options_of_run_that_a_job_takes(stub: Stub) -> None:
     def options(name: str) -> set[str]:
         return {option for parameter in cli.commands[name].params for option in parameter.opts}
 
-    outside = "--backend --device --devices --memory --quiet --resume --timeline --workers"
+    outside = "--backend --device --devices --quiet --resume --timeline --workers"
     # Jobs take no arrays of object stores, and no transforms.
     outside += " --scheduler --scheduler-file --requests --transform-a --transform-b"
     assert options("run") - options("submit") == set(outside.split())

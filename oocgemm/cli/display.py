@@ -5,11 +5,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
 from oocgemm.cli.plain import PlainConsole, escape
+from oocgemm.cli.tables import full_width, print_table, table_of
 from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.cost.links import LINKS
 from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
@@ -31,20 +31,6 @@ GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 def console() -> Console:
     """Return a console on stdout, as wide as the terminal or $COLUMNS, else 80 columns."""
     return PlainConsole(highlight=False)
-
-
-def table_of(*columns: str) -> Table:
-    """Return a table whose first column contains names. Cells that are too wide are folded, never cut."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")
-    return table
-
-
-def full_width(out: Console, table: Table) -> int:
-    """Return the width of a table, in columns, if no cell is folded."""
-    return Measurement.get(out, out.options.update(max_width=1000), table).maximum
 
 
 def _factors(problem: GemmProblem) -> str:
@@ -94,7 +80,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in used.items() if size)
         memory.add_row(tier, format_size(total), format_size(budget), parts)
     memory.columns[-1].justify = "left"
-    out.print(memory)
+    print_table(out, memory)
     out.print()
     traffic = table_of("link", "bytes", "required", "lower bound", "ratio", "predicted")
     lanes = plan.prediction.lanes
@@ -106,7 +92,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
             traffic.add_row(link, *sizes, ratio, format_time(lanes[link]) if lanes[link] else "")
     for lane in (lane for lane in lanes if lane not in TRAFFIC and lanes[lane]):
         traffic.add_row(lane, "", "", "", "", format_time(lanes[lane]))
-    out.print(traffic)
+    print_table(out, traffic)
     if plan.decoded:
         out.print(f"decoded by the GPU: {plan.decoded}")
     if encoded := plan.layouts.c.encoded:
@@ -149,7 +135,7 @@ def _print_considered(out: Console, plan: Plan) -> None:
             return [f"{lane} {format_time(seconds)}"]
 
         table = _considered(rows, ["longest lane"], longest)
-    out.print(table)
+    print_table(out, table)
 
 
 def _considered(
@@ -178,9 +164,11 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     out.print()
     rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
+    # A run without copies, as on the CPU, has no overlap of copies.
+    copies = f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
     out.print(
         f"[bold]compute share[/] {format_percent(report.compute_share)}   "
-        f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
+        f"{copies if report.copy_overlap is not None else ''}"
         f"[bold]storage overlap[/] {format_percent(report.storage_overlap)}   "
         + (f"[bold]efficiency[/] {format_percent(report.efficiency)}" if not report.distribution else "")
         + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
@@ -221,7 +209,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         size = format_size(moved) if moved else ""
         count = str(round(figures["operations"]))
         table.add_row(lane, format_time(figures["busy"]), count, size, rate, *bounds)
-    out.print(table)
+    print_table(out, table)
     out.print()
     if report.distribution:
         print_unit_gantt(out, report.distribution, timeline)
@@ -301,7 +289,9 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         products = " and ".join(heading(timeline.header) for timeline in timelines)
         out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
     out.print()
-    table = table_of("", *map(escape, names), "change")
+    # Long names are above the table.
+    heads = names if max(map(len, names)) <= out.width // 4 else ("first", "second")
+    table = table_of("", *map(escape, heads), "change")
     first, second = reports
 
     def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
@@ -312,6 +302,8 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         row("rate", partial(format_rate, unit="FLOP"), first.flop_rate, second.flop_rate, compared=True)
     for name in ("compute_share", "copy_overlap", "storage_overlap", "efficiency"):
         shares = [getattr(report, name) for report in reports]
+        if name == "copy_overlap" and shares == [None, None]:
+            continue
         table.add_row(name.replace("_", " "), *map(format_percent, shares), "")
     for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
         parts = [(report.exposed if alike else report.shares).get(cause, 0.0) for report in reports]
@@ -320,7 +312,7 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         moved = [report.traffic[link]["bytes"] or 0 for report in reports]
         if any(moved):
             row(f"bytes, {link}", format_size, *moved, compared=alike)
-    out.print(table)
+    print_table(out, table)
 
 
 def _change(old: float, new: float) -> str:
@@ -348,7 +340,7 @@ def print_info(found: dict[str, Any]) -> None:
                 sources = (engine["sources"][rate].get(x) for x in ("assumed", "probed", "measured"))
                 cells = ("" if x is None else format_rate(x, unit) for x in (*sources, value))
                 table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
-        out.print(table)
+        print_table(out, table)
         out.print(f"{escape(engine['rates'])}\n", soft_wrap=True)
     if found["missing"]:
         table = table_of("missing", "for", "command")
@@ -356,7 +348,7 @@ def print_info(found: dict[str, Any]) -> None:
             column.justify, column.no_wrap = "left", column.header != "for"
         for one in found["missing"]:
             table.add_row(one["what"], one["for"], escape(one["command"]))
-        out.print(table)
+        print_table(out, table)
 
 
 def _engine(engine: dict[str, Any]) -> str:

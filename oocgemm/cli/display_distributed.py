@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oocgemm.cli.plain import escape
+from oocgemm.cli.tables import print_table
 from oocgemm.planning.units import format_time
 from oocgemm.reports.gantt import unit_gantt
 from oocgemm.reports.workers import HEAD, labels, row, summary
@@ -32,7 +33,7 @@ def print_distribution(out: Console, report: Report, timeline: Timeline) -> None
     shown, names = _shown(found), labels(found.units)
     for number in shown:
         table.add_row(*map(escape, row(found.units[number], names[number])))
-    out.print(table)
+    print_table(out, table)
     if left := len(found.units) - len(shown):
         out.print(f"{left} more devices, which computed longer: --json and --html show all", soft_wrap=True)
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from oocgemm.cli.display import console, table_of
+from oocgemm.cli.display import console
 from oocgemm.cli.jobs import ID_LENGTH, SHORT
 from oocgemm.cli.output import print_note
 from oocgemm.cli.plain import escape
+from oocgemm.cli.tables import print_table, table_of
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.service.states import State
 
@@ -35,7 +36,7 @@ def print_jobs(jobs: Sequence[Info]) -> None:
         cells = [job["id"][-length:], title_of(job), job["owner"], job["state"]]
         cells += [reason_of(job), str(job["priority"]), progress, start_of(job, now)]
         table.add_row(*map(escape, cells))
-    out.print(table)
+    print_table(out, table)
 
 
 def short_length(ids: Sequence[str]) -> int:
@@ -98,7 +99,7 @@ def print_job(job: Info) -> None:
     out, now = console(), time.time()
     state = job["state"] + (f" ({reason})" if (reason := reason_of(job)) else "")
     plan, progress = job["plan"], job["progress"]
-    options = ", ".join(f"{name} {value}" for name, value in job["options"].items())
+    options = ", ".join(f"{name} {_option(name, value)}" for name, value in job["options"].items())
     rows = [
         *(("job", job["id"]), ("name", title_of(job)), ("owner", job["owner"]), ("state", state)),
         ("error", job["error"]),
@@ -145,6 +146,10 @@ def print_planned(planned: Info) -> None:
 def _needs(job: Info) -> str:
     parts = (("device", "device_bytes"), ("host", "host_bytes"), ("disk", "disk_bytes"))
     return ", ".join(f"{name} {format_size(job[key])}" for name, key in parts if job.get(key))
+
+
+def _option(name: str, value: Any) -> Any:
+    return format_size(value) if name.endswith("memory") and isinstance(value, int) else value
 
 
 def _local(at: float | None) -> str:

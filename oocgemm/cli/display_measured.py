@@ -5,8 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from oocgemm.cli.display import console, full_width, table_of
+from oocgemm.cli.display import console
 from oocgemm.cli.plain import PlainConsole, escape
+from oocgemm.cli.tables import full_width, print_table, table_of
 from oocgemm.kernels.tuning import Tuning
 from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration
@@ -125,5 +126,5 @@ def print_tuning(tuning: Tuning, path: str) -> None:
             for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
                 params = " ".join(f"{key}={value}" for key, value in best.params.items())
                 table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
-    out.print(table)
+    print_table(out, table)
     out.print(f"\nstored in {path}")

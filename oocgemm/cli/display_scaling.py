@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from oocgemm.cli.display import console, table_of
+from oocgemm.cli.display import console
+from oocgemm.cli.tables import print_table, table_of
 from oocgemm.planning.parts.partition import Partition
 from oocgemm.planning.units import format_time
 
@@ -27,5 +28,5 @@ def print_scaling(partitions: Sequence[Partition]) -> None:
             final.why,
         )
     out.print()
-    out.print(table)
+    print_table(out, table)
     out.print(partitions[-1].reason)

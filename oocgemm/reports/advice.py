@@ -233,6 +233,7 @@ ADVICE = {
     "h2d": "A larger device budget allows larger tiles, which upload fewer panels.",
     "prepare": "A larger device budget allows larger tiles, which prepare fewer panels.",
     "accumulator": "A host budget with room for a whole tile of C would shorten this wait.",
+    "select": "Deeper products, or fewer elements that are kept of each row, make selecting weigh less.",
     "encode": "Write C with a faster codec or uncompressed.",
     "write": "Put C on faster storage.",
     "start-up": "The start-up weighs less in larger products, or in several products of one process.",

@@ -14,6 +14,7 @@ from rich.text import Text
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_rate, format_time
 from oocgemm.timeline import Span
+from oocgemm.timeline.exposed import finish_cause
 from oocgemm.timeline.recent import MAX_RECENT, recent_activity
 
 LINKS = ("read", "h2d", "d2h", "write")
@@ -75,6 +76,7 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
     moved = dict.fromkeys(LINKS, 0)
     flops = 0
     recent: deque[Span] = deque(maxlen=MAX_RECENT)
+    finish = finish_cause(selects=plan.problem.selects)
 
     def step(span: Span) -> None:
         nonlocal shown, flops
@@ -97,7 +99,7 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         rates = f"{format_rate(flops / seconds, 'FLOP')}{links}"
         # The spans of a distributed run stand for whole tiles, and have no length.
         if any(span.end > span.start for span in recent):
-            busy, limit = recent_activity(recent, multiplied=flops >= plan.flops)
+            busy, limit = recent_activity(recent, multiplied=flops >= plan.flops, finish=finish)
             rates += "  |  busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in busy.items())
             rates += f"  |  {limit}" if limit else ""
         with suppress(OSError, ValueError):  # the run must not fail if stderr is closed

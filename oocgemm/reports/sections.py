@@ -153,10 +153,10 @@ def _verdict(run: Run) -> str:
 def _figures(runs: Sequence[Run]) -> str:
     until = "the log ends" if any(run.report.unfinished for run in runs) else "C is complete"
     rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
-    rows += [
-        ("Compute share", "of T spent multiplying"),
-        ("Copy overlap", "of copy time hidden behind compute"),
-    ]
+    rows += [("Compute share", "of T spent multiplying")]
+    copied = any(run.report.copy_overlap is not None for run in runs)  # nothing is, on the CPU
+    if copied:
+        rows += [("Copy overlap", "of copy time hidden behind compute")]
     rows += [("Storage overlap", "of storage time hidden behind compute")]
     calibrated = any(run.header.get("rates") for run in runs)
     efficiency = (
@@ -174,7 +174,7 @@ def _figures(runs: Sequence[Run]) -> str:
         [
             format_time(r.wall),
             format_rate(r.flop_rate, "FLOP") if r.flop_rate else "-",
-            *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap)),
+            *map(format_percent, (r.compute_share, *([r.copy_overlap] * copied), r.storage_overlap)),
             format_percent(_scaling(run) if scaled else r.efficiency),
         ]
         for run in runs

@@ -32,6 +32,7 @@ COLOURS = {
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
     **{"start-up": "#aeb4bb", "issue": "#d9a400", "tail": "#cdd1d6"},
     **{"samples": "#b7d6cc", "part-wait": "#e3d9f2", "reduce": "#8656c9"},
+    "select": "#e69f00",
 }
 
 

@@ -22,7 +22,7 @@ MIN_OTHERS, MIN_BUSY = 0.1, 0.8
 MIN_CPU_WALL = 0.5
 # Causes that need no CPU cores if the device is a GPU. If one of them limits the run, other programs on the
 # CPU have not slowed it down.
-ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
+ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator", "select")
 # The activity of each lane, as the subject of a sentence of the report. If the lane's arrays are in host
 # memory, the text in ACTIVITIES_IN_MEMORY is used instead.
 ACTIVITIES = {

@@ -15,11 +15,22 @@ StreamKey = tuple[int, int, str]
 MAX_AT_ONCE = 16
 
 
-def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
+def finish_cause(*, selects: bool) -> str:
+    """Return the cause of exposed time while a Finish ran.
+
+    If the run `selects` or reduces elements of a tile and does not store C, that is what a Finish does.
+    Otherwise the next tile waits for its accumulator.
+    """
+    return "select" if selects else "accumulator"
+
+
+def shares_between(
+    spans: Sequence[Span], since: int, until: int, finish: str = "accumulator"
+) -> dict[str, float]:
     """Return the shares of compute and of each cause of exposed time between two times, the largest first.
 
     The times `since` and `until` are in nanoseconds since the run began. `spans` must contain all operations
-    that ran between them.
+    that ran between them. `finish` is from `finish_cause`.
 
     >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
     >>> shares_between([multiply], 0, 50)
@@ -28,7 +39,7 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
     window = [(since, until)]
     compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
     causes: defaultdict[str, float] = defaultdict(float)
-    for start, end, cause in exposed_intervals(spans, until):
+    for start, end, cause in exposed_intervals(spans, until, finish=finish):
         causes[cause] += max(0, end - max(start, since))
     return shares(length(intersection(compute, window)), causes, until - since)
 
@@ -42,7 +53,11 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 
 
 def exposed_intervals(
-    spans: Sequence[Span], wall: int, since: int = 0, device: int | None = None
+    spans: Sequence[Span],
+    wall: int,
+    since: int = 0,
+    device: int | None = None,
+    finish: str = "accumulator",
 ) -> list[Wait]:
     """Return the exposed time from `since` to `wall` as intervals (start, end, cause) in order.
 
@@ -51,8 +66,9 @@ def exposed_intervals(
 
     Why a Multiply started late is found by going back in time. Of the operations that the Multiply waited
     for, the last one to end delayed it. The operation that delayed that one is found in the same way, and
-    so on. While one of these operations ran, its lane is the cause. For a Finish or an operation on ``d2h``
-    the cause is ``accumulator``: the Multiply waited for a free accumulator.
+    so on. While one of these operations ran, its lane is the cause. For an operation on ``d2h`` the cause is
+    ``accumulator``: the Multiply waited for a free accumulator. For a Finish it is `finish`, which is
+    ``select`` if C is not stored (`finish_cause`).
 
     While none of them ran, the stream of the one that started next may have run other operations at the same
     time, such as copies of other blocks. Then its lane is the cause. Otherwise it is ``start-up`` before the
@@ -68,7 +84,7 @@ def exposed_intervals(
     for span in sorted(multiplies, key=lambda s: (s.start, s.end)):
         if span.start > covered_until:
             found += reversed(
-                _attributed(span, (covered_until, span.start), idle_cause, by_id, before, streams)
+                _attributed(span, (covered_until, span.start), idle_cause, by_id, before, streams, finish)
             )
         covered_until = max(covered_until, span.end)
         idle_cause = "issue"
@@ -83,6 +99,7 @@ def _attributed(
     by_id: dict[int, Span],
     before: dict[int, int],
     streams: dict[StreamKey, list[Span]],
+    finish: str,
 ) -> list[Wait]:
     """Return the causes of the gap before a Multiply, as intervals (start, end, cause), the latest first.
 
@@ -98,16 +115,18 @@ def _attributed(
         if latest is None or latest.end <= start:
             break
         if latest.end < cursor:
-            found += _idle(current, (latest.end, cursor), idle_cause, streams)
+            found += _idle(current, (latest.end, cursor), idle_cause, streams, finish)
             cursor = latest.end
         begin = max(start, min(latest.start, cursor))
-        found.append((begin, cursor, _cause(latest)))
+        found.append((begin, cursor, _cause(latest, finish)))
         cursor = begin
         current = latest
-    return found + _idle(current, (start, cursor), idle_cause, streams)
+    return found + _idle(current, (start, cursor), idle_cause, streams, finish)
 
 
-def _idle(span: Span, gap: Interval, idle_cause: str, streams: dict[StreamKey, list[Span]]) -> list[Wait]:
+def _idle(
+    span: Span, gap: Interval, idle_cause: str, streams: dict[StreamKey, list[Span]], finish: str
+) -> list[Wait]:
     """Return the causes of a gap in which no operation ran that a span waited for, the latest first."""
     if span.kind == "multiply":
         return [(*gap, idle_cause)] if gap[0] < gap[1] else []
@@ -117,7 +136,7 @@ def _idle(span: Span, gap: Interval, idle_cause: str, streams: dict[StreamKey, l
     busy = intersection(union((s.start, s.end) for s in near), [gap])
     found, cursor = list[Wait](), gap[1]
     for start, end in reversed(busy):
-        found += [(end, cursor, idle_cause), (start, end, _cause(span))]
+        found += [(end, cursor, idle_cause), (start, end, _cause(span, finish))]
         cursor = start
     found.append((gap[0], cursor, idle_cause))
     return [wait for wait in found if wait[0] < wait[1]]
@@ -133,8 +152,10 @@ def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int])
     return max(candidates, key=lambda s: s.end, default=None)
 
 
-def _cause(span: Span) -> str:
-    return "accumulator" if span.lane == "d2h" or span.kind == "finish" else span.lane
+def _cause(span: Span, finish: str) -> str:
+    if span.kind == "finish":
+        return finish
+    return "accumulator" if span.lane == "d2h" else span.lane
 
 
 def spans_by_stream(spans: Sequence[Span]) -> dict[StreamKey, list[Span]]:

@@ -11,7 +11,9 @@ from oocgemm.timeline.verdict import verdict
 WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 
-def recent_activity(recent: Sequence[Span], *, multiplied: bool) -> tuple[dict[str, float], str]:
+def recent_activity(
+    recent: Sequence[Span], *, multiplied: bool, finish: str = "accumulator"
+) -> tuple[dict[str, float], str]:
     """Return for each lane the share of the last seconds in which it was busy, and what limited the run.
 
     The second result is a text such as ``compute-bound, 73.4%; largest stall: write 8.4%``; "" if that is
@@ -22,6 +24,7 @@ def recent_activity(recent: Sequence[Span], *, multiplied: bool) -> tuple[dict[s
         multiplied: whether all multiplications have ended. Until then, one may be running, which is not yet
             in `recent` and would look like a stall. So what limited the run is computed only up to the end
             of the last Multiply in `recent`.
+        finish: the cause of exposed time while a Finish ran (`oocgemm.timeline.exposed.finish_cause`).
     """
     # If `recent` is full, it lacks older operations. The time before `known` is left out, since the lanes of
     # those operations would look idle.
@@ -34,5 +37,5 @@ def recent_activity(recent: Sequence[Span], *, multiplied: bool) -> tuple[dict[s
     since = max(0, until - WINDOW_NS, known)
     if until <= since:
         return busy, ""
-    found = verdict(shares_between(recent, since, until))
+    found = verdict(shares_between(recent, since, until, finish))
     return busy, "; ".join(filter(None, (found.headline, found.beside)))

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from oocgemm.timeline.exposed import Wait, exposed_intervals
+from oocgemm.timeline.exposed import Wait, exposed_intervals, finish_cause
 from oocgemm.timeline.intervals import Interval, intersection, union
 from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
+# Fields of a problem that say that C is not stored.
+NOT_STORED = ("topk", "sparse", "applied", "reduction")
 PART_WAIT, REDUCE, SAMPLES = "part-wait", "reduce", "samples"
 MAX_DEVICES = 1024  # of one worker; a log with more is damaged
 _LARGEST = 2**63
@@ -153,10 +155,13 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
     """
     units, wall = units_of(timeline), timeline.wall
     workers = workers_of(timeline.header)
+    problem = timeline.header.get("plan", {}).get("problem", {})
+    finish = finish_cause(selects=any(problem.get(name) for name in NOT_STORED))
     if not workers:
         sampling = timeline.header.get("sampling")
         return {
-            u: list(_with_samples(_activity(timeline.spans, u.device, (0, wall)), sampling)) for u in units
+            u: list(_with_samples(_activity(timeline.spans, u.device, (0, wall), finish), sampling))
+            for u in units
         }
     by_worker: defaultdict[int, list[tuple[Attempt, list[Span]]]] = defaultdict(list)
     for w, part, spans in attempts_of(timeline):
@@ -173,7 +178,7 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
             if part.reduces:
                 done.append((*window, REDUCE))
             else:
-                done += _activity(spans, unit.device, window)
+                done += _activity(spans, unit.device, window, finish)
             cursor = window[1]
         done += _without_part((cursor, wall), reducing)
         found[unit] = [one for one in done if one[0] < one[1]]
@@ -186,12 +191,12 @@ def stalls(timeline: Timeline) -> list[Wait]:
     return [one for one in did if one[2] != COMPUTE]
 
 
-def _activity(spans: Iterable[Span], device: int, window: Interval) -> Iterator[Wait]:
+def _activity(spans: Iterable[Span], device: int, window: Interval, finish: str) -> Iterator[Wait]:
     """Yield what a device did in a window of time, as intervals (start, end, cause) in order."""
     spans, (since, until) = list(spans), window
     compute = union((s.start, s.end) for s in spans if s.kind == "multiply" and s.device == device)
     both = [(start, end, COMPUTE) for start, end in compute]
-    both += exposed_intervals(spans, until, since, device)
+    both += exposed_intervals(spans, until, since, device, finish)
     for start, end, cause in sorted(both):
         if max(since, start) < min(until, end):
             yield max(since, start), min(until, end), cause

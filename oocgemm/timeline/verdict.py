@@ -18,6 +18,7 @@ CAUSES = {
     "h2d": "waiting for copies to the device",
     "prepare": "waiting for panels to be prepared",
     "accumulator": "waiting for a tile to be finished or copied off the device",
+    "select": "waiting for elements of a tile to be selected or reduced",
     "encode": "waiting for C to be encoded",
     "write": "waiting for C to be written",
     "issue": "no operation that the kernel waited for was running",
