@@ -64,8 +64,8 @@ def test_a_sparse_matrix_is_refused_by_the_names_of_dense_ones() -> None:
         file["X"].attrs["encoding-type"] = "csr_matrix"
         file["layers/dense"] = A
     assert refusal("a.h5ad::X") == (
-        "A: a.h5ad::X is a sparse matrix, and a product needs a dense one, not a dataset: pass one of "
-        "a.h5ad::/layers/dense (30 x 20 float32)"
+        "A: a.h5ad::X is a sparse matrix, and a product needs a dense one: convert A to a dense array, with "
+        "scipy.sparse; or pass one of a.h5ad::/layers/dense (30 x 20 float32)"
     )
 
 

@@ -274,6 +274,46 @@ def _conversion_from_hdf5(name: str, path: str, dtype: str, kept: str) -> str:
     return f"convert {name} by {python_command(code)} and pass {new}"
 
 
+def dense_conversion(name: str, group: Any, opened: str, stem: str) -> str:
+    """Return the remedy for a sparse matrix in a group, as AnnData stores it: a command that makes it dense.
+
+    The command works for matrices that are larger than memory: it reads 1024 rows or columns at a time.
+
+    Args:
+        name: the operand's name in messages.
+        group: the open group of zarr or h5py.
+        opened: Python code that imports a package and opens the group.
+        stem: of the path of the new array.
+    """
+    stated = {
+        key: group.attrs.get(key) for key in ("encoding-type", "h5sparse_format", "shape", "h5sparse_shape")
+    }
+    shape = stated["shape"] if stated["shape"] is not None else stated["h5sparse_shape"]
+    if shape is None:
+        return f"convert {name} to a dense array, with scipy.sparse"
+    by_columns = "csc" in f"{stated['encoding-type']} {stated['h5sparse_format']}"
+    rows, cols = (int(extent) for extent in shape)
+    chunks = (rows, min(1024, cols)) if by_columns else (min(1024, rows), cols)
+    place = "(slice(None), slice(i, e)), d.T" if by_columns else "slice(i, e), d"
+    new = f"{stem}-dense.zarr"
+    code = (
+        f'import numpy, zarr; g = {opened}; p = g["indptr"][:]; n = len(p) - 1; '
+        f"b = zarr.create_array({json.dumps(new)}, shape={(rows, cols)}, chunks={chunks}, "
+        'dtype=g["data"].dtype); '
+        f"f = lambda i, e: (d := numpy.zeros((e - i, {rows if by_columns else cols}), b.dtype), "
+        "numpy.add.at(d, (numpy.repeat(numpy.arange(e - i), numpy.diff(p[i : e + 1])), "
+        "g['indices'][p[i] : p[e]]), "
+        f"g['data'][p[i] : p[e]]), b.__setitem__({place})); "
+        "[f(i, min(i + 1024, n)) for i in range(0, n, 1024)]"
+    )
+    return f"convert {name} by {python_command(code)} and pass {new}"
+
+
+def is_sparse(group: Any) -> bool:
+    """Return whether a group, or the set of its names, contains the arrays of a sparse matrix."""
+    return all(name in group for name in ("data", "indices", "indptr"))
+
+
 def _remedy(path: str) -> str:
     """Return the remedy for a file in one of `FORMATS`: how to convert it."""
     suffix, stem = Path(path).suffix.lower(), os.fspath(Path(path).with_suffix(""))

@@ -125,12 +125,20 @@ class LazyMatrix:
             return
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
+        if hasattr(self._source, "to_memory"):  # AnnData's sparse matrices in files
+            hint = ".to_memory().toarray()"
         try:
-            shape = np.asarray(self._source[0:1, 0:1]).shape
+            block = self._source[0:1, 0:1]
+            shape = np.asarray(block).shape
         except Exception as error:  # slicing may raise any exception
             raise InputError(
                 f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
             ) from error
+        if hasattr(block, "toarray"):
+            hint = hint if hint != "np.asarray" else "[:].toarray()"
+            raise InputError(
+                f"{self.name}: {kind} is sparse, and a product needs a dense matrix: convert it with {hint}"
+            )
         if shape != (1, 1):
             raise InputError(f"{self.name}: slicing {kind} does not give an array: convert it with {hint}")
 

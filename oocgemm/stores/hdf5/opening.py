@@ -7,6 +7,7 @@ converted or are inside the metadata.
 """
 
 import errno
+import json
 import os
 import warnings
 from contextlib import suppress
@@ -20,6 +21,7 @@ from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.stores import declared
 from oocgemm.stores.base import checked
 from oocgemm.stores.files import worth_caching
+from oocgemm.stores.formats import dense_conversion, is_sparse
 from oocgemm.stores.hdf5 import listing
 from oocgemm.stores.hdf5.address import MARK, has_signature
 from oocgemm.stores.hdf5.chunks import Chunks
@@ -155,9 +157,15 @@ def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dat
     if isinstance(found, h5py.Dataset):
         return found
     kind = "a group"
-    if isinstance(found, h5py.Group) and {"data", "indices", "indptr"} <= set(found):
-        kind = "a sparse matrix, and a product needs a dense one"
-    elif isinstance(found, h5py.Datatype):
+    if isinstance(found, h5py.Group) and is_sparse(found):
+        opened = f"__import__('h5py').File({json.dumps(path)}, 'r')[{json.dumps(found.name)}]"
+        stem = f"{os.path.splitext(path)[0]}{found.name.replace('/', '-')}"
+        dense = listing.hint(file, path)
+        raise InputError(
+            f"{name}: {path}{MARK}{dataset} is a sparse matrix, and a product needs a dense one: "
+            f"{dense_conversion(name, found, opened, stem)}{f'; or {dense}' if 'pass' in dense else ''}"
+        )
+    if isinstance(found, h5py.Datatype):
         kind = "a type"
     raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {listing.hint(file, path)}")
 

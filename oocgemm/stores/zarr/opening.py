@@ -1,5 +1,7 @@
 """Open and create zarr arrays. If that fails, the error says what is at the path and what to do."""
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -10,7 +12,7 @@ import numpy as np
 import zarr
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.stores.formats import missing_client, wrong_format
+from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
 from oocgemm.stores.zarr import bfloat16
 from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix, reason
 from oocgemm.stores.zarr.metadata import node_kind
@@ -85,9 +87,7 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
 def check_array(name: str, found: Any, path: str = "", *, writable: bool = False) -> None:
     """Raise the errors of `wrap_zarr`, except those for chunks."""
     if isinstance(found, zarr.Group):
-        raise InputError(
-            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
-        )
+        raise _is_group(name, found, path)
     if writable and found.read_only:
         raise InputError(f"{name} is read-only: open it with mode='r+'")
     if not isinstance(found.metadata.attributes, Mapping):
@@ -179,6 +179,21 @@ def _compressor(name: str | None) -> Any:
             return BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
 
 
+def _is_group(name: str, group: "zarr.Group", path: str) -> InputError:
+    """Return the error for a group: how to convert a sparse matrix, or which arrays the group has."""
+    place, folder = path or str(group.store_path), local_folder(group)
+    if is_sparse(group):
+        problem = f"{name}: {place} is a sparse matrix, and a product needs a dense one"
+        if folder is None:
+            return InputError(f"{problem}: make it dense, with scipy.sparse")
+        where = os.fspath(folder) if not path else path.rstrip("/")
+        above, inside, below = where.rpartition(".zarr/")
+        stem = f"{above}-{below.replace('/', '-')}" if inside else where
+        opened = f"zarr.open_group({json.dumps(where)}, mode='r')"
+        return InputError(f"{problem}: {dense_conversion(name, group, opened, stem)}")
+    return InputError(f"{name}: {place} is a zarr group, not an array{_members(folder)}")
+
+
 def _members(folder: Path | None) -> str:
     """Return the last part of a message: the arrays in a local group and in its groups; "" if there are none.
 
@@ -196,5 +211,7 @@ def _arrays(folder: Path, prefix: str) -> Iterator[str]:
             kind = node_kind(place)
             if kind == "array":
                 yield prefix + place.name
+            elif kind == "group" and is_sparse({part.name for part in place.iterdir()}):
+                yield f"{prefix}{place.name} (a sparse matrix)"
             elif kind == "group" and prefix.count("/") < _MAX_DEPTH:
                 yield from _arrays(place, f"{prefix}{place.name}/")
