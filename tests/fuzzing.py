@@ -61,7 +61,7 @@ def ended(*arguments: str | Path) -> Finished:
         done = command(*arguments)
     if done.code != 0:
         assert done.code in (EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET), done
-        lines = [line for line in done.err.splitlines() if not line.startswith("Note: ")]
+        lines = [line for line in done.err.splitlines() if not line.startswith(("Note: ", "Warning: "))]
         assert len(lines) == 1, done
         assert lines[0].startswith("Error: "), done
         assert len(lines[0]) > len("Error: ???"), done

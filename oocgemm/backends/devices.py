@@ -20,7 +20,7 @@ from oocgemm.backends.base import (
     Token,
     Transforms,
 )
-from oocgemm.backends.registry import open_backend
+from oocgemm.backends.registry import open_backend, resolve
 from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region
@@ -230,7 +230,7 @@ def open_devices(name: str, numbers: Sequence[int] | str) -> Devices:
         BackendError: a device cannot be opened.
         InputError: the devices are not of one kind.
     """
-    first = open_backend(name, 0 if isinstance(numbers, str) else numbers[0])
+    first = open_backend(name, 0 if isinstance(numbers, str) or resolve(name) == "host" else numbers[0])
     if isinstance(numbers, str):
         numbers = range(first.device_count())
     if first.name == "host" and set(numbers) != {0}:

@@ -103,6 +103,7 @@ def open_backend(name: str, device: int = 0) -> Backend:
     shows signs of a GPU.
 
     Raises:
+        InputError: the host backend has no such device.
         BackendError: the name is `cuda`, and the CUDA backend cannot be opened.
         OutOfMemoryError: other processes use the memory of the device. `auto` does not fall back in this
             case, because the device works.
@@ -118,6 +119,11 @@ def open_backend(name: str, device: int = 0) -> Backend:
             fall_back(str(error))
     elif name == "auto":
         fall_back(missing_for_cuda())
+    if device:
+        raise InputError(
+            f"there is no device {device}: the host backend has one, number 0; drop device (--device), or "
+            "pass backend='cuda' (--backend cuda)"
+        )
     from oocgemm.backends.host.backend import HostBackend
 
     return HostBackend()

@@ -1,5 +1,7 @@
 """The commands on jobs of a service: lists, waiting, actions and logs."""
 
+import os
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,8 @@ def _action(act: Callable[[Job], Job], example: str, text: str) -> click.Command
     @_IDS
     @taking(SERVICE, JSON)
     def command(ids: tuple[str, ...], service: str | None, as_json: bool) -> None:
+        if act is Job.resume:
+            _check_no_results(ids)
         code, done = 0, list[dict[str, Any]]()
         for job in find(Client(service), ids):
             try:
@@ -134,6 +138,17 @@ def _action(act: Callable[[Job], Job], example: str, text: str) -> click.Command
         click.get_current_context().exit(code)
 
     return command
+
+
+def _check_no_results(ids: tuple[str, ...]) -> None:
+    """Raise `click.UsageError` if one of the ids of jobs is the path of a result."""
+    for text in ids:
+        if os.path.lexists(text) or not text.isalnum():
+            raise click.UsageError(
+                f"{text} is no id of a job, and this command continues jobs of a service: to complete the "
+                "result of an interrupted run, repeat its command with --resume, such as oocgemm run A B "
+                f"{shlex.quote(text)} --resume"
+            )
 
 
 cancel = _action(

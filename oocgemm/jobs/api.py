@@ -277,7 +277,11 @@ def plan_request(request: Request) -> Plan:
     engine: backends.Backend | None = None
     if name == "host":
         given = request.devices
-        engine = backends.open_backend(name) if given is None else backends.open_devices(name, given)
+        engine = (
+            backends.open_backend(name, request.device)
+            if given is None
+            else backends.open_devices(name, given)
+        )
     planned = prepare(request, engine, running=False).plan
     if engine is None:
         check_plan(request.kernel, planned)

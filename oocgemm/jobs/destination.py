@@ -4,16 +4,22 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isqrt, prod
 from typing import Any
 
 from oocgemm import stores
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning.tiling import Shape
+from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.genetics.grm import SUFFIX as GRM
 from oocgemm.stores.objects.address import is_object_url
 from oocgemm.system import cache
+
+# A new C of at least this many chunks gets a warning if each has fewer bytes than SMALL_CHUNK.
+MANY_FILES, SMALL_CHUNK = 2000, 64 << 10
 
 
 class Kind(StrEnum):
@@ -92,6 +98,25 @@ class Destination:
     def layout(self, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None) -> Layout:
         """Return the layout of a new C in storage. If `chunks` is None, the planner chooses them."""
         return stores.new_layout(self.path or None, problem, chunks, compressor)
+
+    def warn_of_new(self, shape: Shape, itemsize: int, chunks: Shape | None) -> None:
+        """Issue a `DataWarning` if creating C makes folders, or very many files because of the `chunks`.
+
+        `shape` is that of C, and `chunks` are those that the caller has chosen.
+        """
+        if self.kind not in (Kind.NPY, Kind.ZARR):
+            return
+        stores.warn_of_folders("C", self.path)
+        if chunks is not None:
+            files = prod(-(-extent // chunk) for extent, chunk in zip(shape, chunks, strict=True))
+            size = prod(chunks) * itemsize
+            if files >= MANY_FILES and size < SMALL_CHUNK:
+                side = isqrt(SMALL_CHUNK // itemsize)
+                warn_of_data(
+                    f"C: chunks of {chunks[0]} x {chunks[1]} make {files} files of {format_size(size)}, "
+                    f"which are slow to write and to read: pass larger chunks, such as {side}x{side}, or "
+                    "drop chunks (--chunks)"
+                )
 
     def file_systems(self) -> set[str]:
         """Return a set with the id of the file system that stores a new C.

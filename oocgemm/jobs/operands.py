@@ -13,6 +13,7 @@ from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, memory_of, transformed
 from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
+from oocgemm.planning.units import counted
 from oocgemm.stores import Matrix
 from oocgemm.stores.constant import ConstantRows
 from oocgemm.stores.genetics.known import KnownMatrix
@@ -167,6 +168,8 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
 
 def _check_most(topk: int, most: int) -> None:
     """Raise `InputError` if a row of C has fewer elements than are to be found."""
+    if most < 1:
+        raise InputError("C has no columns, so that no element is the largest: pass a B with columns")
     if topk > most:
         raise InputError(f"topk = {topk}, but C has {most} columns: pass a topk from 1 to {most}")
 
@@ -174,6 +177,8 @@ def _check_most(topk: int, most: int) -> None:
 def _check_topk(name: str, selection: Selection, rows: int) -> None:
     """Raise `InputError` if a row cannot be compared with as many rows as are to be found."""
     most, besides = rows - selection.excludes_self, " besides itself" if selection.excludes_self else ""
+    if most < 1:
+        raise InputError(f"{name} has {counted(rows, 'row')}, and none to compare it with: pass more rows")
     if not 1 <= selection.topk <= most:
         raise InputError(
             f"topk = {selection.topk}, but a row of {name} can be compared with {most} rows{besides}: pass a "

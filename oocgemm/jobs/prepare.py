@@ -161,6 +161,9 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
     if running and engine is not None and probe.taken(engine, plan):
         plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
+    if running and output.matrix is None and output.resumed is None:
+        chosen = plan.chunks if request.chunks else None
+        request.c.warn_of_new(problem.stored_shape, problem.itemsizes["C"], chosen)
     # Samples are checked even if no tile is left to compute.
     if not running or not (plan.steps or problem.checks_sums):
         return Job(request, a, b, output, plan, d)

@@ -10,6 +10,7 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.jobs.corrections import is_centered
+from oocgemm.jobs.epilogue import CASTS
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.stores import Matrix
@@ -102,9 +103,22 @@ def _out_dtype(given: Any, operands: DType) -> str:
     if name not in operands.results:
         raise InputError(
             f"C cannot have dtype {name} with {operands.name} operands: choose one of "
-            f"{', '.join(operands.results)}"
+            f"{', '.join(operands.results)}{_casts(name, operands)}"
         )
     return name
+
+
+def _casts(name: str, operands: DType) -> str:
+    """Return the end of a message: how C gets a dtype that the product cannot have; "" if it cannot."""
+    if operands.is_complex or name not in CASTS:
+        return ""
+    found = f"; or round C with epilogue=[oocgemm.Cast({name!r})]"
+    if operands.name.startswith("int"):
+        return found
+    return (
+        f"{found}, or A and B with a Transform(cast={name!r}) for each (--transform-a cast={name} "
+        f"--transform-b cast={name})"
+    )
 
 
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:

@@ -170,6 +170,7 @@ def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None
     matrix = stores.open_matrix("X", stores.located("X", x), decode=False)
     lines, score = matrix.shape[axis], 8 if matrix.dtype in (np.float64, np.int8) else 4
     check_free(path, 0 if topk is None else lines * min(topk, lines) * (8 + score))
+    stores.warn_of_folders("the result", path)
 
 
 def check_options(function: str, options: Iterable[str]) -> None:

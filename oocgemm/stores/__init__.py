@@ -25,7 +25,7 @@ from oocgemm.stores.places import (
     same_place,
     sidecar,
 )
-from oocgemm.stores.space import FULL, check_new, no_room
+from oocgemm.stores.space import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.zarr.store import COMPRESSORS, check_compressor
 
 __all__ = [
@@ -66,4 +66,5 @@ __all__ = [
     "sidecar",
     "span",
     "transient",
+    "warn_of_folders",
 ]

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
 from oocgemm.stores.files import padded
@@ -70,6 +70,13 @@ def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) ->
     """
     count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
     return count * padded(chunks[0] * chunks[1] * itemsize)
+
+
+def warn_of_folders(name: str, path: str) -> None:
+    """Issue a `DataWarning` if a folder will be created for a new array or group at a path."""
+    missing = [above for above in Path(path).absolute().parents if not os.path.lexists(above)]
+    if missing:
+        warn_of_data(f"{name}: the folder {missing[-1]} does not exist, and is created: check its name")
 
 
 def free_bytes(path: str) -> int:

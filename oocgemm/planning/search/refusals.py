@@ -44,9 +44,12 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
         ("n", problem.n, tile.n, chunk[1]),
     ):
         if nominal < extent and nominal % unit:
+            names, of_c = ("m and n", setting.layouts.c.write_chunk) if problem.gram else (name, chunk)
+            multiple = f"a multiple of {unit}, or " if unit < extent else ""
             raise InputError(
                 f"tile {tile}: {name} = {nominal} would make two tiles write to one chunk of C, which has "
-                f"{chunk[0]} x {chunk[1]} elements: make {name} a multiple of {unit}"
+                f"{of_c[0]} x {of_c[1]} elements: make {names} {multiple}at least {extent}, or give C other "
+                "chunks"
             )
 
 
