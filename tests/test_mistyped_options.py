@@ -87,9 +87,7 @@ def test_a_folder_that_is_created_is_named(c: str, here: Path) -> None:
     assert len([line for line in done.err.splitlines() if "does not exist, and is created" in line]) == 1
 
 
-@pytest.mark.parametrize(
-    "words", [("similarity", "--topk", "2"), ("pca", "--components", "2"), ("corr",)], ids=str
-)
+@pytest.mark.parametrize("words", [("similarity", "--topk", "2"), ("corr",)], ids=str)
 def test_so_it_is_for_other_results(words: tuple[str, ...], here: Path) -> None:
     done = command(words[0], "x.npy", "resluts/c.zarr", *words[1:], "--backend", "host", "--quiet")
     assert done.code == 0, done.err
