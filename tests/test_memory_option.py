@@ -57,6 +57,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::oocgemm.DataWarning")  # one iteration is few
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("backend", ["host", "fake-cuda"])
 def test_memory_bounds_the_host_memory_of_every_verb(verb: str, backend: str) -> None:
