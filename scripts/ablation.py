@@ -136,11 +136,9 @@ Patch = tuple[Any, str, Any]
 # Per part of the planner: the attributes to replace to switch it off.
 PARTS: dict[str, list[Patch]] = {
     "changes of the best candidate": [(planner, "moves", nothing)],
-    "smaller last tile": [(moves, "LAST_SHARES", ())],
     "other shapes": [(moves, "_shapes", nothing)],
     "first steps strip by strip by formula": [(slot_counts, "_draining", lambda _1, _2, base, *_3: base)],
     "bands": [(slot_counts, "_bands", lambda *_1, **_2: [1])],
-    "rules for cached panels": [(slot_counts, "PRIORITIES", slot_counts.PRIORITIES[:1])],
     "shapes that read few bytes": [(shapes, "_reading_shapes", nothing)],
     "a second search from another shape": [(planner._Search, "_descend", once)],
     "two sizes of tiles": [(shapes, "BINS", 1)],

@@ -1,4 +1,4 @@
-"""Plans end early: the last tile is small, or its rows are written while it is multiplied."""
+"""Plans end early: rows of the last tile are written while it is multiplied."""
 
 from dataclasses import replace
 
@@ -10,24 +10,6 @@ from tests.plan_cases import GIB, STORED, problem
 from tests.test_clock import PAGEABLE
 
 
-def test_the_last_tile_is_smaller_where_c_drains_slowly() -> None:
-    """While the last tile is written, nothing else runs.
-
-    A smaller last tile may therefore make the run faster.
-    """
-    p, budgets = problem(32_768, 32_768, 524_288), Budgets(8 * GIB, 24 * GIB)
-    machine = default_model("cuda", 16)
-    plan = make_plan(p, budgets, machine, STORED)
-    i, j = plan.schedule().tiles[-1]
-    ends = [rows[1] - rows[0] for rows in (plan.grid.rows(i), plan.grid.cols(j))]
-    assert ends[0] * ends[1] < plan.tile.m * plan.tile.n
-    alike = make_plan(p, budgets, machine, STORED, TileShape(16_384, 16_384, plan.tile.k))
-    assert plan.prediction.tail < 0.8 * alike.prediction.tail
-    assert plan.prediction.total < alike.prediction.total
-    quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
-    assert quick.grid.rows(0)[1] * quick.grid.shape[0] == p.m
-
-
 def test_no_plan_ends_in_a_thin_tile_that_waits_for_panels() -> None:
     p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
     budgets = Budgets(8 * GIB, 24 * GIB)
@@ -35,13 +17,6 @@ def test_no_plan_ends_in_a_thin_tile_that_waits_for_panels() -> None:
     thin = make_plan(p, budgets, machine, STORED, TileShape(28_672, 16_384, 4096))
     assert plan.prediction.total < 0.95 * thin.prediction.total
     assert simulate(plan.schedule(), plan.setting) < 0.95 * simulate(thin.schedule(), thin.setting)
-
-
-def test_a_walk_ends_in_the_smaller_tile_where_the_tail_is_long() -> None:
-    p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
-    plan = make_plan(p, Budgets(8 * GIB, 60 * GIB), machine, STORED)
-    sizes = [plan.grid.elements(tile) for tile in plan.schedule().tiles]
-    assert sizes[-1] == min(sizes) < max(sizes)
 
 
 def test_streams_end_early_also_where_the_hosts_copies_limit_all_plans() -> None:

@@ -15,8 +15,6 @@ from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# The last tile is shrunk to these fractions of the others, if there are at most MAX_SHRUNK of them.
-LAST_SHARES, MAX_SHRUNK = (0.75, 0.5, 0.25), 8
 # The depth of the panels is changed by these factors. Short rows of a panel are copied more slowly.
 DEPTH_FACTORS = (2, 0.5, 4)
 # Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
@@ -63,12 +61,5 @@ def _shapes(setting: Setting, candidate: Candidate) -> Iterator[tuple[TileShape,
         if shape != tile:
             yield shape, c if rows * cols > 1 else 1
             others += [(shape, 3 - c)] * (rows * cols > 1)
-    # A smaller last tile leaves less to write after the last multiplication.
-    for extent, nominal, unit, axis in ((problem.m, tile.m, unit_m, "m"), (problem.n, tile.n, unit_n, "n")):
-        count = ceil_div(extent, nominal)
-        for share in LAST_SHARES if 1 < count <= MAX_SHRUNK else ():
-            longer = round_up(int(extent / (count - 1 + share)), unit)
-            if nominal < longer and (count - 1) * longer < extent:
-                yield replace(tile, **{axis: longer}), c
     yield tile, 3 - c
     yield from others

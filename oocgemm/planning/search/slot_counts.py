@@ -39,15 +39,6 @@ MAX_DRAIN = 16
 # Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
 # Several of its blocks are copied at the same time: one alone does not keep all threads and the link busy.
 PAGEABLE_SLOTS = 4
-# Pairs (rule for the device, rule for the host) to try. `_filled` explains the rules.
-PRIORITIES = (
-    ("soonest", "soonest"),
-    ("soonest", "passing"),
-    ("passing", "soonest"),
-    ("soonest", "alone"),
-    ("soonest", "band"),
-    ("passing", "band"),
-)
 
 
 def slot_counts(
@@ -56,7 +47,7 @@ def slot_counts(
     """Yield candidates that have the tile shape `tile`, `c` accumulators and `io_threads` I/O threads.
 
     Each is yielded with a lower bound on its seconds. The candidates differ in their traversals and in their
-    numbers of slots for panels. Slots beyond the minimum numbers are added by the rules that `_filled`
+    numbers of slots for panels. Slots beyond the minimum numbers are added by the rule that `_filled`
     explains.
     """
     setting = prices.setting
@@ -88,14 +79,12 @@ def slot_counts(
         found: dict[tuple[Traversal, tuple[int, int], tuple[int, int]], None] = {}
         for band in _bands(down, across, axis, steps, room, size, spills=caches):
             traversal = Traversal(axis, band)
-            # The device and the host may follow different rules, since they need not cache the same panels.
-            for on_device, on_host in PRIORITIES if caches else PRIORITIES[:1]:
-                panels = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                if caches:
-                    least = base.host_a, base.host_b, host_free, *on_host_bytes
-                    on_hosts = _filled(*least, down, across, steps, traversal, on_host)
-                    found[traversal, panels, on_hosts] = None
-                found[traversal, panels, (base.host_a, base.host_b)] = None
+            panels = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
+            if caches:
+                least = base.host_a, base.host_b, host_free, *on_host_bytes
+                on_hosts = _filled(*least, down, across, steps, traversal)
+                found[traversal, panels, on_hosts] = None
+            found[traversal, panels, (base.host_a, base.host_b)] = None
         # More panels in host slots save reads, but the first uses of the slots cause page faults.
         bounds = dict[Candidate, float]()
         for traversal, (a, b), (host_a, host_b) in found:
@@ -122,31 +111,20 @@ def _filled(
     across: int,
     steps: int,
     traversal: Traversal,
-    first: str = "soonest",
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. `first` says which panels get memory first. Here are its
-    values for a traversal in bands of tile rows (for bands of tile columns, exchange A and B):
-
-    - "soonest": first the panels that are used again soonest, then the others.
-    - "passing": first all panels of B, then the panels of A.
-    - "band": first the panels of A of all tile rows of a band, then panels of B.
-    - "alone": only the panels that are used again soonest. This saves page faults.
+    `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first.
     """
     if traversal.axis == 1:
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows)
         return a, b
     band = min(traversal.band, down)
     # In a band of several tile rows, the next tile uses the same panels of B. The panels of A are not used
     # again until the next tile column.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
-        wanted.insert(1 if first == "band" else 0, ("b", steps))
-    if first == "passing":
-        wanted.reverse()
-    elif first == "alone":
-        del wanted[1:]
+        wanted.insert(0, ("b", steps))
     for operand, count in wanted:
         if operand == "a" and across > 1 and a_size:
             more = max(0, min(count - a, free // a_size))
