@@ -24,7 +24,7 @@ from oocgemm.backends.host import backend as host
 from oocgemm.engine import slots
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Matrix
+from oocgemm.stores import Matrix, opening
 from oocgemm.system import memory
 from tests.command import own_threads
 from tests.problems import Array
@@ -85,19 +85,20 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
 
     A GPU reads and writes arrays in memory by other means: there, only stored operands fail.
     """
-    opening, creating, new_layout = stores.open_matrix, stores.create_output, stores.new_layout
+    open_any, creating, new_layout = stores.open_matrix, stores.create_output, stores.new_layout
 
     def wrapped(name: str, matrix: Matrix) -> Any:
         return faulty(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
 
     def open_matrix(name: str, source: Any, **options: Any) -> Any:
-        return wrapped(name, opening(name, source, **options))
+        return wrapped(name, open_any(name, source, **options))
 
     def create_output(name: str, *rest: Any, **options: Any) -> Any:
         return wrapped(name, creating(name, *rest, **options))
 
     with (
         patch.object(stores, "open_matrix", open_matrix),
+        patch.object(opening, "open_matrix", open_matrix),  # by which `open_pair` opens A and B
         patch.object(stores, "create_output", create_output),
         patch.object(stores, "new_layout", lambda *of: replace(new_layout(*of), in_place=False)),
     ):

@@ -53,7 +53,7 @@ def test_a_disk_that_is_full_ends_the_run(disk: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize("name", ["C", "C.npy"])
 def test_a_disk_without_room_for_c_is_refused(disk: tuple[Path, Any], name: str) -> None:
     with pytest.raises(
-        InputError, match=r"takes 512 KiB more, and its disk has 3\d\d KiB free: make room for 1\d\d KiB"
+        InputError, match="takes 512 KiB more, and its disk has 400 KiB free: make room for 112 KiB"
     ):
         oocgemm.gemm(NOISE, NOISE, disk[0] / name, trans_b="T", backend="host")
     assert list(disk[0].iterdir()) == []

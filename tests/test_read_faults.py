@@ -144,7 +144,8 @@ def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.Monke
     waiting = Fault(OSError(errno.EIO, "passing"), times=1)
     # A shell may have started the tests with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
     try:
         with ended_early(monkeypatch), nothing_left(tmp_path), faulty_stores(read_A=waiting):
             try:
@@ -154,6 +155,7 @@ def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.Monke
             else:
                 pytest.fail("it went on")
     finally:
+        interrupt.cancel()  # if nothing waited for it, it would end the tests
         signal.signal(signal.SIGINT, before)
 
 
