@@ -112,7 +112,7 @@ def measured(
     arrays = operands.make(case)
     paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, *arrays[:2])]
 
-    def call(kind: str) -> float:
+    def call(kind: str) -> tuple[float, oocgemm.Result]:
         repeat.forget()  # what was prepared with rates of another kind
         with rates_of(kind, folder):
             return one_call(case, paths, arrays, backend)
@@ -122,14 +122,10 @@ def measured(
     with pinned(*(arrays if case.source == PINNED else ())):
         for turn in range(repeats + 1):
             for kind in KINDS:
-                seconds = call(kind)
+                seconds, result = call(kind)
+                predicted[kind] = result.plan.prediction.total
                 if turn:  # the first call with rates of a kind plans with them
                     samples[kind].append(seconds)
-        for kind in KINDS:
-            with rates_of(kind, folder):
-                a, b = paths or arrays[:2]
-                plan = oocgemm.plan(a, b, backend=backend, **case.options)
-                predicted[kind] = plan.prediction.total
     release()
     ratios = {kind: median(samples[kind]) / median(samples["assumed"]) for kind in KINDS}
     return {"samples": samples, "ratios": ratios, "predicted": predicted}

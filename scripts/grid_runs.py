@@ -88,14 +88,14 @@ def serve(backend: str) -> None:
             if not asked["paths"] and case not in arrays:
                 made = arrays[case] = operands.make(case)
                 held.enter_context(pinned(*(made if case.source == PINNED else ())))
-            answer: dict[str, Any] = {"seconds": one_call(case, asked["paths"], arrays.get(case), backend)}
+            answer: dict[str, Any] = {"seconds": one_call(case, asked["paths"], arrays.get(case), backend)[0]}
         except Exception as error:
             answer = {"error": repr(error)}
         print(json.dumps(answer), flush=True)
 
 
-def one_call(case: Case, paths: list[str], arrays: Any, backend: str) -> float:
-    """Return the seconds of one call of `oocgemm.gemm`, with files or with arrays in memory."""
+def one_call(case: Case, paths: list[str], arrays: Any, backend: str) -> tuple[float, oocgemm.Result]:
+    """Return the seconds and the result of one call of `oocgemm.gemm`, with files or arrays in memory."""
     options: dict[str, Any] = case.options | {"backend": backend}
     a, b, c = arrays or (None, None, None)
     if paths:
@@ -106,7 +106,7 @@ def one_call(case: Case, paths: list[str], arrays: Any, backend: str) -> float:
         a, b, c = str(left), str(right), str(place)
         options["overwrite"] = True
         prepare(case, (left, right))
-    return timed(lambda: oocgemm.gemm(a, b, c, **options))[0]
+    return timed(lambda: oocgemm.gemm(a, b, c, **options))
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     and the storage of one folder. Run it once per file system on which operands are stored, while no other
     program is busy. The results are stored in the user's cache directory, or in $OOCGEMM_CACHE.
 
-    Without a calibration, the first long run on a machine measures a few rates, in a third of a second. Set
+    Without a calibration, the first long run on a machine measures a few rates, in less than a second. Set
     OOCGEMM_PROBE=0 to turn that off.
 
     Example: oocgemm calibrate --path /data

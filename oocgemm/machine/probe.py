@@ -1,7 +1,7 @@
 """A short probe: a few rates of this machine, measured once and kept, for better predictions of times.
 
 The default rates of the machine model are those of one kind of machine. The probe compares some of them with
-this machine, in about a third of a second: products in float32 and float64, copies between host and device,
+this machine, in less than a second: products in float32 and float64, copies between host and device,
 and staging. Other rates are scaled with the one that they resemble most. A calibration (`oocgemm calibrate`)
 measures all rates, and takes the place of the probe.
 
@@ -29,7 +29,7 @@ from oocgemm.system.cpu import CpuTimes, used_since
 logger = logging.getLogger("oocgemm")
 
 FORMAT, VERSION = "oocgemm-probe", 1
-MIN_SECONDS = 1.0
+MIN_SECONDS = 3.0
 # If other programs used more than this share of the CPU cores meanwhile, the probe is not kept.
 MAX_OTHERS = 0.1
 # A factor beyond this one, or below its inverse, is taken for a fault of the measurement.
@@ -44,7 +44,7 @@ MEASURED = {
 }
 # Per backend: the extents of the products, and the shape of the float64 matrix that is copied.
 SIDES = {"cuda": 4096, "host": 768}
-COPIED = {"cuda": (4096, 2048), "host": (2048, 1024)}
+COPIED = {"cuda": (8192, 4096), "host": (4096, 2048)}
 SECONDS = 0.03  # duration of one measurement
 
 
@@ -111,7 +111,7 @@ def measure(engine: Backend, machine: MachineModel) -> dict[str, float]:
         with Workbench(engine, machine, dtype, TileShape(side, side, side // 2)) as bench:
             for operand in "AB":
                 bench.fill(operand, some.astype(dtype))
-            bench.intervals(bench.multiply(side // 2, first=True))
+            bench.intervals(bench.multiply(side // 2, first=True), bench.multiply(side // 2))
             product = bench.multiply(side // 2)
             expected = machine.multiply_seconds(dtype, product.flops, side, side, side // 2)
             expected *= machine.wave_quantization(dtype, side, side)
@@ -123,7 +123,8 @@ def measure(engine: Backend, machine: MachineModel) -> dict[str, float]:
                     found[link] = rate / getattr(machine, link)
     source = numbers(COPIED[engine.name])
     matrix = stores.open_matrix("A", source)
-    with streaming(engine, machine, matrix, source.shape[1] // 4) as run:
+    with streaming(engine, machine, matrix, source.shape[1] // 8) as run:
+        run()  # the threads and the pinned buffers are new
         rate = rate_of(matrix, typical(lambda: loading_seconds(run()), SECONDS))
     found["memory"] = rate / machine.memory
     return {name: float(f"{factor:.3g}") for name, factor in found.items()}
