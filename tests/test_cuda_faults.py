@@ -140,7 +140,7 @@ def test_a_device_that_does_not_answer_is_one_that_is_not_there(device: Device) 
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: Device, plan: Plan) -> None:
     session = opened(plan)
     device.faults["hostRegister"] = Fault(NO_MEMORY)
-    said = r"refuses to pin .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    said = r"refuses to pin .*KiB of host memory .*--host-memory \(or --memory\), or raise ulimit -l"
     with pytest.raises(BackendError, match=said):
         session.pin([panel()])
     with pytest.raises(BackendError, match=said):

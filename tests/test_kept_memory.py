@@ -198,7 +198,7 @@ def test_large_slots_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatc
 
 def test_refused_pinning_says_what_to_do(device: Device, product: Multiply) -> None:
     device.faults["hostRegister"] = Fault(NO_MEMORY)
-    said = r"refuses to pin .*MiB of host memory .*--host-memory, or raise"
+    said = r"refuses to pin .*MiB of host memory .*--host-memory \(or --memory\), or raise"
     with pytest.raises(oocgemm.OocGemmError, match=said):
         product()
     assert not device.memory.pinned

@@ -215,7 +215,7 @@ def copied(case: str, owned: bool, host: str, engine: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu), "fake-cuda"])
 @pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
-def test_a_gram_matrix_in_pinned_memory_is_exactly_symmetric(backend: str, uplo: str) -> None:
+def test_a_gram_matrix_in_pinned_memory_is_symmetric_or_a_triangle(backend: str, uplo: str) -> None:
     x = np.random.default_rng(4).standard_normal((700, 300))
     c = on_its_own_pages(np.full((700, 700), np.nan))
     kept: Any = {"lower": np.tril, "upper": np.triu, "full": np.asarray}[uplo]
@@ -231,7 +231,9 @@ def test_a_gram_matrix_in_pinned_memory_is_exactly_symmetric(backend: str, uplo:
     for top in range(0, 700, 256):
         for first in range(top, min(700, top + 256), result.plan.slots.strip):
             at = slice(first, min(first + result.plan.slots.strip, top + 256))
-            np.testing.assert_array_equal(c[at, at], c[at, at].T)
+            if uplo == "full":
+                np.testing.assert_array_equal(c[at, at], c[at, at].T)
+    assert np.all(np.isnan(c[kept(np.ones(c.shape)) == 0]))  # what lies outside of a triangle is untouched
 
 
 def on_its_own_pages(array: Array) -> Array:

@@ -5,18 +5,19 @@ upper triangle is replaced by the conjugate transpose of the lower one, so that 
 part of a strip left of its diagonal block is also written right of the diagonal, as its conjugate transpose.
 
 If only a triangle is stored, the other triangle of a diagonal block is replaced by what C has there: 0 in an
-array that the run creates, and old elements in any other one. If the run creates C in memory, a GPU does all
-of this (`oocgemm.backends.cuda.turner`).
+array that the run creates, and old elements in any other one. If C is in memory, a GPU does all of this
+(`oocgemm.backends.cuda.turner`), but writes 0 over old elements. So these are saved before the run.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 
 from oocgemm.planning import Operation, Plan
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array
+from oocgemm.stores import Array, Matrix, memory
 
 # Side of the squares in which a diagonal block is mirrored: two of them fit into a CPU cache.
 SIDE = 128
@@ -108,6 +109,30 @@ def replace_outside(triangle: str, rows: Range, cols: Range, block: Array, old: 
         if first < end:
             kept = 0 if old is None else old[number, first - start : end - start]
             block[number, first - cols[0] : end - cols[0]] = kept
+
+
+@contextmanager
+def outside_kept(plan: Plan, matrix: Matrix) -> Iterator[None]:
+    """Restore the elements of C outside of a triangle when the context ends, if the run overwrites them.
+
+    Only the diagonal blocks of strips are saved: nothing else outside of the triangle is written.
+    """
+    if not plan.setting.restores_outside:
+        yield
+        return
+    grid, strip, c = plan.grid, plan.slots.strip, memory(matrix)
+    starts = (
+        (first, min(first + strip, grid.rows(i)[1]))
+        for i in range(grid.shape[0])
+        for first in range(*grid.rows(i), strip)
+    )
+    saved = [(slice(*rows), c[slice(*rows), slice(*rows)].copy()) for rows in starts]
+    try:
+        yield
+    finally:
+        for at, old in saved:
+            inside = np.tri(len(old), dtype=bool)
+            np.copyto(c[at, at], old, where=~(inside if plan.problem.triangle == "lower" else inside.T))
 
 
 def trimmed(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oocgemm import stores
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.inline import InlineRun
+from oocgemm.engine.mirror import outside_kept
 from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
@@ -89,7 +90,8 @@ def execute(
             # Other programs hardly slow down a run of the GPU alone. To read the times takes 0.3 ms.
             if job.plan.prediction.total > MIN_CPU_WALL / (1 if job.plan.setting.enqueues else 10):
                 observe = _reading_cpu(cpu, observe)
-            facts["checks"] = _stream(job.plan, prefetch, staging, target, observe, log, origin, cancel)
+            with outside_kept(job.plan, target.matrix):
+                facts["checks"] = _stream(job.plan, prefetch, staging, target, observe, log, origin, cancel)
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()

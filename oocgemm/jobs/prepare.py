@@ -325,10 +325,8 @@ def _plan(
     )
     created = existing is None if output.resumed is None else output.resumed.header["created"]
     of_c = replace(of_c, existing=not created)
-    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded, and those
-    # of a triangle of an existing C pass through host slots.
-    keeps = problem.triangle and of_c.existing
-    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges or keeps else of_c
+    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
+    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}

@@ -159,13 +159,18 @@ class Setting:
         are mirrored unless a GPU does it, and get the old elements outside of a triangle.
         """
         mirrored = self.problem.gram and self.machine.multiprocessors == 1
-        in_slots = not self.problem.selects and (self.problem.checked or mirrored or self.keeps_outside)
+        in_slots = not self.problem.selects and (self.problem.checked or mirrored)
         return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
 
     @property
     def keeps_outside(self) -> bool:
         """Whether old elements outside of the triangle that is stored are read, and written again."""
-        return self.problem.triangle != "" and self.layouts.c.existing
+        return self.problem.triangle != "" and self.layouts.c.existing and not self.streams_c
+
+    @property
+    def restores_outside(self) -> bool:
+        """Whether a GPU overwrites these elements: they are saved before the run, and restored after it."""
+        return self.problem.triangle != "" and self.layouts.c.existing and self.streams_c
 
     @cached_property
     def turns_on_device(self) -> bool:

@@ -196,6 +196,8 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "scratch": scratch_bytes(setting, candidate.io_threads, tile),
         "ring": devices * ring.bytes if ring is not None else 0,
         "decode": decoding.host_bytes if decoding is not None else 0,
+        # Of a strip, its diagonal block.
+        "outside": problem.m * slots.strip * problem.itemsizes["C"] if setting.restores_outside else 0,
         "checks": host_check_bytes(problem, tile, everywhere, candidate.io_threads),
         "reserve": machine.host_reserve,
     }

@@ -34,8 +34,9 @@ class Memory:
         """
         if self.setting.problem.checked == "host":
             return self._with_checksums(slots)
-        # The memory for checksums depends on the strip, all other memory without slots does not.
-        strip = slots.strip if self.setting.problem.checked else 0
+        # Besides slots, only the memory for checksums and for old elements of C depends on the strip.
+        depends = self.setting.problem.checked or self.setting.restores_outside
+        strip = slots.strip if depends else 0
         if strip not in self._without_slots:
             self._without_slots[strip] = self._left(Slots(0, 0, 0, 0, 0, 0, 0, slots.strip))
         device, host = self._without_slots[strip]
