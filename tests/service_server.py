@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service import dispatcher, job, launch
+from oocgemm.service import dispatcher, environment, job, launch
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.store import Store
 from oocgemm.service.workers import KEEP
@@ -57,6 +57,8 @@ def arm(point: str, number: int) -> None:
 
 
 def main(folder: Path, keep: float) -> None:
+    # Workers get the variables by which tests/dying kills them.
+    environment.ALLOWED |= {"OOCGEMM_DIE", "OOCGEMM_DEAD", "OOCGEMM_JOBS"}
     dispatcher.RETRY, dispatcher.RETRY_FACTOR = 0.05, 1.0  # however often a job is killed
     store = Store(folder / "db")
     Dispatcher(store, folder, lambda: LIMITS, keep=keep).run(threading.Event())

@@ -67,6 +67,7 @@ def test_every_option_is_a_field_of_the_request() -> None:
         "chain",
         "reduction",
         "known",
+        "impute",
     } == Request.__dataclass_fields__.keys()
 
 

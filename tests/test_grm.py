@@ -206,7 +206,8 @@ def test_half_precision_gives_float32() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_grm_bin_file_has_the_lower_triangle_by_rows(method: str, tmp_path: Path) -> None:
     path, out = write_bed(tmp_path / "x.bed", X), tmp_path / "new" / "g.grm.bin"
-    found = oocgemm.grm(path, out, method=method, backend="host", tile="24x24x50", verify=True)
+    with pytest.warns(oocgemm.DataWarning, match="new does not exist, and is created"):
+        found = oocgemm.grm(path, out, method=method, backend="host", tile="24x24x50", verify=True)
     expected = reference(X, method)[0]
     stored = np.fromfile(out, "<f4")
     np.testing.assert_allclose(stored, expected[np.tril_indices(60)], rtol=0, atol=2e-6)

@@ -18,7 +18,7 @@ from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.errors import ExecutionError
 from tests.command import run
 from tests.hdf5_files import opened, write
-from tests.test_formats import obey
+from tests.test_remedies import obeyed
 
 A = np.random.default_rng(0).integers(0, 3, (30, 20)).astype("f4")
 
@@ -94,10 +94,10 @@ def test_the_command_that_converts_a_dataset_works(dtype: str, options: dict[str
         file.create_dataset("x y", data=A.astype(dtype), **options)
     with pytest.raises(InputError) as raised:
         oocgemm.matmul("a.h5::/x y", A.T, backend="host")
-    made = obey(str(raised.value))
+    made, b = obeyed(str(raised.value), "a.h5::/x y", A.T)
     assert made.startswith("a-float")
     values = A.astype(dtype).astype(made[2:-5])
-    np.testing.assert_array_equal(oocgemm.matmul(made, values.T.copy(), backend="host"), values @ values.T)
+    np.testing.assert_array_equal(oocgemm.matmul(made, b, backend="host"), values @ A.T.astype(values.dtype))
 
 
 @pytest.mark.parametrize(("name", "value"), [("scale_factor", 0.1), ("add_offset", 273.15)])

@@ -188,9 +188,8 @@ def test_what_is_said_of_a_fraction_holds_for_any_c() -> None:
 def test_operands_of_other_integers_are_refused() -> None:
     for dtype in ("uint8", "int16", "int32", "int64"):
         x = np.ones((4, 4), dtype)
-        with pytest.raises(
-            InputError, match=f"A is of dtype {dtype}, supported are float16, .*, int8: convert A by "
-        ):
+        said = f"A is of dtype {dtype} and B of {dtype}, supported are float16, .*, int8: convert A by "
+        with pytest.raises(InputError, match=said):
             oocgemm.matmul(x, x, backend="host")
 
 

@@ -32,7 +32,7 @@ def all_scores(e: Array, metric: str, score: Any) -> tuple[Array, Array]:
     scores = (wide @ wide.T).astype(score)
     if metric == "cosine":
         inverse = (1 / np.sqrt(np.square(wide).sum(1))).astype(score)
-        scores *= inverse[:, None] * inverse
+        scores = np.clip(scores * (inverse[:, None] * inverse), -1, 1)
     return np.broadcast_to(np.arange(len(e)), scores.shape), scores
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "cov": ("correlation:cov", "Compute covariances of the rows of X, and store them."),
     "gram": (
         "gram:gram",
-        "Multiply X and its conjugate transpose, and store a triangle of the product in C.",
+        "Multiply X and its conjugate transpose, and store the product in C.",
     ),
     "grm": (
         "grm:grm",
