@@ -245,6 +245,11 @@ def test_chunks_are_two_positive_integers(tmp_path: Path, chunks: Any) -> None:
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.parametrize("chunks", [[3, 4], (np.int64(3), np.uint8(4))], ids=str)
+def test_chunks_may_be_a_list_and_integers_of_numpy(tmp_path: Path, chunks: Any) -> None:
+    assert gemm(A, B, tmp_path / "c", chunks=chunks).out.chunks == (3, 4)
+
+
 @pytest.mark.parametrize(
     "options",
     [

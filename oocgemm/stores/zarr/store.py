@@ -151,7 +151,7 @@ def new_zarr_layout(
     encodes = compressor not in (None, "none")
     memory = (3 if encodes else 1) * padded(size)
     return Layout(
-        write_chunk=chunks or (1, 1),
+        write_chunk=(int(chunks[0]), int(chunks[1])) if chunks else (1, 1),
         free_chunks=chunks is None,
         encode_bytes=0 if requests else memory,
         encodes=encodes,
