@@ -86,6 +86,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "diagnosed": tables.diagnosed,
         "traffic": tables.traffic,
         "recorded": tables.recorded,
+        "rates": plan_tables.rates,
         "ablation": plan_tables.ablation,
         "emulated": tables.emulated,
         "grid": grid_tables.grid,

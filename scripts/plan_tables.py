@@ -1,6 +1,8 @@
-"""The table of what each part of the planner gains."""
+"""Tables on plans: what each part of the planner gains, and what rates of the machine change."""
 
-from tables import load, table
+from statistics import geometric_mean, median
+
+from tables import load, table, unbroken
 
 
 def ablation() -> list[str]:
@@ -13,3 +15,18 @@ def ablation() -> list[str]:
             rows.append([part, *cells, kept])
     heads = ["part", "time without it, geometric mean", "most", "least", "kept"]
     return table(heads, rows)
+
+
+def rates() -> list[str]:
+    """Return the table of products that were planned with each kind of rates."""
+    found = load("bench_rates.json")["cuda rates"]["cases"].values()
+    rows = []
+    for kind, name in (("assumed", "defaults"), ("probed", "probe"), ("measured", "calibration")):
+        times = [one["ratios"][kind] for one in found]
+        errors = [one["predicted"][kind] / median(one["samples"][kind]) for one in found]
+        cells = (
+            unbroken(f"{geometric_mean(some):.2f} ({min(some):.2f}-{max(some):.2f})")
+            for some in (times, errors)
+        )
+        rows.append([name, *cells])
+    return table(["rates", "time / time with defaults", "predicted / measured time"], rows)
