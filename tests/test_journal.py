@@ -110,7 +110,7 @@ def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: p
     def late(folder: Path) -> int:
         descriptor = right(folder)
         monkeypatch.setattr(journal, "_lock", right)
-        (folder / JOURNAL).write_bytes(lines(b'{"run":{"format":1}}'))
+        (folder / JOURNAL).write_bytes(lines(b'{"run":{"format":2}}'))
         return descriptor
 
     monkeypatch.setattr(journal, "_lock", late)
@@ -123,11 +123,11 @@ def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: p
     [
         (b"", "damaged in line 1"),
         (b"00000000 {}\n", "damaged in line 1"),
-        (lines(b'{"run":{"format":1}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
-        (lines(b'{"run":{"format":1}}', b"[]", b'{"done":[0,0]}'), "damaged in line 2"),
+        (lines(b'{"run":{"format":2}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
+        (lines(b'{"run":{"format":2}}', b"[]", b'{"done":[0,0]}'), "damaged in line 2"),
         (
             lines(b'{"run":{"format":7,"version":"7.0"}}'),
-            "has format 7, this version reads format 1: .* oocgemm 7.0",
+            "has format 7, this version reads format 2: .* oocgemm 7.0",
         ),
         (None, "cannot read the journal .*Is a directory"),
         *slow(

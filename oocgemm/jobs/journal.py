@@ -72,7 +72,7 @@ from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
 from oocgemm.stores.opener import open_regular, read_regular
 
-FORMAT = 1
+FORMAT = 2
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
 # by which the coordinator shows its workers that it is alive, and the partial products of slices of k.

@@ -39,8 +39,8 @@ class PCA:
         scale: what each column was divided by, float64; ones if X was not scaled.
         scores: n x k, the coordinates of the rows of X; None unless they were asked for.
         passes: how many times X was read, besides a pass for its statistics if its transform needs them.
-        residuals: |X^T X v - s^2 v| / s_1^2 for each component v and its singular value s, where s_1 is the
-            largest one; X is the transformed matrix. float64.
+        residuals: ``|X^T X v - s^2 v| / s_1^2`` for each component v and its singular value s, where s_1 is
+            the largest one; X is the transformed matrix. float64.
         errors: the residual of each component over the estimated gap between s^2 and its neighbours, float64.
             It bounds the sine of the angle between the component and the exact one. It is 0 if only rounding
             errors are left.

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +22,6 @@ from oocgemm.stores.standardized import change_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"
-# The values that journals of older versions, which lack these names, stand for.
-_OLDER = {"gram": NOT_GRAM, "stored_a": "", "stored_b": "", "centered": "False", "topk": "0"} | {
-    **dict.fromkeys(("scaled", "excludes_self", "sparse", "absolute", "measured"), "False"),
-    **{"threshold": "0.0", "chained": "0", "applied": "0", "epilogue": "()", "reduction": ""},
-}
 
 
 @dataclass(frozen=True)
@@ -308,22 +302,22 @@ def _is_full(record: Record) -> bool:
 
 def _count(record: Record) -> int:
     """Return the number of tiles of a run."""
-    return int(record.header.get("count", prod(record.header["tiles"])))
+    return int(record.header["count"])
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield the differences between two results of `identify`, except changed contents of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
-            old, new = then[part].get(name, _OLDER.get(name)), now[part][name]
+            old, new = then[part].get(name), now[part][name]
             if old != new:
                 shown = "uplo" if name == "gram" and NOT_GRAM not in (old, new) else name
                 yield f"{shown} is {new} and was {old}"
     for name, new in now["transforms"].items():
-        old = then.get("transforms", {}).get(name, "")  # an older journal has no transforms
+        old = then["transforms"].get(name, "")
         if old != new:
             yield f"the transform of {name} is {new or 'none'} and was {old or 'none'}"
-    if then.get("numbers", "") != now["numbers"]:
+    if then["numbers"] != now["numbers"]:
         yield "the numbers of the epilogue have changed"
     for name, old in then["operands"].items():
         new = now["operands"].get(name)

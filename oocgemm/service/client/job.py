@@ -81,7 +81,7 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """What in the data changes what the result means: the `oocgemm.DataWarning`s of the job."""
+        """What in the data changes what the result means: each `oocgemm.DataWarning` of the job."""
         return list(self.info.get("warnings", ()))
 
     def refresh(self) -> "Job":
