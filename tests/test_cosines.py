@@ -228,3 +228,15 @@ def test_dropped_rows_of_a_stored_result_resume(tmp_path: Path) -> None:
         found = oocgemm.corr(tmp_path / "x.zarr", tmp_path / "r.zarr", resume=True, **given)
     assert not found.plan.steps
     np.testing.assert_allclose(found.out[:], np.corrcoef(x[found.kept].astype(float)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 0)])
+def test_no_rows_have_no_correlations(shape: tuple[int, int]) -> None:
+    assert np.asarray(oocgemm.corr(np.ones(shape), backend="host")).shape == (0, 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_without_elements_are_refused(axis: int) -> None:
+    x = np.ones((5, 0) if axis == 0 else (0, 5))
+    with pytest.raises(oocgemm.InputError, match="have no elements"):
+        oocgemm.corr(x, axis=axis, backend="host")

@@ -460,3 +460,68 @@ def test_what_xarray_writes_is_read_as_xarray_reads_it(tmp_path: Path) -> None:
 def _clear(folder: Path) -> None:
     for place in folder.iterdir():
         shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+
+# Views of dask, and C.
+
+
+def dask_of(folder: Path, stored: Array, **attributes: Any) -> Any:
+    z = zarr.create_array(
+        folder / "a.zarr", shape=stored.shape, chunks=(3, 4), dtype=stored.dtype, attributes=attributes
+    )
+    z[:] = stored
+    return dask.from_zarr(folder / "a.zarr")
+
+
+@pytest.mark.parametrize(
+    ("stored", "code", "cast"),
+    [
+        ("f4", -9999.9, "f8"),
+        ("i2", -9999, "i1"),
+        ("i2", -9999, "f8"),
+        (">f4", 0.1, "f8"),
+    ],
+)
+def test_codes_are_cast_as_dask_casts_elements(tmp_path: Path, stored: str, code: float, cast: str) -> None:
+    x = np.ones((6, 6), stored)
+    x[4, 1] = code
+    with np.errstate(all="ignore"):
+        a = dask_of(tmp_path, x, _FillValue=code).astype(cast)
+        with pytest.raises(ExecutionError, match="stands for a missing element"):
+            oocgemm.matmul(a, np.eye(6, dtype=cast), backend="host")
+
+
+def test_signed_numbers_that_stand_for_unsigned_ones_are_refused_after_a_cast(tmp_path: Path) -> None:
+    a = dask_of(tmp_path, np.full((6, 6), -1, "i1"), _Unsigned="true").astype("f4")
+    with pytest.raises(InputError, match="_Unsigned"):
+        oocgemm.matmul(a, np.eye(6, dtype="f4"), backend="host")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda d: dask.block([[d.blocks[0, :]], [d.blocks[1, :]]]),
+        lambda d: d.swapaxes(0, 1),
+        lambda d: dask.repeat(d, 2, axis=0),
+        lambda d: dask.tile(d, (1, 2)),
+        lambda d: dask.concatenate([d[:3], d[3:] * np.float32(1)]),
+    ],
+    ids=["blocks", "swapaxes", "repeat", "tile", "a computed part"],
+)
+def test_views_of_dask_declare_what_their_array_does(tmp_path: Path, view: Any) -> None:
+    a = view(dask_of(tmp_path, np.full((6, 6), 3, "f4"), missing_value=3.0))
+    with pytest.raises(ExecutionError, match="stands for a missing element"):
+        oocgemm.matmul(a, np.eye(a.shape[1], dtype="f4"), backend="host")
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("attribute", ["scale_factor", "add_offset"])
+def test_a_packed_c_is_refused(tmp_path: Path, attribute: str, beta: int) -> None:
+    x, path = np.eye(6), tmp_path / "c.zarr"
+    z = zarr.create_array(path, shape=(6, 6), chunks=(3, 4), dtype="f8", attributes={attribute: 5.0})
+    z[:] = 1
+    with pytest.raises(InputError, match=attribute):
+        oocgemm.gemm(x, x, path, beta=beta, overwrite=beta == 0, backend="host")
+    assert np.all(zarr.open_array(path)[:] == 1)
+    oocgemm.gemm(x, x, path, beta=beta, overwrite=beta == 0, decode=False, backend="host")
+    assert np.array_equal(zarr.open_array(path)[:], x + beta)

@@ -1,5 +1,6 @@
 """Which triangle of a Gram matrix is stored: both, or one that is recorded, with nothing beside it."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -290,3 +291,15 @@ def test_a_gcta_file_and_what_is_built_on_gram_keep_their_triangles(tmp_path: Pa
     np.testing.assert_array_equal(whole.out, whole.out.T)
     np.testing.assert_array_equal(half.out, np.triu(whole.out))
     np.testing.assert_array_equal(lower.out, whole.out[np.tril_indices(9)])
+
+
+@pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
+def test_a_stored_triangle_that_is_multiplied_is_warned_of(tmp_path: Path, uplo: str) -> None:
+    x = np.arange(12.0).reshape(4, 3)
+    oocgemm.gram(x, tmp_path / "c.zarr", uplo=uplo, backend="host")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        oocgemm.matmul(tmp_path / "c.zarr", np.eye(4), backend="host")
+    said = [str(one.message) for one in caught if issubclass(one.category, oocgemm.DataWarning)]
+    assert len(said) == (uplo != "full")
+    assert all(f"only its {uplo} triangle" in text for text in said)

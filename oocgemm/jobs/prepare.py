@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
-from oocgemm.errors import InputError, NotFoundError
+from oocgemm.errors import InputError, NotFoundError, warn_of_data
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
@@ -51,6 +51,7 @@ from oocgemm.planning import (
     with_encoding,
 )
 from oocgemm.stores import Array, Matrix
+from oocgemm.stores.declared import check_unpacked, place_of
 from oocgemm.stores.space import raw_bytes
 
 
@@ -146,6 +147,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         problem = measured(request, problem, a, tile, None if engine is None else engine.free_memory)
     if engine is not None and running:
         check_complete(*(x for x in (a, b, d) if x is not None))
+        _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
         request.c.check_place(partial(_bytes_of_c, request, problem))
         a, b = readable_both(request, problem, a, b)
         if request.standardize == "scale":
@@ -194,6 +196,16 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     return Job(request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine))
 
 
+def _warn_of_triangles(*operands: Matrix) -> None:
+    """Warn of operands of which only a triangle is stored, as `gram` marks them."""
+    for x in operands:
+        if (uplo := x.describe().get("uplo")) in ("lower", "upper"):
+            warn_of_data(
+                f"{place_of(x)} stores only its {uplo} triangle, and is multiplied as it is stored: to "
+                "multiply all of it, compute it with uplo='full' (--uplo full)"
+            )
+
+
 def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
     """Return how many bytes a new C takes on its disk at least."""
     if request.compressor not in (None, "none"):
@@ -217,6 +229,8 @@ def _find_output(
     c, chunks, compressor = request.c, request.chunks, request.compressor
     earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.updates_c)
     existing = _existing(c, problem, earlier, overwrite=request.overwrite)
+    if existing is not None and request.decode:
+        check_unpacked(existing)
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
     if earlier is not None:

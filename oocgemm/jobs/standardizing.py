@@ -37,6 +37,11 @@ def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = 
             f"{matrix.name} is of dtype {matrix.dtype}: covariances and correlations are computed of real "
             "operands; pass its real or imaginary part"
         )
+    if how == "scale" and matrix.shape[line_axis] and not matrix.shape[1 - line_axis]:
+        raise InputError(
+            f"{matrix.name} has shape {matrix.shape}, so that its {_LINES[line_axis]}s have no elements, and "
+            "no correlations: pass an X with at least 1 element in each"
+        )
     return StandardizedMatrix(matrix, line_axis, scaled=how == "scale", kept=kept)
 
 
@@ -97,7 +102,9 @@ def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
 
 def check_constant(matrix: Matrix, constant: str) -> None:
     """Warn of lines of equal elements, or raise `InputError` if `constant` is "raise"."""
-    if not isinstance(matrix, StandardizedMatrix) or not (lines := np.isnan(matrix.factors)).any():
+    if not isinstance(matrix, StandardizedMatrix) or 0 in matrix.shape:
+        return
+    if not (lines := np.isnan(matrix.factors)).any():
         return
     what = _listed(matrix, matrix.line_axis, lines)
     if constant == "raise":

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,8 @@ DEFAULT_FILL = 9.969209968386869e36
 DIMENSIONS = "_ARRAY_DIMENSIONS"
 # Layers of a dask array that move elements without changing them, by the first words of their names.
 _MOVES = (
-    "astype",
-    "broadcast_to",
-    "concatenate",
-    "getitem",
-    "rechunk",
-    "reshape",
-    "squeeze",
-    "stack",
-    "transpose",
+    *("astype", "block", "broadcast_to", "concatenate", "getitem", "overlap", "rechunk", "repeat", "reshape"),
+    *("squeeze", "stack", "swapaxes", "tile", "transpose", "trim"),
 )
 # The last part of messages: how to have the numbers as they are stored.
 AS_STORED = "pass decode=False (--no-decode) to take the numbers as they are stored"
@@ -109,13 +102,15 @@ def of_hdf5(dataset: Any) -> Declared:
     return of_attributes(dataset.attrs, dtype, *([DEFAULT_FILL] if is_netcdf else []))
 
 
-def of_object(source: Any, dtype: np.dtype[Any]) -> Declared:
+def of_object(source: Any, dtype: np.dtype[Any]) -> Declared:  # noqa: PLR0911 - one per package
     """Return what an array of another package declares, such as one of h5py, xarray, dask or tensorstore."""
     kind = package(source)
     if kind == "dask":
         return _of_dask(source, dtype)
     if kind == "h5py" and hasattr(source, "file"):
         return of_hdf5(source)
+    if kind == "h5py" and hasattr(source, "_dset"):  # a view that casts a dataset
+        return _cast(source._dset, dtype)
     if kind == "zarr":
         found = source.metadata
         return of_zarr(found.zarr_format, source.attrs, found.fill_value, dtype)
@@ -152,12 +147,22 @@ def _of_dask(source: Any, dtype: np.dtype[Any]) -> Declared:
         origin = f"original-{name}"
         if not needs[name] or needs[name] == {origin}:
             for array in _origins(layers[origin] if needs[name] else layers[name]):
-                found = found.joined(of_object(array, dtype))
+                found = found.joined(_cast(array, dtype))
         elif name.startswith(_MOVES):
             left.extend(needs[name])
-        else:
-            return NOTHING
     return found
+
+
+def _cast(source: Any, dtype: np.dtype[Any]) -> Declared:
+    """Return what an array declares whose elements are cast to a dtype, so that its codes are, too."""
+    stored = getattr(source.dtype, "numpy_dtype", source.dtype)
+    try:
+        found = of_object(source, np.dtype(stored).newbyteorder("="))
+    except TypeError:  # no dtype of NumPy
+        return of_object(source, dtype)
+    with np.errstate(all="ignore"):
+        codes = [np.asarray(code).astype(dtype)[()] for code in found.missing]
+    return replace(found, missing=tuple(code for code in dict.fromkeys(codes) if not np.isnan(code)))
 
 
 def _origins(layer: Any) -> Iterator[Any]:
@@ -194,12 +199,17 @@ def decoded(matrix: Matrix) -> Matrix:
     found: Declared = getattr(matrix, "declared", NOTHING)
     if found == NOTHING:
         return matrix
-    check_unpacked(place_of(matrix), found)
+    check_unpacked(matrix)
     return CompleteMatrix(matrix, found.missing) if found.missing else matrix
 
 
-def check_unpacked(place: str, found: Declared) -> None:
-    """Raise `InputError` if the elements of an array are other numbers than those that it stores."""
+def check_unpacked(matrix: Matrix) -> None:
+    """Raise `InputError` if the elements of a matrix are other numbers than those that it stores."""
+    refuse_packed(place_of(matrix), getattr(matrix, "declared", NOTHING))
+
+
+def refuse_packed(place: str, found: Declared) -> None:
+    """Raise `InputError` if an array declares other elements than the numbers that it stores."""
     for attribute, value, neutral in (("scale_factor", found.scale, 1), ("add_offset", found.offset, 0)):
         if value != neutral:
             raise InputError(
@@ -208,8 +218,8 @@ def check_unpacked(place: str, found: Declared) -> None:
             )
     if found.unsigned:
         raise InputError(
-            f"{place} has the attribute _Unsigned, so its numbers are unsigned: convert it to a "
-            f"floating-point dtype; or {AS_STORED}"
+            f"{place} has the attribute _Unsigned, so its numbers are unsigned: pass them as "
+            f"unsigned ones, by A.view() of an unsigned dtype; or {AS_STORED}"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import DtypeError, Folder, Matrix, is_path
-from oocgemm.stores.declared import Declared, check_unpacked, decoded
+from oocgemm.stores.declared import Declared, decoded, refuse_packed
 from oocgemm.stores.formats import Stored, UnsupportedError
 from oocgemm.stores.registry import ARRAYS, store_of
 
@@ -39,7 +39,7 @@ def open_matrix(
         kind, path = store.location(operand)
         missing: tuple[Any, ...] = ()
         if decode and isinstance(error.declared, Declared):
-            check_unpacked(f"{name}: {path}" if path else name, error.declared)
+            refuse_packed(f"{name}: {path}" if path else name, error.declared)
             missing = error.declared.missing
         raise UnsupportedError(Stored(name, error.dtype, kind, path, missing)) from None
     return decoded(matrix) if decode and not writable else matrix
