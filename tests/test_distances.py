@@ -99,6 +99,66 @@ def test_one_row_far_away_needs_float64() -> None:
         oocgemm.plan(x, x, trans_b="T", epilogue=[Gaussian(0.5)], **given)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("far", [9.96921e36, 1e10])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_row_too_far_for_float64_is_refused(engine: Engine, dtype: str, far: float) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((40, 3)).astype(dtype), rng.standard_normal((20, 3)).astype(dtype)
+    bad = x.copy()
+    bad[7] = far
+    what = (
+        r"gamma \* eps \* max \|x - c\|\^2 is \S+ .* at {} 7 of {}, .* Above 0.0001, .*: leave out {}s that"
+    )
+    with running_on(engine) as options:
+        for other in (None, y):
+            with pytest.raises(InputError, match=what.format("row", "X", "row")):
+                oocgemm.kernel_matmul(bad, np.ones(40 if other is None else 20), other, gamma=0.5, **options)
+        with pytest.raises(InputError, match=what.format("row", "Y", "row")):
+            oocgemm.kernel_matmul(y, np.ones(40), bad, gamma=0.5, **options)
+        step: Any = {"epilogue": [Gaussian(0.5)], **options}
+        for given in (bad.T, np.ascontiguousarray(bad.T)):
+            with pytest.raises(InputError, match=what.format("column", "X", "column")):
+                oocgemm.gram(given, axis=1, uplo="full", **step)
+            with pytest.raises(InputError, match=what.format("column", "B", "column")):
+                oocgemm.gemm(y, given, **step)
+            with pytest.raises(InputError, match=what.format("column", "A", "column")):
+                oocgemm.gemm(given, y, trans_a="T", trans_b="T", **step)
+        kept = np.delete(bad, 7, axis=0)
+        found = oocgemm.kernel_matmul(kept, np.eye(39), gamma=0.5, **options)
+        np.testing.assert_allclose(found, kernel(kept, kept, 0.5), rtol=0, atol=5e-5)
+        bad[3, 0], bad[4, 1] = np.nan, np.inf  # rows of NaN and Inf are not named
+        with pytest.raises(InputError, match=what.format("row", "X", "row")):
+            oocgemm.kernel_matmul(bad, np.ones(40), gamma=0.5, **options)
+
+
+@pytest.mark.parametrize("far", [1e20, 1e160, 1e300])
+def test_rows_whose_squares_overflow_are_told_from_inf(far: float) -> None:
+    x = np.random.default_rng(0).standard_normal((30, 3))
+    x[2], x[5, 1] = np.inf, far
+    with pytest.raises(InputError, match=r"is (inf|\S+) for .* at row 5 of X") as caught:
+        oocgemm.kernel_matmul(x, np.ones(30), gamma=0.5, backend="host")
+    assert ("gamma of at most" in str(caught.value)) == (far < 1e150)
+    x[5] = np.inf
+    found = oocgemm.gemm(x, x, trans_b="T", epilogue=[Gaussian(0.5)], backend="host").out
+    kept = np.setdiff1d(np.arange(30), [2, 5])
+    np.testing.assert_allclose(found[np.ix_(kept, kept)], kernel(x[kept], x[kept], 0.5), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clusters_too_far_apart_are_refused_and_the_remedies_work(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 3)).astype(dtype)
+    x[20:] = x[20:] * 100 + np.asarray(1e9, dtype)
+    with pytest.raises(InputError, match=r"rows lie too far apart for gamma = 0.5.*clusters apart") as caught:
+        oocgemm.kernel_matmul(x, np.eye(40), gamma=0.5, backend="host")
+    for part in (x[:20], x[20:]):
+        found = oocgemm.kernel_matmul(part, np.eye(20), gamma=0.5, backend="host")
+        np.testing.assert_allclose(found, kernel(part, part, 0.5), rtol=0, atol=5e-5)
+    gamma = float(str(caught.value).rsplit(" ", 1)[1])
+    found = oocgemm.kernel_matmul(x, np.eye(40), gamma=gamma, backend="host")
+    np.testing.assert_allclose(found, kernel(x, x, gamma), rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("power", [-95, 70, 95])
 def test_products_that_leave_the_range_of_float32_are_computed_in_float64(power: int) -> None:
     x = np.random.default_rng(0).standard_normal((30, 4))
@@ -118,7 +178,7 @@ def test_equal_rows_are_exactly_1_and_others_are_not(engine: Engine, depth: int)
     x[11, 1:] = x[10, 1:]
     y = np.concatenate([x[::2], x[:3, ::-1] + 1])
     same = (x[:, None] == y).all(2)
-    gamma = 1e13 if depth == 1 else 1.0
+    gamma = 4e10 if depth == 1 else 1.0
     with running_on(engine) as options:
         given: Any = {"gamma": gamma, "tile": "17x17x7", **options}
         found = oocgemm.kernel_matmul(x, np.eye(len(y)), np.asfortranarray(y), **given)

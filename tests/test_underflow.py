@@ -1,5 +1,6 @@
 """Squares of very small elements are not lost: they are scaled by a power of two, or refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,8 +11,8 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm import Correlation, Transform
-from oocgemm.errors import InputError
-from oocgemm.jobs import api, pca_passes
+from oocgemm.errors import DataWarning, InputError
+from oocgemm.jobs import api, pca, pca_passes, subspace
 from tests.backends_here import ENGINES, Engine, running_on
 from tests.command import command
 from tests.test_pca import low_rank
@@ -55,6 +56,49 @@ def test_components_do_not_depend_on_the_size_of_elements(engine: Engine, dtype:
         assert (found.residuals < 1e-3).all()
         mean = (x.astype(np.float64) / factor).mean(0) if center else 0
         np.testing.assert_allclose(found.mean / factor, mean, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [
+        *(("float64", factor) for factor in (1e-150, 1e-110, 1e-70, 1e70, 1e100, 1e140, 1e150, 2e153)),
+        *(("float32", factor) for factor in (1e-17, 1e15, 1e18)),
+    ],
+)
+@pytest.mark.parametrize("center", [True, False])
+def test_fourth_powers_of_singular_values_stay_in_range(dtype: str, factor: float, center: bool) -> None:
+    x = sized(dtype, factor)
+    exact = np.linalg.svd(relative(x, factor, center=center), compute_uv=False)
+    found = oocgemm.pca(x, 5, center=center, backend="host")
+    np.testing.assert_allclose(found.singular_values / factor, exact[:5], rtol=1e-5)
+    assert found.converged
+    assert (found.residuals < 1e-3).all()
+    # Residuals are not lost either: with one pass, there are some.
+    with pytest.warns(DataWarning, match="have not converged after 1 iterations"):
+        first = oocgemm.pca(x, 5, center=center, backend="host", iterations=1, oversampling=0)
+    assert (first.residuals > 0).any()
+    assert np.isfinite(first.residuals).all()
+
+
+def test_scales_that_make_elements_large_or_small_are_counted() -> None:
+    for factor in (1e-90, 1e90):
+        scale = np.full(40, 1 / factor)
+        found = oocgemm.pca(X, 5, transform=Transform(scale=scale), backend="host")
+        exact = np.linalg.svd(relative(X, 1, center=True), compute_uv=False)
+        np.testing.assert_allclose(found.singular_values / factor, exact[:5], rtol=1e-5)
+        assert (found.residuals < 1e-3).all()
+
+
+def test_nan_has_not_converged() -> None:
+    eigenvalues = np.array([2.0, 1.0])
+    with np.errstate(invalid="ignore"):
+        found = subspace._ritz(np.eye(3)[:, :2], np.full((3, 2), np.nan), eigenvalues, 1e-16)
+    assert np.isnan(found.errors).all()
+    result = oocgemm.pca(X, 2, backend="host")
+    text = pca._unconverged(replace(result, errors=np.array([0.0, np.nan])), 6, 0.01)
+    assert text.startswith(
+        "1 of 2 components have not converged after 6 iterations: the residual of component 2"
+    )
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

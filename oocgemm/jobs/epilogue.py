@@ -98,8 +98,8 @@ class Gaussian:
 
     The squared distance is computed as ``|x|^2 + |y|^2 - 2 c``. So `Gaussian` must be the first step, with
     alpha = 1 and beta = 0. So that this does not cancel, a common center is subtracted from x and y when they
-    are read. They are multiplied in float64 if ``gamma * eps * max |x|^2`` would be above 1e-4 in float32.
-    For equal x and y, the result is exactly 1.
+    are read. They are multiplied in float64 if ``gamma * eps * max |x|^2`` would be above 1e-4 in float32,
+    and refused if it would be in float64. For equal x and y, the result is exactly 1.
     """
 
     gamma: float

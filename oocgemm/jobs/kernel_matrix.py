@@ -38,7 +38,8 @@ def kernel_matmul(
             this gives elements of K to about 4 digits, otherwise in float64. K is exactly 1 for equal rows.
 
     Raises:
-        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
+        InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if rows lie
+            so far apart that float64 does not give these digits.
 
     >>> import numpy as np
     >>> import oocgemm

@@ -43,7 +43,7 @@ def inverse_norms(matrix: Matrix, op: Op, memory: int, remedy: str, *, right: bo
         )
     small = sizes < MIN_SQUARES
     if matrix.dtype.itemsize == 8 and small.any():
-        small &= _largest(matrix, int(op.swaps == right), memory) > 0
+        small &= largest(matrix, int(op.swaps == right), memory) > 0
         if (lines := np.flatnonzero(small)).size:
             raise InputError(
                 f"{line} {lines[0]} of {matrix.name} has elements that are too small to be squared in "
@@ -152,8 +152,8 @@ def _hashes_of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
     return found
 
 
-def _largest(matrix: Matrix, axis: int, memory: int) -> Array:
-    """Return the largest magnitudes along an axis of a matrix, by a pass over it."""
+def largest(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the largest magnitudes along an axis of a matrix, by a pass over it; NaN where it has NaN."""
     found = np.zeros(matrix.shape[1 - axis])
 
     def act(rows: Range, cols: Range, raw: Array) -> Array:

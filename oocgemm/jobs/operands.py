@@ -10,7 +10,7 @@ from oocgemm.jobs.imputing import opened
 from oocgemm.jobs.problem import gram_problem, op_of, problem_of
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
-from oocgemm.jobs.transforms import by_rows, memory_of, transformed
+from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
 from oocgemm.planning.units import counted
@@ -46,7 +46,7 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     problem = _accumulated(problem, backend)
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
-    problem, a, b = centered(problem, a, b, memory_of(request))
+    problem, a, b = centered(problem, a, b, request)
     return a, b, _checked(request, problem, checksum_tier(backend, problem))
 
 
@@ -73,7 +73,7 @@ def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProb
     problem = with_epilogue(problem, request.epilogue, casts=request.out_dtype is None)
     if request.gram == "full":
         check_mirrored(request.epilogue)
-    problem, x, _ = centered(problem, x, x, memory_of(request))
+    problem, x, _ = centered(problem, x, x, request)
     return x, x, _checked(request, problem, checksum_tier(backend, problem))
 
 
@@ -132,7 +132,7 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     problem = with_epilogue(problem, request.epilogue, casts=False)
     if problem.merges or any(isinstance(step, Cast) for step in request.epilogue):
         raise InputError("Add, Divide and Cast need a C that is stored: drop them")
-    problem, a, b = centered(problem, a, b, memory_of(request))
+    problem, a, b = centered(problem, a, b, request)
     return a, b, replace(problem, c_dtype=problem.acc_dtype) if problem.measures_distances else problem
 
 

@@ -20,7 +20,7 @@ from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr.saving import check_free, save_arrays
 
 # Version of the arithmetic: a run of another one is not resumed.
-VERSION = 2
+VERSION = 3
 # X is read this many times at least, unless `iterations` is lower.
 MIN_PASSES = 3
 
@@ -34,7 +34,7 @@ class PCA:
     Attributes:
         components: k x d, orthonormal rows. The element of largest magnitude of each row is positive.
         singular_values: the k largest singular values of the transformed X, in descending order, float64.
-        explained_variance: their squares divided by n - 1.
+        explained_variance: their squares divided by n - 1; Inf or 0 where these leave the range of float64.
         mean: what was subtracted from each column, float64; zeros if X was not centered.
         scale: what each column was divided by, float64; ones if X was not scaled.
         scores: n x k, the coordinates of the rows of X; None unless they were asked for.
@@ -184,7 +184,7 @@ def _ends(state: State, k: int, iterations: int, tol: float) -> bool:
 
 def _unconverged(found: PCA, iterations: int, tol: float) -> str:
     """Return the text of the warning about components that have not converged."""
-    wrong = np.flatnonzero(found.errors >= tol)
+    wrong = np.flatnonzero(~(found.errors < tol))  # NaN too
     worst = wrong[found.errors[wrong].argmax()]
     return (
         f"{len(wrong)} of {len(found.errors)} components have not converged after {iterations} iterations: "

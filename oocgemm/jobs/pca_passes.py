@@ -8,8 +8,9 @@ follows, and after the first pass c. So centers and scales change neither X nor 
 Means that are far larger than what X varies by would lose its digits in these sums. Then, as if elements were
 missing, each element is centered and scaled on its own when it is multiplied: c = 0 and S = 1 above.
 
-The squares of very small or very large elements leave the range of the dtype. If the first product does, each
-element is also multiplied by a power of two, which rounds nothing, and singular values are divided by it.
+The squares of very small or very large elements leave the range of the dtype, and their fourth powers that of
+float64. If those of the first product do, each element is also multiplied by a power of two, which rounds
+nothing, and singular values are divided by it.
 """
 
 import logging
@@ -43,6 +44,9 @@ MAX_ROUNDING = 1e-4
 # If the largest element of the first product is below this many of the smallest normal numbers, digits may
 # have been lost by underflow.
 MARGIN = 2.0**46
+# The elements of the first Xc^T Xc Q. Then squares of products, which are fourth powers of singular values,
+# stay in the range of float64 with all their digits.
+MIN_PRODUCT, MAX_PRODUCT = 2.0**-400, 2.0**400
 # Dtypes in which X is multiplied.
 DTYPES = ("float32", "float64")
 
@@ -159,7 +163,7 @@ class Passes:
         factor, row = self._multiplied(state)
         result = run_request(replace(self._request(state, row, factor), tile=state.tile))
         product = np.asarray(result.out).astype(np.float64)
-        if state.subspace.last is None and not state.exponent and self._leaves_range(product):
+        if state.subspace.last is None and not state.exponent and self._leaves_range(state, product):
             exponent, center = self._exponent(state)
             if exponent:
                 logger.info(
@@ -208,11 +212,16 @@ class Passes:
         square = self.matrix.shape[0] * np.square(center / self.scale).sum()
         return bool(rounding * square > MAX_ROUNDING * subspace.found.values.max(initial=0) ** 2)
 
-    def _leaves_range(self, product: Array) -> bool:
-        """Tell whether the first product of X overflows, or may have lost digits by underflow."""
-        largest = np.abs(product[:, : self.columns]).max(initial=0)
-        overflows = not np.isfinite(largest) and bool(np.isfinite(product[:, -1]).all())
-        return overflows or bool(largest < MARGIN * np.finfo(self.dtype).tiny)
+    def _leaves_range(self, state: State, product: Array) -> bool:
+        """Tell whether the first product of X or its square overflows, or may lose digits by underflow."""
+        used = np.abs(product[:, : self.columns])
+        largest = used.max(initial=0)
+        if not np.isfinite(largest):
+            return bool(np.isfinite(product[:, -1]).all())
+        with np.errstate(over="ignore"):
+            scaled = (used * self._folded(state)[1][:, None]).max(initial=0)
+        inside = MIN_PRODUCT <= scaled <= MAX_PRODUCT
+        return not inside or bool(largest < MARGIN * np.finfo(self.dtype).tiny)
 
     def _exponent(self, state: State) -> tuple[int, Array | None]:
         """Return the power of two by which the largest element is about 1, and the centers.

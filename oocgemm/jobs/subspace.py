@@ -110,7 +110,8 @@ def _ritz(v: Array, product: Array, eigenvalues: Array, rounding: float) -> Ritz
     apart = np.abs(known[: len(squares), None] - known)
     noise = NOISE * rounding
     gaps = np.where(apart > noise, apart, np.inf).min(axis=1)
-    return Ritz(v, np.sqrt(squares), residuals, np.where(outside > noise, outside / gaps, 0.0))
+    errors = np.where(outside <= noise, 0.0, outside / gaps)  # NaN stays NaN, which has not converged
+    return Ritz(v, np.sqrt(squares), residuals, errors)
 
 
 def completed(vectors: Array, columns: int) -> Array:
