@@ -49,7 +49,7 @@ class Victims:
         self.submitted = 0
 
     def submit(self, count: int) -> None:
-        first = product_job(self.folder, "C0.npy")
+        first = product_job(self.folder, f"C{self.submitted}.npy")
         for number in range(self.submitted, self.submitted + count):
             # Plans are the same, so they are made once.
             path = str(self.folder / f"C{number}.npy")
