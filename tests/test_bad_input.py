@@ -114,7 +114,7 @@ RESULTS = {
     "C in B": ("a b b/new", "", "C at b/new would be inside B"),
     "C in A by way of nothing": ("a b missing/../a/new", "", "would be inside A"),
     "C in A by way of a link": ("link square link/new", "", "would be inside A"),
-    "C exists as zarr": ("a b c", "", EXISTS + "c: pass --overwrite"),
+    "C exists as zarr": ("a b c", "", EXISTS + "c: pass overwrite=True (--overwrite)"),
     "C exists as .npy": ("a b c.npy", "", EXISTS + "c.npy"),
     "C is a plain file": ("a b plain", "--overwrite", "no zarr array at plain"),
     "C is a folder of other things": ("a b .", "--overwrite", "no zarr array at ."),

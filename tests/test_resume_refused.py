@@ -145,5 +145,5 @@ def test_an_unfinished_c_without_its_journal_is_refused(here: Path) -> None:
     for path in (here / "c" / ".oocgemm").iterdir():
         path.unlink()
     assert "C is the result of an unfinished run" in run("a", "b", "c", "--beta", "1").err
-    assert "pass --overwrite" in run("a", "b", "c", "--resume").err
+    assert "pass overwrite=True (--overwrite)" in run("a", "b", "c", "--resume").err
     assert run("a", "b", "c", "--overwrite").code == 0

@@ -119,6 +119,7 @@ def run_product(
             error.add_note("(add --trust-operands if you repair files of A or B first)")
         raise
     planned = result.plan
+    has_triangle = planned.problem.gram and result.c is not None  # not a selection, whose C is not stored
     if not quiet:
         note_clipped(options["tile"], planned)
     if live and planned.done:
@@ -132,7 +133,7 @@ def run_product(
                 "backend": result.log.header["backend"],
                 "timeline": options["timeline"],
             }
-            | ({"uplo": result.uplo} if planned.problem.gram else {})
+            | ({"uplo": result.uplo} if has_triangle else {})
         )
     elif not quiet:
         if _too_long(result):
@@ -141,7 +142,7 @@ def run_product(
             from oocgemm.cli.display import print_report
 
             print_report(result.report, result.timeline)
-        stored = STORED[result.uplo] if planned.problem.gram else ""
+        stored = STORED[result.uplo] if has_triangle else ""
         click.echo(f"\nC: {Path(c) if '://' not in c else c}{stored}")
         if options["timeline"]:
             log = options["timeline"]

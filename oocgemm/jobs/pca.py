@@ -282,6 +282,8 @@ def _opened(
     most = min(passes.matrix.shape)
     if k > most:
         rows, cols = passes.matrix.shape
+        if not most:
+            raise InputError(f"X has {rows} rows and {cols} columns, and so no components: pass a larger X")
         raise InputError(
             f"k = {k}, but X has {rows} rows and {cols} columns, and so at most {most} components: pass a k "
             f"from 1 to {most}"

@@ -112,6 +112,7 @@ class Passes:
             self.transform = replace(self.transform, missing=MISSING)
         self.dtype = _multiplied(self.matrix, self.transform)
         rows, cols = self.matrix.shape
+        columns = min(columns, max(rows, cols))  # more have no use
         self._width = round_up(columns + 1, WIDTH)
         self.columns = max(1, min(self._width - 1, rows, cols))
         self.scale = np.ones(cols)
@@ -278,9 +279,12 @@ class Passes:
         if np.isfinite(product).all():
             return
         if (wrong := np.flatnonzero(~np.isfinite(product[:, -1]))).size:
-            hint = (
-                "" if self._vectors is not None else ": if NaN stands for missing elements, pass missing=nan"
-            )
+            hint = ""
+            if self._vectors is None and np.isnan(product[wrong[0], -1]):
+                hint = (
+                    ": if NaN stands for missing elements, pass transform=oocgemm.Transform("
+                    "missing=float('nan')) (--transform missing=nan)"
+                )
             raise InputError(
                 f"column {wrong[0]} of X has elements that are NaN or Inf (one of {wrong.size} such "
                 f"columns){hint}"

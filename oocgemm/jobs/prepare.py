@@ -277,7 +277,8 @@ def _existing(
         )
     if c.path and not overwrite and not problem.updates_c and not resumed:
         raise InputError(
-            f"C exists at {c.path}: pass --overwrite to replace its contents, or give another path"
+            f"C exists at {c.path}: pass overwrite=True (--overwrite) to replace its contents, or give "
+            "another path"
         )
     return matrix
 

@@ -107,7 +107,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
         if resume and not (overwrite or reads_c) and c.is_path_in_use():
             raise InputError(
                 f"C exists at {c} without a journal, so it is unknown which run computed it: check it with "
-                "oocgemm verify, or pass --overwrite to compute it again"
+                "oocgemm verify, or pass overwrite=True (--overwrite) to compute it again"
             )
         if isinstance(folder, Path) and not overwrite and (folder / DATA).exists():
             raise InputError(

@@ -265,8 +265,8 @@ class CompleteMatrix(View):
                     raise ExecutionError(
                         f"the element at [{rows[0] + top + i}, {cols[0] + j}] of {place_of(self)} is {code}, "
                         "which stands for a missing element (_FillValue or missing_value): replace missing "
-                        f"elements, by Transform(missing={code}) (--transform missing={code}) where there "
-                        f"are transforms; or {AS_STORED}"
+                        f"elements in a copy; or, in gemm, gram and pca, by Transform(missing={code}) "
+                        f"(--transform missing={code}); or {AS_STORED}"
                     )
 
 
