@@ -252,3 +252,14 @@ def test_standard_deviations_that_underflow_are_not_those_of_equal_elements() ->
         with pytest.raises(InputError, match=r"differ by too little for float64 .* multiply X by 2.0\*\*400"):
             call(x)
         call(x * 2.0**400)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_covariances_that_overflow_float32_are_refused(axis: int) -> None:
+    x = np.random.default_rng(0).standard_normal((20, 30))
+    large = (x * 1e25).astype("f4")
+    with pytest.raises(oocgemm.InputError, match="overflow float32: pass X in float64"):
+        oocgemm.cov(large, axis=axis, backend="host")
+    expected = np.cov(large.astype("f8"), rowvar=axis == 0)
+    np.testing.assert_allclose(oocgemm.cov(large.astype("f8"), axis=axis, backend="host"), expected, 1e-9)
+    assert np.all(np.isfinite(np.asarray(oocgemm.cov((x * 1e17).astype("f4"), axis=axis, backend="host"))))

@@ -62,6 +62,7 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
         wrong.append((small, "has elements that differ by too little for float64: multiply X by 2.0**400"))
     else:
         wrong.append(_underflowing(found, matrix.dtype))
+        wrong.append(_overflowing(squares, matrix.dtype))
     for lines, what in wrong:
         if (numbers := np.flatnonzero(lines)).size:
             raise InputError(
@@ -84,6 +85,18 @@ def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
     small = ~_constant(found) & (found.variance < limit)
     return small, (
         f"has a variance below {limit:.2g}, so that its covariances underflow {dtype.name}: {remedy}"
+    )
+
+
+def _overflowing(squares: Array, dtype: np.dtype[Any]) -> tuple[Array, str]:
+    """Return the lines whose sums of squares are too large for covariances, and what to do then.
+
+    Elements of 2 bytes are summed in float32, whose range they cannot leave.
+    """
+    limit = float(np.finfo(dtype).max) if dtype.itemsize == 4 else np.inf
+    return squares > limit, (
+        f"has a sum of squares above {limit:.2g}, so that its covariances overflow {dtype.name}: "
+        "pass X in float64"
     )
 
 
