@@ -145,7 +145,7 @@ def test_a_timeline_without_permission_is_refused_before_anything_is_read(
 
 @pytest.mark.parametrize("kind", ["html", "svg", "png", "trace"])
 def test_exports_are_refused_before_a_timeline_is_read(kind: str) -> None:
-    """The timeline does not exist, and the job has no server: neither is looked for."""
+    """The timeline does not exist, and the job has no server. Neither is needed."""
     for what in (("no.jsonl",), ("--job", "last", "--service", "/nowhere")):
         done = command("report", *what, f"--{kind}", "/proc/picture")
         assert (done.code, f"cannot write --{kind} /proc/picture" in done.err) == (EXIT_USAGE, True), done.err

@@ -33,7 +33,7 @@ class ImputedMatrix(View):
         self.layout = replace(
             found,
             decode_bytes=found.decode_bytes + piece,
-            resident_bytes=self._means.nbytes,
+            resident_bytes=found.resident_bytes + self._means.nbytes,
             itemsize=self.dtype.itemsize,
         )
 
