@@ -4,7 +4,7 @@ from typing import Any
 
 from tables import load, table
 
-from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
 
 Rates = dict[tuple[str, str, str], float]  # flop/s, by kernel, parameters and dtype
 # Square products, and products of thin panels that are added to a C of 12288 x 12288 (beta = 1).

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zarr
 
-from oocgemm.machine.measure.sizes import SIZES, Sizes
+from oocgemm.machine.calibrate import SIZES, Sizes
 from oocgemm.planning import Calibration, KernelRate, StoreRates
 from oocgemm.planning.cost import fits
 from oocgemm.system import cache

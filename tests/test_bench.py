@@ -19,8 +19,8 @@ from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
 from oocgemm.kernels.spec import Kernel
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
-from oocgemm.machine.measure import bench
-from oocgemm.machine.measure.bench_chart import chart
+from oocgemm.machine import kernel_bench
+from oocgemm.machine.kernel_bench import chart
 from oocgemm.planning import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
@@ -101,7 +101,7 @@ def test_the_class_of_a_shape_does_not_depend_on_order(m: int, n: int, k: int) -
 
 def test_the_products_measured_are_of_their_class() -> None:
     assert all(tuning.shape_class(*shape) == name for name, shape in tuning.CLASSES.items())
-    assert {tuning.shape_class(*shape) for shape in bench.UPDATES} == {"update"}
+    assert {tuning.shape_class(*shape) for shape in kernel_bench.UPDATES} == {"update"}
 
 
 def test_accesses_are_counted_as_by_hand() -> None:
@@ -126,11 +126,11 @@ def test_accesses_are_counted_as_by_hand() -> None:
 
 def test_what_would_take_too_long_is_left_out_but_cublas_is_not() -> None:
     naive = rung("naive"), rung("naive").variants[0]
-    key = bench._key(naive)
-    assert bench._affordable(naive, 10, {key: 10.0}, 1.0)
-    assert not bench._affordable(naive, 11, {key: 10.0}, 1.0)
-    assert bench._affordable(naive, 11, {}, 1.0)
-    assert bench._affordable((None, {}), 11, {bench._key((None, {})): 1.0}, 1.0)
+    key = kernel_bench._key(naive)
+    assert kernel_bench._affordable(naive, 10, {key: 10.0}, 1.0)
+    assert not kernel_bench._affordable(naive, 11, {key: 10.0}, 1.0)
+    assert kernel_bench._affordable(naive, 11, {}, 1.0)
+    assert kernel_bench._affordable((None, {}), 11, {kernel_bench._key((None, {})): 1.0}, 1.0)
 
 
 def test_the_picture_has_a_line_for_each_rung_inside_its_frame() -> None:
@@ -152,12 +152,12 @@ def test_the_fastest_variant_of_each_rung_is_shown() -> None:
         {"dtype": "float32", "shape": [8, 8, 8], "kernel": "tiled", "flops": flops, "params": {"TILE": tile}}
         for tile, flops in ((8, 1.0), (16, 3.0), (32, 2.0))
     ]
-    assert [row["params"] for row in bench.best_rows({"rows": rows})] == [{"TILE": 16}]
+    assert [row["params"] for row in kernel_bench.best_rows({"rows": rows})] == [{"TILE": 16}]
 
 
 @pytest.mark.skipif(CUDA, reason="a CUDA device answers")
 def test_without_a_gpu_there_is_nothing_to_measure() -> None:
-    for measure in (bench.bench_kernels, bench.tune):
+    for measure in (kernel_bench.bench_kernels, kernel_bench.tune):
         with pytest.raises(
             BackendError,
             match=r"timing kernels needs an NVIDIA GPU: no NVIDIA device|the cuda backend cannot run",
@@ -167,31 +167,31 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
 
 def test_unknown_names_are_refused_before_anything_is_measured() -> None:
     with pytest.raises(InputError, match="there is no kernel 'fast': choose among naive"):
-        bench.bench_kernels(kernels=["fast"])
+        kernel_bench.bench_kernels(kernels=["fast"])
     with pytest.raises(InputError, match="there is no dtype 'int7'"):
-        bench.tune(dtypes=["int7"])
+        kernel_bench.tune(dtypes=["int7"])
 
 
 def test_kernels_are_tuned_for_every_dtype_where_none_is_named() -> None:
-    assert set(bench.pairs(())) == {(dtype, "native") for dtype in OPERANDS} | {
+    assert set(kernel_bench.pairs(())) == {(dtype, "native") for dtype in OPERANDS} | {
         ("float32", "tf32"),
         ("float32", "bf16"),
     }
-    assert bench.pairs(["float64"]) == [("float64", "native")]
+    assert kernel_bench.pairs(["float64"]) == [("float64", "native")]
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_gpu)])
 def test_bench_covers_all_rungs_and_tuning_is_saved(
     mark: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = bench.bench_kernels(shapes=[(64, 64, 64), (700, 300, 100)], seconds=0.001)
+    result = kernel_bench.bench_kernels(shapes=[(64, 64, 64), (700, 300, 100)], seconds=0.001)
     assert {row["kernel"] for row in result["rows"]} == {CUBLAS, *ladder.names()}
     assert all(row["flops"] > 0 and row["seconds"][1] <= row["seconds"][0] for row in result["rows"])
     assert all(0 < row["occupancy"] <= 1 for row in result["rows"] if row["kernel"] != CUBLAS)
     counted = {row["kernel"]: row["ncu"] for row in result["rows"] if "ncu" in row}
     assert set(counted) == (set() if "not_counted" in result else {CUBLAS, *ladder.names()})
     assert all(0 < found["occupancy"] <= 1 and found["store_sectors"] > 0 for found in counted.values())
-    found = bench.tune(dtypes=["float32"], seconds=0.001, classes={"thin": (300, 40, 50)})
+    found = kernel_bench.tune(dtypes=["float32"], seconds=0.001, classes={"thin": (300, 40, 50)})
     tuning.save(found)
     assert tuning.load(found.device) == found
 

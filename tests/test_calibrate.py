@@ -23,9 +23,8 @@ from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.errors import BackendError
-from oocgemm.machine.measure import calibrate as module
-from oocgemm.machine.measure.calibrate import calibrate
-from oocgemm.machine.measure.sizes import Sizes
+from oocgemm.machine import calibrate as module
+from oocgemm.machine.calibrate import Sizes, calibrate
 from oocgemm.planning import RATES, Calibration, KernelRate, MachineModel, default_model
 from oocgemm.planning.cost.fits import MAX_LINK
 from oocgemm.planning.units import format_rate

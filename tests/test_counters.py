@@ -18,7 +18,7 @@ from oocgemm.cli.output import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS
-from oocgemm.machine.measure import bench, counters
+from oocgemm.machine import counters, kernel_bench
 from tests.suite import slow
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -148,7 +148,9 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(bench.__file__).parents[3])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(kernel_bench.__file__).parents[2])])
+    )
     monkeypatch.setenv("LAUNCHED", str(tmp_path / "launched"))
     return tmp_path / "launched"
 
@@ -166,7 +168,7 @@ def test_each_rung_is_counted_on_its_largest_affordable_product(
     ncu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = kept()
-    bench.count(result, 1)
+    kernel_bench.count(result, 1)
     assert "not_counted" not in result
     rows = [row for row in result["rows"] if "ncu" in row]
     rungs = {(row["dtype"], row["kernel"]) for row in result["rows"]}
@@ -180,7 +182,7 @@ def test_each_rung_is_counted_on_its_largest_affordable_product(
         assert row["flops"] == max(one["flops"] for one in variants)
         assert row["ncu"]["load_sectors"] == 1000 * launches
         assert (row["ncu"]["bank_conflicts"], row["ncu"]["occupancy"]) == (pytest.approx(1 / 3), 0.5)
-    print_bench(result, bench.best_rows(result))
+    print_bench(result, kernel_bench.best_rows(result))
     shown = capsys.readouterr().out
     tiled = next(row for row in rows if (row["dtype"], row["kernel"]) == ("float64", "tiled"))
     model = f"{tiled['load_sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
@@ -210,10 +212,10 @@ def test_cublas_alone_is_not_counted(ncu: Path) -> None:
     given = {"shape": [64, 64, 64], "beta": 0.0, "params": {}, "flops": 1.0}
     short, single = ({**given, "dtype": dtype, "kernel": CUBLAS} for dtype in ("float16", "float32"))
     tiled = {**given, "dtype": "float32", "kernel": "tiled", "params": {"TILE": 16}}
-    bench.count({"rows": [short, single, tiled]}, 1)
+    kernel_bench.count({"rows": [short, single, tiled]}, 1)
     assert ["ncu" in row for row in (short, single, tiled)] == [False, True, True]
     alone: dict[str, Any] = {"rows": [short]}
-    bench.count(alone, 1)
+    kernel_bench.count(alone, 1)
     assert alone == {"rows": [short]}
 
 
@@ -246,11 +248,11 @@ def test_where_ncu_refuses_a_line_says_why(
 ) -> None:
     monkeypatch.setenv("SAID", said)
     result = kept()
-    bench.count(result, 1)
+    kernel_bench.count(result, 1)
     with pytest.raises(BackendError, match=why):
         raise BackendError(result["not_counted"])
     assert not any("ncu" in row for row in result["rows"])
-    print_bench(result, bench.best_rows(result))
+    print_bench(result, kernel_bench.best_rows(result))
     assert f"no counters of the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
 
 
@@ -264,5 +266,5 @@ def test_what_fails_below_ncu_is_said(ncu: Path) -> None:
 def test_without_ncu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = kept()
-    bench.count(result, 0)
+    kernel_bench.count(result, 0)
     assert result["not_counted"] == "ncu is not on the PATH: install NVIDIA Nsight Compute"

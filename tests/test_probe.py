@@ -10,8 +10,7 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
-from oocgemm.machine import probe
-from oocgemm.machine.models import models
+from oocgemm.machine import models as rates
 from oocgemm.planning import default_model
 from oocgemm.system import cache
 
@@ -23,9 +22,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use an empty cache folder, and allow probes of this process."""
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
     monkeypatch.setenv("OOCGEMM_PROBE", "1")
-    monkeypatch.setattr(probe, "_tried", set())
-    monkeypatch.setattr(probe, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(probe, "MAX_OTHERS", 1e9)
+    monkeypatch.setattr(rates, "_tried", set())
+    monkeypatch.setattr(rates, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(rates, "MAX_OTHERS", 1e9)
     return tmp_path / "probes"
 
 
@@ -37,7 +36,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, found: dict[str, float]) -> list[di
         taken.append(found)
         return found
 
-    monkeypatch.setattr(probe, "measure", measure)
+    monkeypatch.setattr(rates, "measure_probe", measure)
     return taken
 
 
@@ -48,7 +47,7 @@ def multiply() -> oocgemm.Result:
 def store(folder: Path, found: Any, name: str | None = None) -> None:
     device = backends.identity(backends.open_backend("host", 0))
     path = folder / (name or cache.file_name(cache.machine_key(), "host", device))
-    facts = {"format": probe.FORMAT, "version": probe.VERSION, "device": device, "factors": found}
+    facts = {"format": rates.FORMAT, "version": rates.VERSION, "device": device, "factors": found}
     cache.write_whole(path, json.dumps(found if isinstance(found, list) else facts).encode())
 
 
@@ -67,27 +66,27 @@ def test_a_long_run_probes_the_machine_once(folder: Path, monkeypatch: pytest.Mo
 def test_a_probe_measures_all_rates_of_the_host(folder: Path) -> None:
     machine = multiply().plan.machine
     assert len(list(folder.iterdir())) == 1
-    found = probe.factors("host", None)
-    assert set(found) == {rate for name in ("float32", "float64", "memory") for rate in probe.MEASURED[name]}
-    assert all(1 / probe.MAX_FACTOR <= factor <= probe.MAX_FACTOR for factor in found.values())
-    assert models("host").best.kernels == machine.kernels
+    found = rates.probe_factors("host", None)
+    assert set(found) == {rate for name in ("float32", "float64", "memory") for rate in rates.MEASURED[name]}
+    assert all(1 / rates.MAX_FACTOR <= factor <= rates.MAX_FACTOR for factor in found.values())
+    assert rates.models("host").best.kernels == machine.kernels
 
 
 @pytest.mark.parametrize("why", ["short", "disabled", "busy", "read-only"])
 def test_no_probe_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     taken = counted(monkeypatch, {"float64": 0.5})
     if why == "short":
-        monkeypatch.setattr(probe, "MIN_SECONDS", 1e9)
+        monkeypatch.setattr(rates, "MIN_SECONDS", 1e9)
     elif why == "disabled":
         monkeypatch.setenv("OOCGEMM_PROBE", "0")
     elif why == "busy":
         busy = {"cores": 2, "own_seconds": 0.1, "busy_seconds": 0.5}
-        monkeypatch.setattr(probe, "MAX_OTHERS", 0.1)
-        monkeypatch.setattr(probe, "used_since", lambda _: busy)
+        monkeypatch.setattr(rates, "MAX_OTHERS", 0.1)
+        monkeypatch.setattr(rates, "used_since", lambda _: busy)
     else:
-        monkeypatch.setattr(probe, "_keepable", lambda: False)
+        monkeypatch.setattr(rates, "_keepable", lambda: False)
     assert "probe" not in multiply().plan.machine.name
-    assert probe.factors("host", None) == {}
+    assert rates.probe_factors("host", None) == {}
     assert len(taken) == (why == "busy")
 
 
@@ -97,21 +96,21 @@ def test_no_probe_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, why: st
 )
 def test_an_invalid_probe_is_ignored(folder: Path, found: Any) -> None:
     store(folder, found)
-    assert probe.factors("host", None) == {}
+    assert rates.probe_factors("host", None) == {}
 
 
 def test_the_probe_of_another_machine_is_ignored(folder: Path) -> None:
     store(folder, {"float64": 0.5}, "0123456789ab-host-cpu.json")
-    assert probe.factors("host", None) == {}
+    assert rates.probe_factors("host", None) == {}
     store(folder, {"float64": 0.5})
-    assert probe.factors("host", None)["float64"] == 0.5
-    assert probe.factors("host", "another device") == {}
+    assert rates.probe_factors("host", None)["float64"] == 0.5
+    assert rates.probe_factors("host", "another device") == {}
 
 
 def test_a_probe_that_fails_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(probe, "measure", fail)
+    monkeypatch.setattr(rates, "measure_probe", fail)
     assert np.array_equal(multiply(), np.full((64, 64), 64.0))
     assert not list(folder.glob("*.json"))

@@ -11,10 +11,9 @@ import pytest
 
 from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.errors import BackendError
-from oocgemm.machine.measure import calibrate, workbench
-from oocgemm.machine.measure.sampling import explained
-from oocgemm.machine.measure.sizes import Sizes
-from oocgemm.machine.measure.workbench import QUEUED, Workbench
+from oocgemm.machine import calibrate, workbench
+from oocgemm.machine.calibrate import Sizes
+from oocgemm.machine.workbench import QUEUED, Workbench, explained
 from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
 
 ROWS, COLS = 512, 64

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from oocgemm import backends, stores
-from oocgemm.machine.measure import storage, streaming
-from oocgemm.machine.measure.storage import storage_rates
-from oocgemm.machine.measure.streaming import loading_seconds, rate_of
+from oocgemm.machine import calibrate, workbench
+from oocgemm.machine.calibrate import storage_rates
+from oocgemm.machine.workbench import loading_seconds, rate_of
 from oocgemm.planning import Layout, default_model
 from oocgemm.stores.zarr.chunks import DirectChunks
 from oocgemm.timeline import Span
@@ -50,11 +50,11 @@ def test_a_gpu_stages_and_uploads_every_panel_each_time(tmp_path: Path, stored: 
     with fake_cuda() as device:
         engine, source = backends.open_backend("cuda"), stores.open_matrix("A", A)
         if stored:
-            path, _ = storage._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
-            storage._evict(path)
+            path, _ = calibrate._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+            calibrate._evict(path)
             source = stores.open_matrix("A", str(path))
             source.layout = replace(source.layout, page_cached=False)
-        with streaming.streaming(engine, GPU, source, DEPTH) as run:
+        with workbench.streaming(engine, GPU, source, DEPTH) as run:
             for _ in range(2):
                 spans = run()
                 for kind in ("read", "upload") if stored else ("upload",):
@@ -65,7 +65,7 @@ def test_a_gpu_stages_and_uploads_every_panel_each_time(tmp_path: Path, stored: 
 
 def test_the_host_reads_every_panel_each_time() -> None:
     engine, machine = backends.open_backend("host"), default_model("host", 2)
-    with streaming.streaming(engine, machine, stores.open_matrix("A", A), DEPTH) as read:
+    with workbench.streaming(engine, machine, stores.open_matrix("A", A), DEPTH) as read:
         for _ in range(2):
             spans = read()
             assert {s.kind for s in spans} == {"read"}
@@ -78,11 +78,11 @@ def test_as_many_threads_read_as_in_a_run() -> None:
         layout = Layout((2048, 2048), (2048, 2048))
 
     matrix: Any = Stored()
-    assert streaming._plan(GPU, matrix, 2048).candidate.io_threads == 12
+    assert workbench._plan(GPU, matrix, 2048).candidate.io_threads == 12
     matrix.layout = replace(matrix.layout, partial_reads=False, decode_bytes=2048 * 2048 * 8)
-    assert streaming._plan(GPU, matrix, 2048).candidate.io_threads == GPU.codec_threads == 15
+    assert workbench._plan(GPU, matrix, 2048).candidate.io_threads == GPU.codec_threads == 15
     matrix.layout = Layout(in_memory=True, zero_copy_width=1, pinned=True)
-    plan = streaming._plan(GPU, matrix, 2048)
+    plan = workbench._plan(GPU, matrix, 2048)
     assert plan.slots.host_a == 0
     assert not plan.is_direct("A")
 
@@ -100,7 +100,7 @@ def test_storage_is_measured_with_the_matrix_given(
         found = np.zeros(matrix.shape)
         matrix.read((0, ROWS), (0, matrix.shape[1]), found)
         np.testing.assert_array_equal(found, A[:, : matrix.shape[1]])
-        return streaming.streaming(engine, machine, matrix, depth)
+        return workbench.streaming(engine, machine, matrix, depth)
 
     def evict(folder: Path) -> None:
         nonlocal evicted
@@ -110,9 +110,9 @@ def test_storage_is_measured_with_the_matrix_given(
         nonlocal evicted
         evicted = False
 
-    monkeypatch.setattr(storage, "streaming", noted)
-    monkeypatch.setattr(storage, "_evict", evict)
-    monkeypatch.setattr(storage, "_cache", cache)
+    monkeypatch.setattr(calibrate, "streaming", noted)
+    monkeypatch.setattr(calibrate, "_evict", evict)
+    monkeypatch.setattr(calibrate, "_cache", cache)
     monkeypatch.setattr(DirectChunks, "in_page_cache", lambda chunks: not evicted)
     said: list[str] = []
     machine = default_model(backend, 4)
@@ -127,7 +127,7 @@ def test_storage_is_measured_with_the_matrix_given(
 
 
 def test_files_that_are_read_are_in_the_page_cache(tmp_path: Path) -> None:
-    path, _ = storage._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
-    storage._evict(path)
-    storage._cache(path)
+    path, _ = calibrate._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
+    calibrate._evict(path)
+    calibrate._cache(path)
     assert stores.open_matrix("A", str(path)).layout.page_cached

@@ -9,7 +9,7 @@ from oocgemm.cli.display import console
 from oocgemm.cli.plain import PlainConsole, escape
 from oocgemm.cli.tables import full_width, print_table, table_of
 from oocgemm.kernels.tuning import Tuning
-from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration
 from oocgemm.planning.cost.links import LINKS, calibrated_rates
 from oocgemm.planning.units import format_size, format_time

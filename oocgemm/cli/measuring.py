@@ -16,9 +16,9 @@ from oocgemm.cli.parameters import Size
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
-from oocgemm.machine.measure import bench
-from oocgemm.machine.measure.bench_chart import chart
-from oocgemm.machine.measure.calibrate import calibrate as measure
+from oocgemm.machine import kernel_bench
+from oocgemm.machine.calibrate import calibrate as measure
+from oocgemm.machine.kernel_bench import chart
 from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
@@ -91,7 +91,7 @@ def bench_group() -> None:
 )
 @click.option(
     "--compute",
-    type=click.Choice(bench.PRECISIONS),
+    type=click.Choice(kernel_bench.PRECISIONS),
     default="native",
     show_default=True,
     help="Precision of float32 products; tf32 and bf16 round the operands.",
@@ -152,14 +152,14 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
         check_writable("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(not as_json) as say:
-        result = bench.bench_kernels(**given, say=say)
+        result = kernel_bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
             Path(svg).write_text(chart(result), encoding="utf-8")
     if as_json:
         print_json(result)
     else:
-        print_bench(result, bench.best_rows(result))
+        print_bench(result, kernel_bench.best_rows(result))
 
 
 @click.command()
@@ -182,7 +182,7 @@ def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     Example: oocgemm tune --dtype float32
     """
     with doing(not as_json) as say:
-        found = bench.tune(device=device, dtypes=dtypes, say=say)
+        found = kernel_bench.tune(device=device, dtypes=dtypes, say=say)
     kept = str(tuning.save(found))
     if as_json:
         print_json(asdict(found) | {"kept": kept})

@@ -32,8 +32,7 @@ from oocgemm.jobs.resume import (
 )
 from oocgemm.jobs.standardizing import check_constant
 from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
-from oocgemm.machine import probe
-from oocgemm.machine.models import models, stored_on
+from oocgemm.machine.models import models, stored_on, take_probe
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -161,7 +160,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
-    if running and engine is not None and probe.taken(engine, plan):
+    if running and engine is not None and take_probe(engine, plan):
         plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
     if running and output.matrix is None and output.resumed is None:
         chosen = plan.chunks if request.chunks else None

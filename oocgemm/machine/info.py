@@ -12,8 +12,7 @@ from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
-from oocgemm.machine import probe
-from oocgemm.machine.models import models
+from oocgemm.machine.models import models, probe_factors
 from oocgemm.planning import MachineModel, StoreRates
 from oocgemm.planning.cost.links import link_rates
 from oocgemm.system import cache
@@ -84,7 +83,7 @@ def _described(engine: Backend) -> dict[str, Any]:
         found = _rates(calibrated) | link_rates(calibrated, store)
         measured = {name: rate for name, rate in found.items() if name in names}
     assumed = _rates(known.default) | link_rates(known.default, None)
-    scaled = {name.replace(" ", "_"): factor for name, factor in probe.factors(engine.name, device).items()}
+    scaled = {name.replace(" ", "_"): factor for name, factor in probe_factors(engine.name, device).items()}
     probed = {name: factor * assumed[name] for name, factor in scaled.items() if name in assumed}
     return engine.describe() | {
         "free": engine.free_memory(),

@@ -66,7 +66,7 @@ def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[s
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         profiler = [tool, *_OPTIONS.split(), "--metrics", ",".join(METRICS.values()), "--log-file", str(log)]
-        child = [sys.executable, "-m", "oocgemm.machine.measure.counters", str(device), json.dumps(rows)]
+        child = [sys.executable, "-m", "oocgemm.machine.counters", str(device), json.dumps(rows)]
         try:
             done = subprocess.run([*profiler, *child], capture_output=True, text=True, check=False)
         except OSError as error:

@@ -1,11 +1,25 @@
-"""Time single operations of a run, such as a copy or a product, without a whole run."""
+"""Measure how long single operations of a run take, and how fast a run loads a matrix.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from time import perf_counter_ns
+A `Workbench` runs and times operations one by one, such as a copy or a product. `streaming` lets the executor
+run products that read a matrix panel by panel, with as many threads as in any other run: all I/O threads read
+at once, several panels are in flight, and on a GPU the uploads of earlier panels take place at the same time.
+`typical` repeats a measurement, and `explained` repeats several until a model fits their medians.
+"""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import inf
+from statistics import median
+from time import perf_counter, perf_counter_ns
+from typing import TypeVar
+
+import numpy as np
+
+from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Stream, Token
+from oocgemm.engine.executor import Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError
 from oocgemm.planning import (
@@ -14,26 +28,106 @@ from oocgemm.planning import (
     Candidate,
     GemmProblem,
     Kind,
+    Layout,
     Layouts,
     MachineModel,
     Operation,
     Plan,
     Region,
+    Setting,
     Slot,
     Slots,
     Tier,
     TileShape,
 )
+from oocgemm.planning.search.candidates import io_threads
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
+from oocgemm.timeline import Span
+from oocgemm.timeline.intervals import length, union
 
+# Maximum samples per size that `explained` measures before it raises BackendError.
+_ROUNDS = 5
+
+Fit = TypeVar("Fit")
 _TILE = (0, 0)
 # `Workbench.seconds` queues an operation this many times, to time it.
 QUEUED = 4
 # `Workbench.seconds` first queues up to this many copies. They keep the device busy while the host queues the
 # operations that are timed.
 MAX_AHEAD = 64
+# Columns of B: few, so that the multiplications take no time in comparison.
+COLUMNS = 8
+# Slots for panels on a GPU, and in its host's memory if A is not in memory itself.
+DEVICE_SLOTS, HOST_SLOTS = 4, 3
+
+
+def explained(
+    measure: Callable[[int], float], places: Iterable[int], fit: Callable[[Mapping[int, float]], Fit]
+) -> tuple[Fit, dict[int, float]]:
+    """Measure rates at several sizes, and fit a model to them.
+
+    If the fit fails, one more sample is measured at each size, and the fit is repeated with the medians.
+
+    Args:
+        measure: measures at a size and returns the rate.
+        places: the sizes at which rates are measured.
+        fit: fits a model to the median rate at each size. It raises `ValueError` if the model does not
+            explain the rates, for example because other programs disturbed the measurement.
+
+    Returns:
+        The fit, and the median rate of each size.
+
+    Raises:
+        BackendError: the fit still fails after `_ROUNDS` samples of each size.
+    """
+    taken = {place: [measure(place)] for place in places}
+    for again in range(_ROUNDS):
+        if again:
+            for place, rates in taken.items():
+                rates.append(measure(place))
+        medians = {place: median(rates) for place, rates in taken.items()}
+        try:
+            if inf in medians.values():
+                raise ValueError("an operation took no measurable time")
+            return fit(medians), medians
+        except ValueError as error:
+            reason = error
+    raise BackendError(
+        f"{reason}; this calibration was not saved: end other programs on this machine and run "
+        "oocgemm calibrate again"
+    ) from reason
+
+
+def per_second(amount: float, seconds: float) -> float:
+    """Return `amount / seconds`, or infinity if `seconds` is 0.
+
+    A caller that gets infinity repeats its measurement.
+    """
+    return amount / seconds if seconds > 0 else inf
+
+
+def typical(act: Callable[[], float], limit: float) -> float:
+    """Call `act` repeatedly for `limit` seconds, and return the median of its results.
+
+    The first call warms caches up. Its result is ignored, unless this call takes longer than `limit`.
+    """
+    started = perf_counter()
+    samples = [act()]
+    if perf_counter() - started > limit:
+        return samples[0]
+    samples.clear()
+    while not samples or perf_counter() - started < limit:
+        samples.append(act())
+    return median(samples)
+
+
+def numbers(shape: tuple[int, int]) -> Array:
+    """Return normal random numbers, rounded to 1/64 so that they compress about as well as measured data."""
+    count = shape[0] * shape[1]
+    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
+    return np.resize(some, count).reshape(shape)
 
 
 class Workbench:
@@ -214,3 +308,78 @@ def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
     m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
     return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+
+
+@contextmanager
+def streaming(
+    engine: Backend, machine: MachineModel, a: Matrix, depth: int
+) -> Iterator[Callable[[], list[Span]]]:
+    """Prepare products that load a float64 matrix A; yield a function that runs one and returns its spans.
+
+    If the device is the host, the panels are only read: a run's reads and multiplications share the cores, so
+    that the model adds their times.
+
+    Args:
+        engine, machine: the backend and its model.
+        a: the matrix that is loaded. A GPU does not copy directly from it, even if it is pinned.
+        depth: number of columns of a panel. A panel has all rows.
+    """
+    plan = _plan(machine, a, depth)
+    rows, cols = a.shape
+    operands = {"A": a, "B": _ones((cols, COLUMNS)), "C": _ones((rows, COLUMNS))}
+    with ExitStack() as cleanup:
+        session = engine.open(plan, "auto")
+        cleanup.callback(session.close)
+        staging = Staging(plan, operands, session.pin, session.host_arena)
+        cleanup.callback(staging.close)
+
+        def run() -> list[Span]:
+            spans: list[Span] = []
+            Run(plan, session, staging, perf_counter_ns(), spans.append).execute()
+            return spans
+
+        def read() -> list[Span]:
+            spans = []
+            for number, operation in enumerate(plan.schedule()):
+                if (operation.kind, operation.operand) == (Kind.READ, "A"):
+                    started = perf_counter_ns()
+                    staging.transfer(operation, [session.view(operation, operation.writes[0])])
+                    spans.append(Span.of(number, operation, started, perf_counter_ns(), ()))
+            return spans
+
+        yield read if machine.unified else run
+
+
+def loading_seconds(spans: list[Span]) -> float:
+    """Return the seconds in which at least one panel of A was read or, if none was, uploaded."""
+    for kind in (Kind.READ, Kind.UPLOAD):
+        moved = [(s.start, s.end) for s in spans if (s.kind, s.operand) == (kind, "A") and s.bytes]
+        if moved:
+            return length(union(moved)) / 1e9
+    return 0.0
+
+
+def rate_of(a: Matrix, seconds: float) -> float:
+    """Return the bytes per second at which A was loaded."""
+    return per_second(a.shape[0] * a.shape[1] * a.dtype.itemsize, seconds)
+
+
+def _plan(machine: MachineModel, a: Matrix, depth: int) -> Plan:
+    (rows, cols), room = a.shape, available_memory()
+    problem = GemmProblem(rows, COLUMNS, cols, "float64", "float64", "float64", "float64")
+    in_memory = Layout(in_memory=True)
+    layouts = Layouts(replace(a.layout, zero_copy_width=0, in_place=False), in_memory, in_memory)
+    budgets = Budgets(room, room)
+    setting = Setting(problem, machine, layouts, budgets)
+    if machine.unified:
+        slots = Slots(1, 1, 1, 0, 0, 0, strip=rows, unified=True)
+    else:
+        host = 0 if setting.streams(layouts.a) else HOST_SLOTS
+        slots = Slots(DEVICE_SLOTS, 2, 1, host, 0, 0, strip=rows)
+    threads = io_threads(setting)
+    tile = TileShape(rows, COLUMNS, depth)
+    return Plan(problem, layouts, budgets, machine, Candidate(tile, slots, io_threads=threads))
+
+
+def _ones(shape: tuple[int, int]) -> Matrix:
+    return stores.open_matrix("an operand", np.ones(shape))

@@ -1,1 +1,0 @@
-"""Measure this machine: rates for predictions, benchmarks of kernels, and hardware counters of the GPU."""
