@@ -6,7 +6,7 @@ import pytest
 
 from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, Setting, default_model
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.setting import request_bytes
+from oocgemm.planning.layout import request_bytes
 
 HOST = default_model("host", 4)
 

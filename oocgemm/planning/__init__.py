@@ -13,6 +13,7 @@ from oocgemm.planning.cost.machine import (
     default_model,
 )
 from oocgemm.planning.cost.shares import divided
+from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operation import Kind, Lane, Operation
@@ -23,9 +24,9 @@ from oocgemm.planning.search.bounds import usable, within
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.search.shared import shared_plan
 from oocgemm.planning.serialize import recorded_plan
-from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tile_set import TileSet
-from oocgemm.planning.tiling import Layout, TileGrid, TileShape
+from oocgemm.planning.tiling import TileGrid, TileShape
 
 __all__ = [
     "COMPUTES",

@@ -19,6 +19,7 @@ from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
+from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement, deal
 from oocgemm.planning.schedule.hazards import Program
@@ -28,9 +29,9 @@ from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.schedule.triangle import triangle
-from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
-from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape, ceil_div
+from oocgemm.planning.tiling import Shape, Tile, TileGrid, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_time
 
 

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import KernelRate, MachineModel
 from oocgemm.planning.epilogue import Step
+from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.setting import Budgets, Layouts
+from oocgemm.planning.setting import Budgets
 from oocgemm.planning.tile_set import TileSet
-from oocgemm.planning.tiling import Layout, Tile, TileShape
+from oocgemm.planning.tiling import Tile, TileShape
 
 T = TypeVar("T")
 # Maximum relative difference between the recorded predicted time and the time that this version predicts. A

@@ -1,14 +1,14 @@
 """The inputs of the planner: problem, machine, layouts of the arrays, and memory budgets."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Any
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
+from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.tiling import Layout, Shape, TileShape, ceil_div
+from oocgemm.planning.tiling import Shape, TileShape, ceil_div
 
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
 # disk writes them at its full rate.
@@ -45,75 +45,6 @@ class Budgets:
             return {"device_memory": self.device, "host_memory": self.host}
         on_device = {} if unified else {"device_memory": self.device}
         return on_device | {"memory": self.memory}
-
-
-@dataclass(frozen=True, slots=True)
-class Layouts:
-    """Layouts of op(A), op(B) and C."""
-
-    a: Layout = field(default_factory=Layout)
-    b: Layout = field(default_factory=Layout)
-    c: Layout = field(default_factory=Layout)
-
-    @property
-    def by_operand(self) -> dict[str, Layout]:
-        """The layouts by the names of the operands, "A", "B" and "C"."""
-        return {"A": self.a, "B": self.b, "C": self.c}
-
-    @property
-    def remote(self) -> bool:
-        """Whether any array is in an object store."""
-        return any(layout.requests for layout in self.by_operand.values())
-
-    def with_requests(self, wanted: Mapping[str, int], host: int, *, reads_c: bool) -> "Layouts":
-        """Return the layouts with the numbers of requests in flight that a run has.
-
-        Args:
-            wanted: the numbers that the user chose, by operand. The others are those that the stores want.
-            host: the host budget in bytes. Requests take at most a quarter of it, unless one per operand
-                takes more.
-            reads_c: whether C is read, too.
-        """
-        layouts = {
-            name: replace(layout, requests=wanted.get(name, layout.requests)) if layout.requests else layout
-            for name, layout in self.by_operand.items()
-        }
-        while request_bytes(layouts, reads_c=reads_c) > host // 4:
-            name = max(layouts, key=lambda one: layouts[one].requests * layouts[one].request_bytes)
-            if layouts[name].requests <= 1:
-                break
-            layouts[name] = replace(layouts[name], requests=layouts[name].requests // 2)
-        return Layouts(layouts["A"], layouts["B"], layouts["C"])
-
-    @property
-    def operands_in_memory(self) -> bool:
-        """Whether both A and B are in memory."""
-        return self.a.in_memory and self.b.in_memory
-
-    @property
-    def in_place(self) -> set[str]:
-        """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
-        return {operand for operand, layout in self.by_operand.items() if layout.in_place}
-
-    def cached_as(self, a: bool, b: bool) -> "Layouts":
-        """Return the layouts with A and B in the page cache, or not, as when a run was planned.
-
-        The page cache may have changed since then, and the slots of the plan depend on it. If an operand does
-        not count as cached, the host decodes it.
-        """
-        found = (
-            replace(layout, page_cached=cached, decoded=layout.decoded if cached else "")
-            for layout, cached in ((self.a, a), (self.b, b))
-        )
-        return replace(self, a=next(found), b=next(found))
-
-
-def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:
-    """Return the bytes of temporary host memory that all requests in flight take."""
-    return sum(
-        layout.requests * layout.request_bytes * (2 if name == "C" and reads_c else 1)
-        for name, layout in layouts.items()
-    )
 
 
 @dataclass(frozen=True)

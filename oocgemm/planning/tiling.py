@@ -1,4 +1,4 @@
-"""Divide the product into tiles and panels, and describe how arrays are stored.
+"""Divide the product into tiles and panels.
 
 C is divided into tiles, and k into steps. In each step, a tile adds the product of a panel of op(A) and a
 panel of op(B). All tiles have the same *nominal* extents, which size the buffers. The *valid* extents of a
@@ -13,11 +13,10 @@ tile count only the rows and columns that C has. They are smaller in the last ro
              +--------+--------+---+     valid < tile.m
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, inf
 
-from oocgemm.planning.problem import GemmProblem, Op
+from oocgemm.planning.problem import GemmProblem
 
 # Start and stop of a range of indices along one axis.
 Range = tuple[int, int]
@@ -172,162 +171,6 @@ class TileGrid:
         """Return the range of indices along k that a step multiplies."""
         start = step * self.tile.k
         return start, min(start + self.tile.k, self.k)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How an array X is stored. Shapes and axes are those of op(X), which may be the transpose of X.
-
-    Chunks:
-
-    - `read_chunk`: shape of the chunks that are read. Unless `partial_reads`, a chunk is always read and
-      decoded as a whole.
-    - `write_chunk`: shape of the unit, a chunk or a shard, that only one thread at a time may write to.
-    - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
-    - `existing`: C exists before the run, so that elements which the run does not write stay as they are.
-    - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
-    - `encodes`: writing runs a codec.
-    - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
-
-    Lines are runs of contiguous elements:
-
-    - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
-    - `line`: elements per line; 0 means the chunk's extent along that axis.
-    - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
-    - `page_cached`: the array is in files that the page cache contains, or will contain once they have been
-      read. So blocks of A and B that a GPU uses again need no cache of ours in host memory.
-
-    Arrays in object stores:
-
-    - `requests`: the maximum number of requests in flight, each for a chunk or a part of one; 0 for arrays
-      elsewhere.
-    - `request_bytes`: temporary host memory that a request takes, for codecs too.
-    - `request_chunk`: shape of the block of small chunks of a shard that a request reads; (1, 1) if it reads
-      one chunk.
-
-    Compressed chunks that a GPU decodes (`oocgemm.planning.cost.decoding`):
-
-    - `decoded`: how chunks are compressed, such as "blosc-zstd"; "" if the host decodes them. If it is set,
-      `page_cached` is too.
-    - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
-    - `stored_share`: bytes in storage per decoded byte.
-    - `encoded`: for C, how a GPU compresses its chunks, such as "blosc-zstd"; "" if the host does.
-
-    Arrays in host memory:
-
-    - `in_memory`: the array is in host memory, not in a file.
-    - `zero_copy_width`: half of this many contiguous elements per row of a block suffice for a direct copy
-      between the array and the device, without a pinned buffer; 0 means that no block may be copied directly.
-    - `pinned`: the caller has pinned the array. Blocks of other arrays are never copied directly.
-    - `in_place`: the CPU multiplies blocks of the array where they are, without copying them into slots.
-    """
-
-    read_chunk: Shape = (1, 1)
-    write_chunk: Shape = (1, 1)
-    partial_reads: bool = True
-    decode_bytes: int = 0
-    encode_bytes: int = 0
-    resident_bytes: int = 0
-    encodes: bool = False
-    in_memory: bool = False
-    free_chunks: bool = False
-    contiguous: int = 1
-    line: int = 0
-    itemsize: int = 8
-    scratch_bytes: int = 0
-    page_cached: bool = False
-    zero_copy_width: int = 0
-    pinned: bool = False
-    in_place: bool = False
-    requests: int = 0
-    request_bytes: int = 0
-    request_chunk: Shape = (1, 1)
-    decoded: str = ""
-    stream_bytes: int = 0
-    stored_share: float = 1.0
-    encoded: str = ""
-    existing: bool = False
-
-    def oriented(self, op: Op) -> "Layout":
-        """Turn a layout of X into one of op(X)."""
-        if not op.swaps:
-            return self
-        return replace(
-            self,
-            read_chunk=self.read_chunk[::-1],
-            write_chunk=self.write_chunk[::-1],
-            request_chunk=self.request_chunk[::-1],
-            contiguous=1 - self.contiguous,
-        )
-
-    def line_overread(self, panel: Shape) -> float:
-        """Elements in all lines that panels of shape `panel` overlap, per element in the panels.
-
-        A line is a run of contiguous elements of the stored array. The ratio is 1 if panels consist of whole
-        lines.
-        """
-        extent = panel[self.contiguous]
-        if not self.partial_reads or self.in_memory or not extent:
-            return 1.0
-        if self.line:
-            return max(1.0, self.line / extent)
-        return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
-
-    def segment_bytes(self, panel: Shape) -> float:
-        """Mean bytes of a panel per part of a line in it; inf if panels consist of whole lines.
-
-        A line is a run of contiguous elements of the stored array. Each part of a line takes a separate
-        request to the store. `panel` is the shape of the panels.
-
-        >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
-        >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
-        [8000.0, inf]
-        >>> [raw.segment_bytes((64, k)) for k in (250, 500, 750)]
-        [2000.0, inf, 6000.0]
-        """
-        extent, chunk = panel[self.contiguous], self.read_chunk[self.contiguous]
-        if not self.partial_reads or self.in_memory or not extent:
-            return inf
-        if self.line:
-            segments = float(extent < self.line)
-        else:
-            # The mean number of lines that a row of a panel contains only in part. A line is as long as a
-            # chunk.
-            even = gcd(extent, chunk)
-            segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
-        return extent * self.itemsize / segments if segments else inf
-
-    def line_scratch(self, panel: Shape) -> int:
-        """Temporary host bytes that a thread needs to read panels of shape `panel`.
-
-        A chunked array needs none if panels consist of whole lines of its chunks, and these are not short.
-        """
-        short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
-        return self.scratch_bytes if self.line or short or self.segment_bytes(panel) < inf else 0
-
-    @property
-    def contiguous_rows(self) -> bool:
-        """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
-        return self.in_memory and self.zero_copy_width > 0
-
-    def is_direct(self, panel: Shape) -> bool:
-        """Whether the device copies blocks of shape `panel` directly from or to an array in host memory."""
-        return self.pinned and 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
-
-    def read_amplification(self, shape: Shape, panel: Shape) -> float:
-        """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""
-        if self.partial_reads:
-            return 1.0
-        return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
-            shape[1], panel[1], self.read_chunk[1]
-        )
-
-
-# Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
-SHORT_LINE = 4096
-# `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
-# in their chunks.
-SAMPLED_PANELS = 64
 
 
 @lru_cache(4096)  # cached, because many candidates have the same extents

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.planning.tiling import SHORT_LINE
+from oocgemm.planning.layout import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.stores.opener import Opener, open_regular

@@ -11,8 +11,9 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from oocgemm.planning.setting import Layouts, Setting
-from oocgemm.planning.tiling import Layout, round_up
+from oocgemm.planning.layout import Layout, Layouts
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import round_up
 
 ALIGNMENT = 4096
 # Lanes, decoded bytes of a batch, and the least of both to which little memory reduces them.

@@ -10,7 +10,8 @@ from math import prod
 from typing import NamedTuple
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES
-from oocgemm.planning.setting import Layouts, Setting
+from oocgemm.planning.layout import Layouts
+from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div, round_up
 
 PAGE = 4096

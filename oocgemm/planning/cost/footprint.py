@@ -20,11 +20,12 @@ from oocgemm.planning.expansion import (
     vector_bytes,
 )
 from oocgemm.planning.integers import workspace_layout
+from oocgemm.planning.layout import request_bytes
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.selection import found_layout
-from oocgemm.planning.setting import Setting, request_bytes
+from oocgemm.planning.setting import Setting
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 

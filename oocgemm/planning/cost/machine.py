@@ -10,8 +10,9 @@ from functools import lru_cache
 from math import prod
 
 from oocgemm.planning.cost.fits import fit_line
+from oocgemm.planning.layout import Layout
 from oocgemm.planning.problem import COMPUTES, OPERANDS
-from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
+from oocgemm.planning.tiling import Shape, ceil_div, round_up
 
 # Numbers of panels that are read at the same time: uncompressed panels, uncompressed panels whose digests the
 # host computes after reading, and compressed panels.

@@ -10,8 +10,9 @@ from math import prod
 from oocgemm.planning.cost.decoding import decoding_rate
 from oocgemm.planning.cost.encoding import RATE
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRIP_OVERHEAD
+from oocgemm.planning.layout import Layout
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import Layout, Shape
+from oocgemm.planning.tiling import Shape
 
 # Relative rates of copies between a device and pinned memory, by the bytes of a separate row: (least bytes,
 # rate, rate from or to a wide array, the same while the GPU multiplies). Rows are separate unless a block

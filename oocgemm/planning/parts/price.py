@@ -6,13 +6,14 @@ from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import footprint
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.layout import Layout
 from oocgemm.planning.parts.part import Part, k_range, step_ranges
 from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import Layout, ceil_div, length
+from oocgemm.planning.tiling import ceil_div, length
 
 
 @dataclass(frozen=True, slots=True)

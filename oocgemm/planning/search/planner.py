@@ -25,6 +25,7 @@ from oocgemm.planning.cost.footprint import Candidate, required_bytes
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
@@ -33,7 +34,7 @@ from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.gram import gram_candidates, smallest
 from oocgemm.planning.search.moves import moves
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
-from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, parse_size
 

@@ -23,6 +23,7 @@ from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scr
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.shares import own_setting, slowed
+from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
@@ -30,7 +31,7 @@ from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.planner import CLOSE, make_plan
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
-from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.planning.units import ceil_size, parse_size
 
