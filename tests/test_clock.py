@@ -146,5 +146,5 @@ def test_rows_of_pinned_arrays_that_are_too_short_pass_through_the_ring() -> Non
     prices, machine = Prices(setting), setting.machine
     whole, wide, narrow = (prices.rate("h2d", "A", 8192, k) for k in (65_536, 16_384, 2048))
     assert machine.h2d == whole == wide > narrow
-    assert prices.rate("h2d", "A", 8192, 1024) == machine.copy_rate(layout, (8192, 1024))
+    assert prices.rate("h2d", "A", 8192, 1024) == layout.copy_rate(machine, (8192, 1024))
     assert prices.staged("A", 8192, 1024) > 0 == prices.staged("A", 8192, 2048)

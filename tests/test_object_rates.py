@@ -29,10 +29,10 @@ def test_the_rate_follows_from_latency_and_requests_until_the_bandwidth_limits_i
     size = 256 * 256 * 8
     one = size / (HOST.request_latency + size / HOST.connection)
     for requests in (1, 2, 16, 64, 1024):
-        found = HOST.object_rate(replace(REMOTE, requests=requests), (4096, 4096))
+        found = replace(REMOTE, requests=requests).object_rate(HOST, (4096, 4096))
         assert found == pytest.approx(min(requests * one, HOST.remote))
     # A panel of one chunk cannot have more requests in flight than panels are read at once.
-    assert HOST.object_rate(REMOTE, (256, 256)) == pytest.approx(min(8 * one, HOST.remote))
+    assert REMOTE.object_rate(HOST, (256, 256)) == pytest.approx(min(8 * one, HOST.remote))
 
 
 def test_writes_to_an_object_store_have_their_own_rate() -> None:

@@ -160,7 +160,7 @@ def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: 
     def reading(plan: Plan) -> float:
         tile, panels = plan.tile, plan.loads
         return sum(
-            loaded / machine.store_rate(layout, panel)
+            loaded / layout.read_rate(machine, panel)
             for loaded, layout, panel in (
                 (panels.a_read, a, (tile.m, tile.k)),
                 (panels.b_read, b, (tile.k, tile.n)),

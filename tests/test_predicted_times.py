@@ -99,13 +99,13 @@ def test_predicted_time_of_a_tile_follows_whole_blocks() -> None:
 def test_partial_reads_of_raw_chunks_cost_more_the_less_is_read() -> None:
     machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
     raw = Layout((2048, 2048))
-    whole, half, fifth = (machine.store_rate(raw, (4096, width)) for width in (4096, 1024, 400))
+    whole, half, fifth = (raw.read_rate(machine, (4096, width)) for width in (4096, 1024, 400))
     # Whole chunks are as wide as this panel, so whole rows of a chunk are read, however few.
-    assert whole == machine.store_rate(raw, (100, 2048))
+    assert whole == raw.read_rate(machine, (100, 2048))
     assert whole == pytest.approx(16e9)
     assert half == pytest.approx(12e9)
     assert fifth < 0.6 * half
-    assert machine.store_rate(replace(raw, in_memory=True), (4096, 400)) == machine.memory
+    assert replace(raw, in_memory=True).read_rate(machine, (4096, 400)) == machine.memory
 
 
 def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
@@ -115,12 +115,12 @@ def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
 def test_segments_of_files_and_raw_chunks_cost_time() -> None:
     machine = replace(default_model("host", 2), read=16e9, read_scattered=12e9, segment=4e-6)
     file, raw = npy(4000, 40_000), Layout((4000, 40_000))
-    assert machine.store_rate(file, (64, 40_000)) == pytest.approx(machine.read)
-    assert 1 / machine.store_rate(file, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
-    assert machine.store_rate(npy(4000, 40_000, Op.T), (256, 64)) == machine.store_rate(file, (64, 256))
+    assert file.read_rate(machine, (64, 40_000)) == pytest.approx(machine.read)
+    assert 1 / file.read_rate(machine, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
+    assert npy(4000, 40_000, Op.T).read_rate(machine, (256, 64)) == file.read_rate(machine, (64, 256))
     # Panels of 3000 columns are not aligned to chunks. A row of a panel is therefore read in 1.05 parts on
     # average.
-    assert 1 / machine.store_rate(raw, (64, 3000)) == pytest.approx(1 / 16e9 + 1.05 * 4e-6 / (3000 * 8))
+    assert 1 / raw.read_rate(machine, (64, 3000)) == pytest.approx(1 / 16e9 + 1.05 * 4e-6 / (3000 * 8))
 
 
 def test_strips_of_a_file_cost_time_per_partial_row() -> None:
@@ -134,7 +134,7 @@ def test_strips_of_a_file_cost_time_per_partial_row() -> None:
 def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
     machine = default_model("cuda", 16)
     packed = Layout((1024, 1024), partial_reads=False, decode_bytes=8 << 20)
-    one, two, many = (machine.store_rate(packed, (1024, width)) for width in (1024, 2048, 16_384))
+    one, two, many = (packed.read_rate(machine, (1024, width)) for width in (1024, 2048, 16_384))
     assert (
         one == machine.decode * 4 / 16
     )  # four panels of one chunk each are read at a time, so 4 of 16 cores decode

@@ -2,11 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, inf
+from math import gcd, inf, prod
 
+from oocgemm.planning.cost.machine import (
+    CODEC_WORKERS,
+    INSTANT,
+    NEW_CHUNK_BYTES,
+    REMOTE_WORKERS,
+    MachineModel,
+)
 from oocgemm.planning.problem import Op
-from oocgemm.planning.tiling import Shape, overread
+from oocgemm.planning.tiling import Shape, ceil_div, overread
 
+# Relative rate of such copies, by the bytes of a separate row of the block: (least bytes, rate). Rows are
+# separate unless a block consists of whole rows of the array.
+COPIED_ROWS = ((32 << 10, 1.0), (4 << 10, 0.65), (0, 0.5))
 # Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
 SHORT_LINE = 4096
 # `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
@@ -161,6 +171,57 @@ class Layout:
         return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
             shape[1], panel[1], self.read_chunk[1]
         )
+
+    def copy_rate(self, machine: MachineModel, panel: Shape) -> float:
+        """Return the bytes per second of copies between a pageable array or a file and pinned buffers."""
+        if self.page_cached:
+            return self.read_rate(machine, panel)
+        row = panel[self.contiguous]
+        # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
+        size = COPIED_ROWS[0][0] if 0 < self.zero_copy_width <= row else row * self.itemsize
+        return machine.memory * next(rate for least, rate in COPIED_ROWS if size >= least)
+
+    def read_rate(self, machine: MachineModel, panel: Shape) -> float:
+        """Return the bytes per second at which panels of shape `panel` are read from an array."""
+        if self.in_place:
+            return INSTANT
+        if self.in_memory:
+            return machine.memory
+        if self.requests:
+            return self.object_rate(machine, panel)
+        if self.decode_bytes:
+            chunks = prod(
+                ceil_div(extent, chunk) for extent, chunk in zip(panel, self.read_chunk, strict=True)
+            )
+            return machine.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / machine.cores)
+        # Between two rows of a panel, the file has bytes that are not needed. Either these bytes are read
+        # too, or the next row takes another request. The model counts the shorter of these times.
+        gaps = (self.line_overread(panel) - 1) * max(0.0, 1 / machine.read_scattered - 1 / machine.read)
+        return 1 / (1 / machine.read + min(gaps, machine.segment / self.segment_bytes(panel)))
+
+    def object_rate(self, machine: MachineModel, panel: Shape) -> float:
+        """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
+
+        Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
+        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
+        """
+        unit, total = max(self.read_chunk, self.write_chunk), prod(panel) * self.itemsize
+        chunks = prod(ceil_div(extent, chunk) for extent, chunk in zip(panel, unit, strict=True))
+        if self.free_chunks:
+            chunks = ceil_div(total, NEW_CHUNK_BYTES)
+        size = max(1.0, total / max(1, chunks))
+        in_flight = min(self.requests, REMOTE_WORKERS * max(1, chunks))
+        return min(machine.remote, in_flight * size / (machine.request_latency + size / machine.connection))
+
+    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
+        """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
+
+        A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
+        that the result is at least 1.
+        """
+        if self.in_memory or self.decode_bytes or self.requests:
+            return 1.0
+        return max(1.0, machine.read / self.read_rate(machine, panel))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
 
 from oocgemm.planning.cost.fits import fit_line
-from oocgemm.planning.layout import Layout
 from oocgemm.planning.problem import COMPUTES, OPERANDS
-from oocgemm.planning.tiling import Shape, ceil_div, round_up
+from oocgemm.planning.tiling import ceil_div, round_up
 
 # Numbers of panels that are read at the same time: uncompressed panels, uncompressed panels whose digests the
 # host computes after reading, and compressed panels.
@@ -30,9 +28,6 @@ INSTANT = 1e15
 # Maximum number of threads that copy between pageable arrays and pinned buffers. On hosts of H100s with 16
 # cores, 12 threads were up to 10% slower than 8 for uploads, and 20% faster for downloads.
 MAX_COPY_THREADS = 12
-# Relative rate of such copies, by the bytes of a separate row of the block: (least bytes, rate). Rows are
-# separate unless a block consists of whole rows of the array.
-COPIED_ROWS = ((32 << 10, 1.0), (4 << 10, 0.65), (0, 0.5))
 # Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -221,57 +216,6 @@ class MachineModel:
         return STRIP_BLOCK * max(
             counts, key=lambda count: count * across / round_up(count * across, self.multiprocessors)
         )
-
-    def copy_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second of copies between a pageable array or a file and pinned buffers."""
-        if layout.page_cached:
-            return self.store_rate(layout, panel)
-        row = panel[layout.contiguous]
-        # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
-        size = COPIED_ROWS[0][0] if 0 < layout.zero_copy_width <= row else row * layout.itemsize
-        return self.memory * next(rate for least, rate in COPIED_ROWS if size >= least)
-
-    def store_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second at which panels of shape `panel` are read from an array."""
-        if layout.in_place:
-            return INSTANT
-        if layout.in_memory:
-            return self.memory
-        if layout.requests:
-            return self.object_rate(layout, panel)
-        if layout.decode_bytes:
-            chunks = prod(
-                ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
-            )
-            return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
-        # Between two rows of a panel, the file has bytes that are not needed. Either these bytes are read
-        # too, or the next row takes another request. The model counts the shorter of these times.
-        gaps = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
-        return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
-
-    def object_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
-
-        Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
-        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
-        """
-        unit, total = max(layout.read_chunk, layout.write_chunk), prod(panel) * layout.itemsize
-        chunks = prod(ceil_div(extent, chunk) for extent, chunk in zip(panel, unit, strict=True))
-        if layout.free_chunks:
-            chunks = ceil_div(total, NEW_CHUNK_BYTES)
-        size = max(1.0, total / max(1, chunks))
-        in_flight = min(layout.requests, REMOTE_WORKERS * max(1, chunks))
-        return min(self.remote, in_flight * size / (self.request_latency + size / self.connection))
-
-    def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
-        """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
-
-        A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
-        that the result is at least 1.
-        """
-        if layout.in_memory or layout.decode_bytes or layout.requests:
-            return 1.0
-        return max(1.0, self.read / self.store_rate(layout, panel))
 
 
 @lru_cache(16)

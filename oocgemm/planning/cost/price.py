@@ -135,7 +135,7 @@ class Prices:
         if layout.decoded:
             return layout.stored_share * self.bytes(operand, rows, cols) / self.setting.machine.read
         size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
-        return size / self.setting.machine.copy_rate(layout, (rows, cols))
+        return size / layout.copy_rate(self.setting.machine, (rows, cols))
 
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
         """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
@@ -177,7 +177,7 @@ class Prices:
         setting, (layout, whole) = self.setting, self._whole[operand]
         if self.streams[operand]:
             return INSTANT
-        rate = setting.machine.store_rate(layout, block) / layout.read_amplification(whole, block)
+        rate = layout.read_rate(setting.machine, block) / layout.read_amplification(whole, block)
         if operand != "C" and setting.problem.checked == "device":
             rate = 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE)
         return rate
@@ -185,7 +185,7 @@ class Prices:
     def _write_rate(self, operand: str, strip: Shape) -> float:
         machine, (layout, _) = self.setting.machine, self._whole[operand]
         if layout.requests:
-            return machine.object_rate(layout, strip)
+            return layout.object_rate(machine, strip)
         if layout.line:
             return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
         if layout.in_place:
@@ -201,7 +201,7 @@ class Prices:
             rate = min(rate / layout.stored_share, decoding_rate(self.setting, layout, prod(whole)))
             return rate / layout.read_amplification(whole, block)
         if not layout.is_direct(block):
-            return min(rate, machine.copy_rate(layout, block))
+            return min(rate, layout.copy_rate(machine, block))
         axis = layout.contiguous
         if block[axis] == whole[axis]:
             return rate

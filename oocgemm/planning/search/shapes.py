@@ -190,8 +190,8 @@ def _line_costs(setting: Setting, k: int) -> tuple[Callable[[int], float], Calla
     """Return the relative cost of parts of lines in panels of A by tile.m, and in those of B by tile.n."""
     machine, layouts = setting.machine, setting.layouts
     return (
-        cache(lambda m: machine.partial_line_cost(layouts.a, (m, k))),
-        cache(lambda n: machine.partial_line_cost(layouts.b, (k, n))),
+        cache(lambda m: layouts.a.partial_line_cost(machine, (m, k))),
+        cache(lambda n: layouts.b.partial_line_cost(machine, (k, n))),
     )
 
 
