@@ -43,11 +43,11 @@ from zarr.storage import LocalStore, MemoryStore
 
 import oocgemm
 from oocgemm import Transform
-from oocgemm.stores.zarr import bfloat16
+from oocgemm.stores import zarr_through
 from tests.hdf5_files import BEFORE, COMPRESSORS, THROUGH_H5PY
 from tests.web_files import web_server
 
-bfloat16.register()
+zarr_through.register_bfloat16()
 Array = NDArray[Any]
 Shape = tuple[int, int]
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -301,7 +301,7 @@ def test_a_store_that_fails_in_a_run_is_an_execution_error(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oocgemm.stores.zarr.matrix.ZarrMatrix.write", full)
+    monkeypatch.setattr("oocgemm.stores.zarr_matrix.ZarrMatrix.write", full)
     monkeypatch.setattr("oocgemm.stores.npy.NpyMatrix.write", full)
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\).*writing C\[.*No space left on device"):
         gemm(A, B, tmp_path / name)

@@ -20,7 +20,7 @@ from oocgemm.stores import Array, open_matrix
 from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import open_npy
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.compiled import compiled
 from tests.problems import integers
 

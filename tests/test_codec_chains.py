@@ -25,7 +25,7 @@ from zarr.codecs import (
 from zarr.codecs import numcodecs as extensions
 
 import oocgemm
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.suite import thinned
 
 pytestmark = pytest.mark.filterwarnings(

@@ -16,7 +16,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.frames import Codec
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.backends_here import CUDA
 from tests.decoding import Array
 

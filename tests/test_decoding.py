@@ -18,8 +18,7 @@ from oocgemm.planning import Kind, Plan
 from oocgemm.planning.cost import decoding
 from oocgemm.reports.page import page
 from oocgemm.stores.frames import NO_ROOM, Fetched
-from oocgemm.stores.zarr.compressed import fetch
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span
 from tests.fake_cuda import Device, fake_cuda
 from tests.problems import integers
@@ -117,7 +116,7 @@ def test_batches_that_need_more_room_than_expected_are_halved(
     shards.mkdir()
     right = stored(shards, b, shards=(80, 128))
     fetched = []
-    monkeypatch.setattr(ZarrMatrix, "fetch", lambda self, *given: noted(fetch(self.direct, *given)))
+    monkeypatch.setattr(ZarrMatrix, "fetch", lambda self, *given: noted(self.direct.fetch(*given)))
 
     def noted(found: list[Fetched]) -> list[Fetched]:
         fetched.append([each.size for each in found])

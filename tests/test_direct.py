@@ -20,7 +20,7 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.problems import DTYPES
 from tests.suite import examples
 

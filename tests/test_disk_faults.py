@@ -17,7 +17,7 @@ from zarr.storage import MemoryStore
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OocGemmError, stores
-from oocgemm.stores.zarr import metadata
+from oocgemm.stores import zarr_metadata
 from tests.faults import Fault, faulty_stores, nothing_left, small_disk
 from tests.faulty_runs import CHUNK, PRODUCT, TILE, A, B, M, N, failure, multiply, once_planned, store
 from tests.suite import slow, thinned
@@ -93,7 +93,7 @@ def test_a_c_that_cannot_be_created_is_named_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(metadata, "publish", Mock(side_effect=full))
+    monkeypatch.setattr(zarr_metadata, "publish", Mock(side_effect=full))
     assert "C: cannot create a zarr array at" in failure(tmp_path, A)
     assert list(tmp_path.iterdir()) == []
 

@@ -209,7 +209,7 @@ def test_a_frame_that_cannot_be_written_ends_the_run_with_the_range(
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oocgemm.stores.zarr.chunks.publish", full)
+    monkeypatch.setattr("oocgemm.stores.zarr_chunks.publish", full)
     a, b = np.ones((100, 20)), np.ones((20, 90))
     with gpu("fake-cuda"), pytest.raises(ExecutionError, match=r"C\[0:.*No space left|disk"):
         oocgemm.gemm(a, b, str(tmp_path / "C.zarr"), compressor="zstd", chunks=(50, 90), **options())

@@ -16,7 +16,7 @@ from oocgemm.jobs.output import remove_shared
 from oocgemm.stores import files, publish
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.memory import allocate
 
 

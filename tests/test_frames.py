@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numcodecs import LZ4, Blosc
 
+from oocgemm.stores import zarr_codecs
 from oocgemm.stores.compressors import decompress_into
 from oocgemm.stores.frames import Codec, Frame, frame_of
-from oocgemm.stores.zarr import codecs
 from tests.decoding import Batch, batch, blosc, composed, samples, zstd
 from tests.suite import examples, slow
 
@@ -95,8 +95,8 @@ def test_damaged_headers_are_refused_or_describe_what_the_host_decodes(name: str
 @pytest.mark.parametrize("library", [True, False])
 def test_checksums_are_those_of_crc32c(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(codecs, "_without_gil", lambda: None)
+        monkeypatch.setattr(zarr_codecs, "_without_gil", lambda: None)
     content = np.frombuffer(b"123456789" + (0xE3069283).to_bytes(4, "little"), np.uint8)
-    assert codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
+    assert zarr_codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
     with pytest.raises(ValueError, match="does not match"):
-        codecs.checked_content(content[::-1].copy())
+        zarr_codecs.checked_content(content[::-1].copy())

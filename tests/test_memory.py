@@ -22,7 +22,7 @@ MIB = 1 << 20
 # memory that it uses beside the CUDA context. Code in `setup` may create the operands before.
 CODE = """
 import json, sys, threading
-import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
+import numpy, zarr, oocgemm, oocgemm.stores.zarr_matrix, oocgemm.backends.host.backend
 arguments = json.loads(sys.argv[1])
 exec(arguments.pop("setup", ""))
 if arguments.get("backend") == "cuda":

@@ -21,10 +21,9 @@ from zarr.codecs import (
 )
 
 from oocgemm import InputError, stores
-from oocgemm.stores.zarr import opening
-from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix
-from oocgemm.stores.zarr.metadata import create, read_metadata
-from oocgemm.stores.zarr.store import COMPRESSORS
+from oocgemm.stores import zarr_through
+from oocgemm.stores.zarr_matrix import COMPRESSORS, UNFINISHED, ZarrMatrix
+from oocgemm.stores.zarr_metadata import create, read_metadata
 
 READ: dict[str, dict[str, Any]] = {
     "raw": {"compressors": None},
@@ -164,7 +163,7 @@ def test_an_array_in_both_formats_is_left_to_zarr(tmp_path: Path) -> None:
 def test_new_arrays_are_those_of_zarr(tmp_path: Path, dtype: str, compressor: str | None) -> None:
     ours, zarrs = tmp_path / "in" / "ours", tmp_path / "zarrs"
     found = create(str(ours), (9, 10), np.dtype(dtype), (4, 4), compressor, UNFINISHED)
-    opening.create_zarr("C", str(zarrs), (9, 10), np.dtype(dtype), (4, 4), compressor)
+    zarr_through.create_zarr("C", str(zarrs), (9, 10), np.dtype(dtype), (4, 4), compressor)
     assert found is not None
     assert (ours / "zarr.json").read_bytes() == (zarrs / "zarr.json").read_bytes()
     matrix = ZarrMatrix("C", found)

@@ -82,7 +82,7 @@ def test_large_metadata_takes_no_memory(tmp_path: Path, name: str) -> None:
         with (place / name).open("r+b") as file:
             file.truncate(900 << 20)
     code = (
-        "import sys; from oocgemm.stores import open_matrix; import oocgemm.stores.zarr.opening\n"
+        "import sys; from oocgemm.stores import open_matrix; import oocgemm.stores.zarr_through\n"
         "try: open_matrix('A', sys.argv[1])\n"
         "except ValueError as error: print(error)\n"
         # The peak in kB since this program was started. That of getrusage is the larger one of the tests.

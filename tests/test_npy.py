@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Matrix, aio, files, lines, npy
+from oocgemm.stores import Matrix, aio, files, lines, npy, zarr_matrix
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
-from oocgemm.stores.zarr import matrix as zarr_store
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.suite import examples
 
 MIB = 1 << 20
@@ -131,7 +130,7 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
 def test_files_too_large_to_cache_are_read_past_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for module in (npy, zarr_store):
+    for module in (npy, zarr_matrix):
         monkeypatch.setattr(module, "worth_caching", lambda size: False)
     matrix, values = far_apart(tmp_path, kind)
     out = np.empty((256, 256))
@@ -256,7 +255,7 @@ def test_changes_to_a_private_map_are_kept(tmp_path: Path) -> None:
 # size of A and B.
 CODE = """
 import json, sys
-import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
+import numpy, zarr, oocgemm, oocgemm.stores.zarr_matrix, oocgemm.backends.host.backend
 numpy.ones((64, 64)) @ numpy.ones((64, 64))
 arguments, mapped = json.loads(sys.argv[1])
 for name in mapped:

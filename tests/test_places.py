@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm import InputError, Transform
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.stores.genetics.bed import BedMatrix
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.command import command, contents
 from tests.plink import genotypes, write_bed
 

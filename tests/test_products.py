@@ -17,8 +17,8 @@ from oocgemm.backends.host.blas import numpy_gemm
 from oocgemm.engine import blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
-from oocgemm.stores.zarr import chunks
-from oocgemm.stores.zarr.codecs import Encoding
+from oocgemm.stores import zarr_chunks as chunks
+from oocgemm.stores.zarr_codecs import Encoding
 from tests.backends_here import BACKENDS, ENGINES, REAL_ENGINES, Engine, running_on, staged
 from tests.problems import (
     ALL_DTYPES,

@@ -25,7 +25,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.command import Finished, contents, run
 from tests.unfinished_runs import (
     KINDS,

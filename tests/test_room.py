@@ -16,9 +16,8 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.cli.output import EXIT_FAILED
-from oocgemm.stores import open_matrix
+from oocgemm.stores import open_matrix, zarr_chunks
 from oocgemm.stores.publish import publish
-from oocgemm.stores.zarr import chunks as direct
 from tests.command import contents, run
 
 _rng = np.random.default_rng(0)
@@ -37,7 +36,7 @@ class Disk:
         self.free = 1 << 40
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self.free))
         self._publish, self._writing = publish, threading.Lock()
-        monkeypatch.setattr(direct, "publish", self._write)
+        monkeypatch.setattr(zarr_chunks, "publish", self._write)
 
     def _write(self, path: Path, data: Any, size: int, root: Path) -> None:
         with self._writing:
@@ -133,7 +132,7 @@ def test_a_quota_says_nothing_of_what_is_free(tmp_path: Path, monkeypatch: pytes
     def publish(*_: Any) -> None:
         raise over
 
-    monkeypatch.setattr(direct, "publish", publish)
+    monkeypatch.setattr(zarr_chunks, "publish", publish)
     np.save(tmp_path / "A.npy", A)
     np.save(tmp_path / "B.npy", B)
     done = run(tmp_path / "A.npy", tmp_path / "B.npy", tmp_path / "C", "--chunks", "10x10")

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import aio, files, native
+from oocgemm.stores import aio, files, native, zarr_chunks
 from oocgemm.stores.gather import read_ranges
-from oocgemm.stores.zarr import together
-from oocgemm.stores.zarr.chunks import DirectChunks
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_chunks import DirectChunks
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.problems import integers
 
 rng = np.random.default_rng(0)
@@ -59,8 +58,8 @@ def test_any_block_is_read_right(
 ) -> None:
     monkeypatch.setattr(DirectChunks, "stored_bytes", stored_bytes)
     monkeypatch.setattr(files, "MAPPING_CORES", 0 if many else 1000)
-    monkeypatch.setattr(together, "MAX_OPEN", 5)
-    monkeypatch.setattr(together, "MAX_READS", 7)
+    monkeypatch.setattr(zarr_chunks, "MAX_OPEN", 5)
+    monkeypatch.setattr(zarr_chunks, "MAX_READS", 7)
     values = integers(rng, SHAPE, "float64")
     values[40:60, 64:96] = 3  # zarr does not store this chunk
     matrix = opened(tmp_path, values, **ARRAYS[name])
@@ -86,12 +85,12 @@ def test_many_chunks_take_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return read_ranges(ranges)
 
     monkeypatch.setattr(files, "MAPPING_CORES", 0)
-    monkeypatch.setattr(together, "read_ranges", counted)
+    monkeypatch.setattr(zarr_chunks, "read_ranges", counted)
     monkeypatch.setattr(DirectChunks, "_read_file", None)
     values = integers(rng, (400, 640), "float64")
     np.testing.assert_array_equal(read(opened(tmp_path, values, **ARRAYS[name])), values)
     assert sum(calls) >= 399  # a single last chunk is read by preadv
-    assert len(calls) <= 400 // together.MAX_OPEN + 1
+    assert len(calls) <= 400 // zarr_chunks.MAX_OPEN + 1
 
 
 @pytest.mark.parametrize("lacking", ["io_submit", "symbols"])

@@ -12,7 +12,7 @@ from oocgemm.machine import calibrate, workbench
 from oocgemm.machine.calibrate import storage_rates
 from oocgemm.machine.workbench import loading_seconds, rate_of
 from oocgemm.planning import Layout, default_model
-from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.timeline import Span
 from tests.fake_cuda import fake_cuda
 from tests.summing import summed  # noqa: F401  imports what the kernels of checksums need

@@ -19,11 +19,10 @@ from oocgemm.engine.slots import HostSlots
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
-from oocgemm.stores import aio, files
+from oocgemm.stores import aio, files, zarr_chunks
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.zarr import together
-from oocgemm.stores.zarr.chunks import DirectChunks
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_chunks import DirectChunks
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.compiled import compiled
 from tests.backends_here import running_on
 from tests.problems import integers
@@ -74,8 +73,8 @@ def test_any_block_is_read_right_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
-    monkeypatch.setattr(together, "MAX_OPEN", 3)
-    monkeypatch.setattr(together, "MAX_LINES", 50)
+    monkeypatch.setattr(zarr_chunks, "MAX_OPEN", 3)
+    monkeypatch.setattr(zarr_chunks, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
     values[40:80, 64:128] = 3  # zarr does not store this chunk
     options = dict(ARRAYS[name])

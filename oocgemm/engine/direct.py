@@ -14,7 +14,7 @@ from oocgemm.stores import Array, Matrix, is_mapped, memory
 from oocgemm.stores.cached import Stored, cached_chunks
 from oocgemm.stores.frames import Codec, Fetched
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]

@@ -8,7 +8,7 @@ from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.transforms import as_read
 from oocgemm.planning import Coding, GemmProblem, Plan, division_of
 from oocgemm.stores import Matrix
-from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 
 def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:

@@ -17,7 +17,7 @@ from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.request import PCA_OPTIONS, check_names
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.zarr.saving import check_free, save_arrays
+from oocgemm.stores.zarr_matrix import check_free, save_arrays
 
 # Version of the arithmetic: a run of another one is not resumed.
 VERSION = 3

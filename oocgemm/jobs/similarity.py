@@ -17,7 +17,7 @@ from oocgemm.jobs.options import Operand, PathLike, SelectionOptions
 from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, SELECTION_OPTIONS, Request, Selection, check_names
 from oocgemm.jobs.result import Result
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.zarr.saving import check_free, save_arrays
+from oocgemm.stores.zarr_matrix import check_free, save_arrays
 
 METRICS = ("cosine", "dot")
 

@@ -26,7 +26,7 @@ from oocgemm.stores.places import (
     sidecar,
 )
 from oocgemm.stores.space import FULL, check_new, no_room, warn_of_folders
-from oocgemm.stores.zarr.store import COMPRESSORS, check_compressor
+from oocgemm.stores.zarr_matrix import COMPRESSORS, check_compressor
 
 __all__ = [
     "BATCH_BYTES",

@@ -25,7 +25,7 @@ from oocgemm.stores.hdf5.store import HDF5Files
 from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects.store import ObjectStores
-from oocgemm.stores.zarr.store import ZarrArrays, ZarrPaths
+from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
 from oocgemm.system.version import any_entry_point
 
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.stores.frames import NUMBERS, Codec, Frame, frame_of
-from oocgemm.stores.zarr.codecs import checked_content
+from oocgemm.stores.zarr_codecs import checked_content
 from tests.decoding import Array, decompressed
 from tests.fake_cuda.memory import Block, Memory
 from tests.fake_cuda.placing import FIELDS

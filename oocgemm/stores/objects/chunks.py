@@ -14,8 +14,8 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, pieces
 from oocgemm.stores.objects.bucket import STREAMED_BYTES, Bucket
-from oocgemm.stores.zarr.chunks import MISSING, Shards
-from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding
+from oocgemm.stores.zarr_chunks import MISSING, Shards
+from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding
 
 # A part of a sharded array that is read by one task has at most this many bytes before compression.
 GROUP_BYTES = 2 << 20

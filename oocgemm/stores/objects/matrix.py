@@ -15,9 +15,8 @@ from oocgemm.stores.objects.address import REQUESTS, is_web, scrubbed
 from oocgemm.stores.objects.bucket import Bucket, DeniedError
 from oocgemm.stores.objects.chunks import ObjectChunks
 from oocgemm.stores.objects.folder import ObjectFolder
-from oocgemm.stores.zarr.keys import keys_of_first
-from oocgemm.stores.zarr.matrix import ZarrMatrix
-from oocgemm.stores.zarr.metadata import METADATA, Metadata
+from oocgemm.stores.zarr_matrix import ZarrMatrix
+from oocgemm.stores.zarr_metadata import METADATA, Metadata, keys_of_first
 
 if TYPE_CHECKING:
     import zarr
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class ObjectMatrix(ZarrMatrix):
     """A matrix in a zarr array of format 2 or 3 in an object store.
 
-    Chunks whose encoding the module `oocgemm.stores.zarr.codecs` supports are read and written by this
+    Chunks whose encoding the module `oocgemm.stores.zarr_codecs` supports are read and written by this
     package, each in a request of its own. zarr writes sharded arrays, and reads and writes all others.
 
     A PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.

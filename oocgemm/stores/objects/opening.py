@@ -11,9 +11,9 @@ from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects.address import scrubbed
 from oocgemm.stores.objects.bucket import Bucket, StoreError
 from oocgemm.stores.objects.matrix import ObjectMatrix
-from oocgemm.stores.zarr.matrix import reason
-from oocgemm.stores.zarr.metadata import V2, V2_ATTRIBUTES, V2_GROUP, V3, check_sizes
-from oocgemm.stores.zarr.opening import check_array, new_array
+from oocgemm.stores.zarr_matrix import reason
+from oocgemm.stores.zarr_metadata import V2, V2_ATTRIBUTES, V2_GROUP, V3, check_sizes
+from oocgemm.stores.zarr_through import check_array, new_array
 
 
 def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:

@@ -15,7 +15,7 @@ from oocgemm.stores.formats import check_new
 from oocgemm.stores.objects.address import REQUESTS, is_object_url, is_web, redacted
 from oocgemm.stores.objects.bucket import Bucket
 from oocgemm.stores.objects.folder import ObjectFolder
-from oocgemm.stores.zarr.store import new_zarr_layout
+from oocgemm.stores.zarr_matrix import new_zarr_layout
 
 if TYPE_CHECKING:
     from oocgemm.stores.objects.matrix import ObjectMatrix

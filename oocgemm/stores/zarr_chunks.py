@@ -1,14 +1,19 @@
 """Read and write chunks of local zarr arrays without zarr.
 
 This is faster: zarr copies all chunks in a single thread of the process, and this module works in the calling
-threads. Where possible, it reads or decodes a chunk straight into its destination. Small uncompressed chunks,
-and those in the page cache, are read many at a time (`oocgemm.stores.gather`).
+threads. Where possible, it reads or decodes a chunk straight into its destination.
 
 In a sharded array, one file (a shard) contains several chunks, and an index of them at its start or end.
+
+Blocks of many chunk files are read together, so that Python releases the GIL once for all of them. `gather`
+reads uncompressed chunks straight into their destination. `decode` reads the stored bytes of small encoded
+chunks into scratch memory, and then decodes one after the other. Both leave unusual files, such as missing or
+damaged ones, to `DirectChunks.read`. `DirectChunks.fetch` reads compressed chunks as they are stored, for a
+GPU that decodes them.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,26 +23,52 @@ from typing import Any, NoReturn
 import numpy as np
 
 from oocgemm.errors import ExecutionError
+from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
+from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
 from oocgemm.stores.cached import CachedChunks, chunk_files
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, folder_mtime, many_cores, padded
+from oocgemm.stores.files import (
+    MIN_DIRECT,
+    MIN_SEGMENT,
+    OpenFile,
+    folder_mtime,
+    many_cores,
+    padded,
+    scratch,
+    worth_caching,
+)
+from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, frame_of
+from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
 from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
+from oocgemm.stores.native import decompresser
 from oocgemm.stores.opener import Opener
 from oocgemm.stores.publish import overwrite, publish
-from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, add_checksum, checked_content
-from oocgemm.stores.zarr.together import (
-    MAX_COPIED,
-    MAX_DECODED,
-    MAX_OPEN,
-    STORED_BYTES,
-    Place,
-    decode,
-    gather,
-    min_line,
-    view,
-)
+from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding, add_checksum, checked_content
 
+# Files that a thread has open when it reads many together.
+MAX_OPEN = 32
+# Lines (rows of chunks) that are read together. Their addresses take 32 bytes each.
+MAX_LINES = 4096
+# Encoded chunks of at most MAX_DECODED bytes before compression, and uncompressed ones of at most MAX_COPIED,
+# are read into scratch memory, and decoded or copied from there. It has at most STORED_BYTES per thread.
+MAX_DECODED, MAX_COPIED, STORED_BYTES = 512 << 10, 1 << 20, 1 << 20
+# On many cores, stored bytes of about this size are read by one call, because the GIL is contended. On few
+# cores, each chunk is decoded as soon as it is read, while its stored bytes are in the processor's cache.
+BATCH_BYTES_ON_MANY_CORES = 512 << 10
+# On many cores, lines of at least this many bytes are read straight into a destination with gaps. On few
+# cores, this is `MIN_SEGMENT`: a copy is faster than many buffers in one system call.
+MIN_LINE_ON_MANY_CORES = 256
+# Files that a thread has open when it fetches compressed chunks: it reads these together.
+MAX_FETCHED = 48
+_SHUFFLED = 1  # the number of the byte shuffle in numcodecs
+# Rows and columns of the matrix.
+Block = tuple[Range, Range]
+# A file of the array (a chunk or a shard), by its number, and the block of the matrix that is needed of it.
+Needed = tuple[tuple[int, int], Block]
+# The offset of a chunk in its file, None if it is not stored; its length; and what is needed of it.
+Place = tuple[int | None, int, Block]
 # If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 MISSING = (1 << 64) - 1
 # The number of files that `DirectChunks.in_page_cache` checks.
@@ -232,6 +263,79 @@ class DirectChunks:
             size = add_checksum(frame, size)
         publish(self.root / self.key(number), frame[: padded(size)], size, self.root)
 
+    @property
+    def coding(self) -> Coding | None:
+        """How chunks are compressed; None if a GPU cannot decode them. This reads the first chunk."""
+        encoding = self.encoding
+        decoded, itemsize = _name(encoding.compressor), encoding.dtype.itemsize
+        if not (decoded and encoding.in_place and itemsize in ITEM_BYTES and self.chunk_bytes <= MAX_CHUNK):
+            return None
+        codec = Codec.of(decoded, itemsize)
+        rows, cols = (min(pair) for pair in zip(self.chunk, self.shape, strict=True))
+        frame = np.empty(2 * self.chunk_bytes, np.uint8)
+        found = self.fetch((0, rows), (0, cols), frame)[0]
+        if found.size <= 0:
+            return None
+        stored = frame_of(frame[found.start :][: found.size].tobytes(), self.chunk_bytes, codec)
+        if stored is None or all(stream.raw for stream in stored.streams):
+            return None
+        share = found.size / self.chunk_bytes
+        # Panels that are used again are read again: the page cache must have room for the files.
+        if not worth_caching(int(share * self.shape[0] * self.shape[1] * itemsize)):
+            return None
+        return Coding(decoded, max(stream.length for stream in stored.streams), share)
+
+    @property
+    def codec(self) -> str:
+        """How a GPU could compress chunks that are written; "" if it could not.
+
+        Elements of a chunk that are beyond the edge of the matrix are 0 then.
+        """
+        encoding, compressor = self.encoding, self.encoding.compressor
+        shuffled = getattr(compressor, "shuffle", _SHUFFLED) == _SHUFFLED
+        fast = getattr(compressor, "cname", "") != "lz4hc"  # whose user wants short chunks
+        return _name(compressor) if encoding.in_place and shuffled and fast and self.fill == 0 else ""
+
+    def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
+        """Read the stored bytes of the chunks of a block, one after another, into `out`.
+
+        The size in the result is 0 for a chunk that is not stored or cannot be read: `DirectChunks.read` says
+        what is wrong. A CRC behind a chunk does not count, and is not verified.
+        """
+        found, end = {part: (0, 0) for _, part in _cut((rows, cols), self.chunk)}, 0
+        crc = CHECKSUM_BYTES if self.encoding.checksum else 0
+        waiting, opened = list[tuple[Part, Block]](), list[int]()
+
+        def read() -> None:
+            complete = _read([part for part, _ in waiting], out)
+            for done, (part, block) in zip(complete, waiting, strict=True):
+                if done:
+                    found[block] = part.address - out.ctypes.data, max(0, part.size - crc)
+            waiting.clear()
+            while opened:
+                Opener.close(opened.pop())
+
+        try:
+            for number, block in _cut((rows, cols), self._file_extents):
+                try:
+                    file = OpenFile(f"{self.root}/{self.key(number)}", self.opener)
+                    opened.append(file.descriptor)
+                    for offset, length, part in self.places(number, file, block):
+                        if offset is not None and end + length > out.size:
+                            found[part] = 0, NO_ROOM
+                        elif offset is not None:
+                            read_to = out.ctypes.data + end
+                            waiting.append((Part(file.descriptor, offset, read_to, 1, length), part))
+                            end += length
+                except (OSError, EOFError, ExecutionError):
+                    pass
+                if len(opened) >= MAX_FETCHED:
+                    read()
+        finally:
+            read()
+        high, wide = self.chunk
+        return [Fetched(r, c, (r[0] % high, c[0] % wide), *place, crc > 0) for (r, c), place in found.items()]
+
     @cached_property
     def cached_files(self) -> CachedChunks | None:
         """The chunks for compiled code; None if it cannot read them, or not straight into a destination."""
@@ -355,6 +459,240 @@ class DirectChunks:
         raise ExecutionError(
             f"chunk {self.key(number)} in {self.root} {how}: it is damaged or truncated"
         ) from error
+
+
+def min_line() -> int:
+    """Return the length in bytes from which lines are read straight into a destination with gaps."""
+    return MIN_LINE_ON_MANY_CORES if many_cores() else MIN_SEGMENT
+
+
+def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
+    """Read blocks of uncompressed chunks from many files together.
+
+    `out` is for the rows and columns `block`. Returns what must be read from one file at a time, because
+    something about the file is unusual.
+    """
+    line, pitch = chunks.chunk[1] * out.itemsize, out.strides[0]
+    waiting, owners, lines, failed = list[Part](), list[int](), 0, set[int]()
+
+    def read() -> None:
+        nonlocal lines
+        if waiting:
+            complete = read_parts(waiting, line, pitch)
+            failed.update(owners[part] for part in np.flatnonzero(~complete))
+        waiting.clear()
+        owners.clear()
+        lines = 0
+
+    try:
+        for at, file, (offset, _, part) in _stored(chunks, needed, failed, read):
+            if offset is None:
+                view(out, block, part)[...] = chunks.fill
+                continue
+            for each in _lines(chunks.chunk, block, out, part, offset, file.descriptor):
+                waiting.append(each)
+                owners.append(at)
+                lines += each.lines
+            if lines >= MAX_LINES:
+                read()
+    except OSError:  # the system does not support such reads
+        return list(needed)
+    return [needed[at] for at in sorted(failed)]
+
+
+def _lines(
+    chunk: tuple[int, int], block: Block, out: Array, part: Block, offset: int, descriptor: int
+) -> Iterator[Part]:
+    """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of.
+
+    `out` is for the rows and columns `block`, and the chunk at the byte `offset` of the file has the block
+    `part` of it.
+    """
+    (height, width), ((r0, r1), (c0, c1)) = chunk, part
+    line, pitch = width * out.itemsize, out.strides[0]
+    start = offset + r0 % height * line + c0 % width * out.itemsize
+    to = out.ctypes.data + (r0 - block[0][0]) * pitch + (c0 - block[1][0]) * out.itemsize
+    size, left = (c1 - c0) * out.itemsize, r1 - r0
+    if size == line == pitch:
+        size, left = left * line, 1
+    while left:
+        count = min(left, MAX_PART_LINES)
+        yield Part(descriptor, start, to, count, size)
+        start, to, left = start + count * line, to + count * pitch, left - count
+
+
+def decode(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Array) -> list[Needed]:
+    """Read and decode blocks of small chunks of many files.
+
+    The arguments and the result are those of `gather`. Of a chunk that is stored by rows and not encoded,
+    only the needed rows are read.
+    """
+    failed = set[int]()
+    batch = _Batch(chunks, block, out, failed)
+    by_rows, line = chunks.encoding.raw and chunks.encoding.order == "C", chunks.line_bytes
+    try:
+        for at, file, (offset, length, part) in _stored(chunks, needed, failed, batch.decode):
+            if offset is None:
+                view(out, block, part)[...] = chunks.fill
+            elif by_rows:
+                first, last = part[0]
+                start, size = offset + first % chunks.chunk[0] * line, (last - first) * line
+                batch.add(at, part, file.descriptor, start, size)
+            else:
+                batch.add(at, part, file.descriptor, offset, length)
+    except OSError:  # the system does not support such reads
+        return list(needed)
+    return [needed[at] for at in sorted(failed)]
+
+
+class _Batch:
+    """Stored bytes of chunks that are read together into scratch memory, and decoded from there."""
+
+    def __init__(self, chunks: DirectChunks, block: Block, out: Array, failed: set[int]) -> None:
+        """Create an empty batch. `out` is for the rows and columns `block`. `decode` adds to `failed`."""
+        self._chunks, self._block, self._out, self._failed = chunks, block, out, failed
+        self._memory = scratch(chunks.stored_bytes, "stored")
+        self._address, self._filled = self._memory.ctypes.data, 0
+        self._limit = BATCH_BYTES_ON_MANY_CORES if many_cores() else 1
+        self._reads = list[tuple[int, int, int, int]]()
+        self._owners = list[tuple[int, Block]]()
+        self._decompress, encoding = None, chunks.encoding
+        if encoding.compressor is not None and encoding.in_place and not encoding.checksum:
+            self._elements = scratch(chunks.chunk_bytes).view(encoding.dtype).reshape(chunks.chunk)
+            self._to = self._elements.ctypes.data
+            self._decompress = decompresser(encoding.compressor.codec_id)
+
+    def add(self, at: int, part: Block, descriptor: int, offset: int, size: int) -> None:
+        """Add the stored bytes of a chunk, or of rows of it, with the block `part` of the matrix.
+
+        `at` is the index of the file, which is added to `failed` if something is unusual.
+        """
+        if size > self._memory.nbytes:
+            self._failed.add(at)
+            return
+        full = self._filled >= self._limit or self._filled + size > self._memory.nbytes
+        if full or len(self._reads) == MAX_READS:
+            self.decode()
+        self._reads.append((descriptor, offset, self._address + self._filled, size))
+        self._owners.append((at, part))
+        self._filled += size
+
+    def decode(self) -> None:
+        """Read and decode the chunks of the batch, and empty it."""
+        sizes = self._read()
+        for (*_, place, size), (at, part), found in zip(self._reads, self._owners, sizes, strict=True):
+            if found != size or not self._decoded(place, size, part):
+                self._failed.add(at)
+        self._reads.clear()
+        self._owners.clear()
+        self._filled = 0
+
+    def _read(self) -> list[int]:
+        """Read the stored bytes. Return the size of each read, which is negative for a failed one."""
+        if len(self._reads) > 1:
+            return read_ranges(self._reads)
+        memory: Any = self._memory
+        try:
+            return [os.preadv(d, [memory[:size]], offset) for d, offset, _, size in self._reads]
+        except OSError:
+            return [-1]
+
+    def _decoded(self, place: int, size: int, part: Block) -> bool:
+        """Decode `size` bytes at the address `place` into a block of the matrix. Return whether it worked."""
+        encoding, shape = self._chunks.encoding, self._chunks.chunk
+        wanted, target = self._chunks.inside(part), view(self._out, self._block, part)
+        if self._decompress is not None:
+            in_place = target.shape == shape and target.flags.c_contiguous
+            to = target.ctypes.data if in_place else self._to
+            if self._decompress(place, size, to, self._elements.nbytes):
+                if not in_place:
+                    target[...] = self._elements[wanted]
+                return True
+        stored = self._memory[place - self._address :][:size]
+        if encoding.raw and encoding.order == "C":
+            elements = stored.view(encoding.dtype).reshape(-1, shape[1])[:, wanted[1]]
+            np.copyto(target, elements, casting="equiv")
+            return True
+        try:
+            encoding.decode_part(stored, shape, wanted, target)
+        except ValueError:
+            return False
+        return True
+
+
+def _stored(
+    chunks: DirectChunks, needed: Sequence[Needed], failed: set[int], read: Callable[[], None]
+) -> Iterator[tuple[int, OpenFile, Place]]:
+    """Open files, and yield where the chunks in them are.
+
+    Yields the index of each file in `needed`, the open file, and the place of each needed chunk in it. Adds
+    to `failed` the index of a file that cannot be opened or is damaged. Calls `read`, which reads what was
+    yielded, before files are closed.
+    """
+    opened = list[int]()
+    try:
+        for at, (number, wanted) in enumerate(needed):
+            if len(opened) == MAX_OPEN:
+                read()
+                while opened:
+                    Opener.close(opened.pop())
+            try:
+                file = OpenFile(f"{chunks.root}/{chunks.key(number)}", chunks.opener)
+                opened.append(file.descriptor)
+                places: Iterable[Place] = ((0, file.size, wanted),)
+                if chunks.shards or (chunks.encoding.raw and file.size != chunks.chunk_bytes):
+                    places = list(chunks.places(number, file, wanted))
+            except (OSError, ExecutionError):
+                failed.add(at)
+                continue
+            for place in places:
+                yield at, file, place
+        read()
+    finally:
+        for descriptor in opened:
+            Opener.close(descriptor)
+
+
+def view(array: Array, block: Block, part: Block) -> Array:
+    """Return the view of `array` with the rows and columns `part` of the matrix.
+
+    `array` has the rows and columns `block` of the matrix, which include `part`.
+    """
+    (top, _), (left, _) = block
+    (r0, r1), (c0, c1) = part
+    return array[r0 - top : r1 - top, c0 - left : c1 - left]
+
+
+def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
+    """Read parts of files into `out`. Return for each part whether it was read as a whole."""
+    if not parts:
+        return []
+    apart = max(part.size for part in parts)
+    try:
+        complete: list[bool] = read_parts(parts, apart, apart).tolist()
+        return complete
+    except OSError:  # the system does not support such reads
+        return [_read_one(part, out) for part in parts]
+
+
+def _read_one(part: Part, out: Array) -> bool:
+    start = part.address - out.ctypes.data
+    try:
+        return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size
+    except OSError:
+        return False
+
+
+def _name(compressor: object) -> str:
+    """Return the name of a compressor in layouts; "" if a GPU cannot decode it."""
+    match getattr(compressor, "codec_id", ""), getattr(compressor, "cname", ""):
+        case "zstd", _:
+            return "zstd"
+        case "blosc", "zstd":
+            return "blosc-zstd"
+        case "blosc", "lz4" | "lz4hc":
+            return "blosc-lz4"
+    return ""
 
 
 def _cut(

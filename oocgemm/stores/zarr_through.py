@@ -1,23 +1,197 @@
-"""Open and create zarr arrays. If that fails, the error says what is at the path and what to do."""
+"""Open and create zarr arrays through zarr, and add the data type bfloat16 to it.
 
+If an array cannot be opened, the error says what is at the path and what to do.
+
+zarr does not have bfloat16. ml_dtypes provides the dtype for NumPy. The data type has the name that the
+registry of zarr extensions defines (format 3) and TensorStore writes (format 2).
+"""
+
+import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import zarr
+import zarr.dtype
+import zarr.errors
+from zarr.abc.store import Store
+from zarr.codecs._v2 import V2Codec
+from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.core.sync import sync
+from zarr.dtype import Float16, data_type_registry
+from zarr.storage import LocalStore
 
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import ExecutionError, InputError, missing_bfloat16
 from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
-from oocgemm.stores.zarr import bfloat16
-from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix, reason
-from oocgemm.stores.zarr.metadata import node_kind
-from oocgemm.stores.zarr.through import local_folder
+from oocgemm.stores.zarr_chunks import Shards
+from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
+from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
+from oocgemm.stores.zarr_metadata import Metadata, node_kind
 from oocgemm.system.threads import refusal
+
+NAME = "bfloat16"
+BIG_ENDIAN = f"big-endian {NAME} is not supported: store it with endian = little"
+# This exception class is in zarr.errors in newer versions of zarr, and in zarr.dtype in older ones.
+DataTypeValidationError: type[ValueError] = (
+    getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(Float16):
+    """The zarr data type for bfloat16. It behaves like zarr's float16, but its NumPy dtype is from ml_dtypes.
+
+    Like float16, it has a byte order (`endianness`), by which zarr decides whether to swap bytes. Only
+    little-endian elements are supported, because NumPy cannot swap the bytes of ml_dtypes elements.
+    """
+
+    _zarr_v3_name: ClassVar[Any] = NAME
+    _zarr_v2_names: ClassVar[Any] = (NAME,)
+
+    @classmethod
+    def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
+        if dtype.name != NAME:
+            raise DataTypeValidationError(f"{dtype} is not {NAME}")
+        return cls()
+
+    def to_native_dtype(self) -> Any:
+        """Return the NumPy dtype. Raises `InputError` if ml_dtypes is missing, or for big-endian elements."""
+        if self.endianness != "little":
+            raise InputError(BIG_ENDIAN)
+        try:
+            return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        except ImportError as error:
+            raise missing_bfloat16() from error
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> Self:
+        if not cls._check_json_v2(data):
+            raise DataTypeValidationError(f"{data!r} is not {NAME}")
+        return cls()
+
+    def to_json(self, zarr_format: Any) -> Any:
+        return {"name": NAME, "object_codec_id": None} if zarr_format == 2 else NAME
+
+    def cast_scalar(self, data: object) -> Any:
+        return data if isinstance(data, self.to_native_dtype().type) else super().cast_scalar(data)
+
+    def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        if isinstance(data, str) and data.startswith("0x"):  # a fill value given as bits in hexadecimal
+            return np.array(int(data, 16), np.uint16).view(self.to_native_dtype())[()]
+        return super().from_json_scalar(data, zarr_format=zarr_format)
+
+
+def register_bfloat16() -> None:
+    """Register `BFloat16` with zarr, unless another package has registered a data type of this name."""
+    try:
+        data_type_registry.match_json(NAME, zarr_format=3)
+    except ValueError:
+        data_type_registry.register(NAME, BFloat16)
+
+
+register_bfloat16()
+
+
+def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
+    store: Store = array.store
+    return Path(store.root) / array.path if isinstance(store, LocalStore) else None
+
+
+def keys_in(array: "zarr.Array[Any]") -> Iterator[str]:
+    """Yield the keys of what a store of zarr has of an array, relative to it; nothing if it cannot list."""
+    store: Store = array.store
+    if not store.supports_listing:
+        return
+    prefix, listed = f"{array.path}/" if array.path else "", store.list_prefix(array.path)
+    while (key := sync(_next(listed))) is not None:
+        yield key.removeprefix(prefix)
+
+
+async def _next(listed: AsyncIterator[str]) -> str | None:
+    return await anext(listed, None)
+
+
+def metadata_of(array: "zarr.Array[Any]") -> Metadata:
+    """Return the metadata of an array that zarr opened."""
+    metadata = array.metadata
+    stated = dict(metadata.to_dict())
+    attributes: Any = stated.pop("attributes", {})
+    codecs = getattr(metadata, "codecs", None)
+    if codecs is None:
+        compressor = getattr(metadata, "compressor", None)
+        codecs = (compressor,) if compressor else ()
+    encoding, shard_format = _encoding(array, stated)
+    return Metadata(
+        zarr_format=metadata.zarr_format,
+        place=str(array.store_path),
+        folder=local_folder(array),
+        shape=array.shape,
+        dtype=np.dtype(array.dtype),
+        chunks=array.chunks,
+        shards=array.shards,
+        shard_format=shard_format,
+        fill=array.fill_value if array.fill_value is not None else 0,
+        key=metadata.encode_chunk_key,
+        codecs=tuple(type(codec).__name__ for codec in codecs),
+        encoding=encoding,
+        stated=stated,
+        attributes=attributes,
+    )
+
+
+def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
+    """Return the encoding of the chunks, or None if unknown, and the shard format, or None if unsharded."""
+    dtype = np.dtype(array.dtype)
+    if len(array.shape) != 2:
+        return None, None
+    if array.metadata.zarr_format == 2:
+        return from_v2(stated, dtype), None
+    codecs = _configurations(stated["codecs"])
+    if [codec["name"] for codec in codecs] != ["sharding_indexed"]:
+        return from_v3(codecs, dtype), None
+    shard = array.shards or array.chunks
+    settings = codecs[0]["configuration"]
+    index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
+    if index is None or index.compressor is not None or index.order != "C":
+        return None, None
+    shards = Shards(
+        chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
+        at_end=settings["index_location"] == "end",
+        dtype=index.dtype,
+        checksum=index.checksum,
+    )
+    return from_v3(_configurations(settings["codecs"]), dtype), shards
+
+
+def with_own_pipeline(array: "zarr.Array[Any]") -> "zarr.Array[Any]":
+    """Return the array with zarr's own codec pipeline, whichever one the user has configured.
+
+    Other pipelines decode some chains of codecs to other elements. zarrs 0.2 does so for several filters and
+    for big-endian elements, without an error.
+    """
+    opened = array.async_array
+    if isinstance(opened.codec_pipeline, BatchedCodecPipeline):
+        return array
+    metadata = opened.metadata
+    codecs: Any = getattr(metadata, "codecs", None)
+    if codecs is None:
+        codecs = [V2Codec(filters=metadata.filters, compressor=metadata.compressor)]
+    opened = copy(opened)  # a frozen dataclass
+    object.__setattr__(opened, "codec_pipeline", BatchedCodecPipeline.from_codecs(codecs))
+    return zarr.Array(opened)
+
+
+def _configurations(codecs: Any) -> list[dict[str, Any]]:
+    """Return codecs as dicts, in the JSON form that the specification of zarr format 3 defines."""
+    return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
+
 
 # A message names at most this many arrays of a group, in at most so many groups within each other.
 MAX_LISTED, _MAX_DEPTH = 8, 8
@@ -110,7 +284,7 @@ def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
         codecs += getattr(codec, "codecs", ())  # the sharding codec contains the codecs of the chunks
         endian = getattr(codec, "endian", None)
         if array.dtype.kind == "V" and getattr(endian, "value", endian) == "big":
-            raise InputError(f"{name}: {bfloat16.BIG_ENDIAN}")
+            raise InputError(f"{name}: {BIG_ENDIAN}")
 
 
 def create_zarr(

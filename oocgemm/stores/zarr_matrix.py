@@ -1,4 +1,7 @@
-"""Use zarr arrays (formats 2 and 3) as matrices."""
+"""Use zarr arrays (formats 2 and 3) as matrices: open and create them, and save arrays to a group.
+
+zarr is imported only for arrays that need it.
+"""
 
 import hashlib
 import json
@@ -8,31 +11,55 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import Layout
+from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
+from oocgemm.stores import space
+from oocgemm.stores.base import (
+    BATCH_BYTES,
+    Array,
+    Matrix,
+    Store,
+    checked,
+    is_path,
+    package,
+    pieces,
+    transient,
+)
 from oocgemm.stores.cached import CachedChunks
 from oocgemm.stores.declared import of_zarr
-from oocgemm.stores.durable import fingerprint_of, sync_files, sync_names
+from oocgemm.stores.durable import SIDECAR, fingerprint_of, found_locally, sync_files, sync_names
 from oocgemm.stores.files import padded, worth_caching
+from oocgemm.stores.formats import check_found, check_new, format_of, not_readable
 from oocgemm.stores.frames import Fetched
 from oocgemm.stores.opener import check_regular
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
 from oocgemm.stores.statuses import chunk_fingerprints
-from oocgemm.stores.zarr.chunks import DirectChunks
-from oocgemm.stores.zarr.codecs import unavailable
-from oocgemm.stores.zarr.compressed import codec_of, coding_of, fetch
-from oocgemm.stores.zarr.keys import check_keys, files_in
-from oocgemm.stores.zarr.metadata import METADATA, Metadata
+from oocgemm.stores.zarr_chunks import DirectChunks
+from oocgemm.stores.zarr_codecs import unavailable
+from oocgemm.stores.zarr_metadata import (
+    METADATA,
+    Metadata,
+    check_keys,
+    check_sizes,
+    create,
+    files_in,
+    local_size,
+    read_metadata,
+)
 
 if TYPE_CHECKING:
     import zarr
+
 
 # This attribute of a result says whether its run is incomplete, {"complete": False}, and which triangle of a
 # Gram matrix is stored, {"uplo": "lower"}.
@@ -56,8 +83,8 @@ def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
 class ZarrMatrix:
     """A matrix in a zarr array of format 2 or 3.
 
-    If the array is local and the module `codecs` supports its encoding, this package reads and writes its
-    chunk files directly (`DirectChunks`). Otherwise zarr does.
+    If the array is local and the module `zarr_codecs` supports its encoding, this package reads and writes
+    its chunk files directly (`DirectChunks`). Otherwise zarr does.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
@@ -74,7 +101,7 @@ class ZarrMatrix:
         if isinstance(array, Metadata):
             self._metadata = array
         else:
-            from oocgemm.stores.zarr.through import metadata_of, with_own_pipeline
+            from oocgemm.stores.zarr_through import metadata_of, with_own_pipeline
 
             self._array, self._read, self._metadata = array, with_own_pipeline(array), metadata_of(array)
         found = self._metadata
@@ -139,7 +166,7 @@ class ZarrMatrix:
         """Yield the keys of what is stored of the array, relative to it; nothing if that is unknown."""
         if self._metadata.folder is not None:
             return files_in(self._metadata.folder)
-        from oocgemm.stores.zarr.through import keys_in
+        from oocgemm.stores.zarr_through import keys_in
 
         return keys_in(self.array)
 
@@ -194,7 +221,7 @@ class ZarrMatrix:
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
         """Read the stored bytes of the chunks of a block, for a GPU that decodes them (`coding`)."""
         assert self.direct is not None
-        return fetch(self.direct, rows, cols, out)
+        return self.direct.fetch(rows, cols, out)
 
     @property
     def cached_chunks(self) -> CachedChunks | None:
@@ -204,7 +231,7 @@ class ZarrMatrix:
     @property
     def coding(self) -> Coding | None:
         """How chunks are compressed, if a GPU could decode them."""
-        return None if self.direct is None else coding_of(self.direct)
+        return None if self.direct is None else self.direct.coding
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -220,7 +247,7 @@ class ZarrMatrix:
     @property
     def codec(self) -> str:
         """How a GPU could compress chunks that are written, such as "blosc-zstd"; "" if it could not."""
-        return codec_of(self.direct) if self.direct is not None and self._writes_directly else ""
+        return self.direct.codec if self.direct is not None and self._writes_directly else ""
 
     def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
         """Write a chunk that a GPU has compressed: see `DirectChunks.write_frame`."""
@@ -241,7 +268,7 @@ class ZarrMatrix:
                 shutil.copyfile(self.folder / name, folder / name)
         import zarr
 
-        from oocgemm.stores.zarr.through import with_own_pipeline
+        from oocgemm.stores.zarr_through import with_own_pipeline
 
         # Let zarr also write a file for a chunk that has only the fill value. Without this redo file,
         # `apply_redo` would leave the old chunk in C.
@@ -416,7 +443,7 @@ def reason(error: BaseException) -> str:
 def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
     """Return an object that reads and writes chunks without zarr; None if zarr must do so.
 
-    zarr must do so for a remote or empty array, and for an encoding that the module `codecs` does not
+    zarr must do so for a remote or empty array, and for an encoding that the module `zarr_codecs` does not
     support.
     """
     if found.folder is None or 0 in found.shape or found.encoding is None:
@@ -436,3 +463,197 @@ def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
     if chunks.unchanging and chunks.worth_caching and chunks.readable_in_place:
         return replace(chunks, cached=chunks.in_page_cache())
     return chunks
+
+
+# The names of the compressors that a new array can have. "none" and None mean the same.
+COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
+
+
+class ZarrArrays(Store):
+    """Open operands that are zarr array objects, which the caller has opened with zarr."""
+
+    kind = "zarr"
+
+    def matches(self, operand: Any) -> bool:
+        return package(operand) == "zarr"
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        from oocgemm.stores.zarr_through import wrap_zarr
+
+        return wrap_zarr(name, operand, writable=writable)
+
+    def prepare(self, operand: Any) -> None:
+        import oocgemm.stores.zarr_through  # noqa: F401
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        from oocgemm.stores.zarr_through import local_folder
+
+        folder = local_folder(operand)
+        return None if folder is None else folder / SIDECAR
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return self.kind, str(operand.store_path).removeprefix("file://")
+
+
+class ZarrPaths(Store):
+    """Open and create zarr arrays at paths and URLs.
+
+    This store matches every path, so it is tried after the stores of other file formats. For a path of an
+    unsupported format, such as HDF5, `open` and `new_layout` raise an error that says how to convert it.
+    """
+
+    kind = "zarr"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        check_found(name, operand)
+        try:
+            check_sizes(f"{name} at {operand}", partial(local_size, str(operand).removeprefix("file://")))
+        except PermissionError as error:
+            raise not_readable(name, error) from error
+        if found := _without_zarr(operand):
+            matrix = ZarrMatrix(name, found, unchanging=not writable)
+            matrix.check_chunks()
+            return matrix
+        from oocgemm.stores.zarr_through import open_zarr
+
+        return open_zarr(name, operand, writable=writable)
+
+    def prepare(self, operand: Any) -> None:
+        """Import zarr. Do nothing if a local array can be used without zarr, or does not exist yet."""
+        if _without_zarr(operand) is None and ("://" in operand or found_locally(operand)):
+            import oocgemm.stores.zarr_through  # noqa: F401
+
+    def exists(self, path: str) -> bool:
+        if "://" not in path:
+            return found_locally(path)
+        from oocgemm.stores.zarr_through import remote_exists
+
+        return remote_exists(path)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        """Return the layout (the chunks and the memory to write them) of a new array.
+
+        If `chunks` is None, the planner chooses the shape of the chunks. Raises `InputError` for `chunks`
+        that are not two positive integers.
+        """
+        check_new("C", path)
+        return new_zarr_layout(problem, chunks, compressor)
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        """Create an array. Check the free space of the disk only if the chunks are not compressed.
+
+        The size of compressed chunks is not known before they are written.
+        """
+        if "://" not in path and compressor in (None, "none"):
+            check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
+        if "://" not in path:
+            try:
+                created = create(path, shape, dtype, chunks, compressor, UNFINISHED)
+            except OSError as error:
+                raise InputError(f"{name}: cannot create a zarr array at {path}: {error}") from error
+            if created is not None:
+                return ZarrMatrix(name, created)
+        from oocgemm.stores.zarr_through import create_zarr
+
+        return create_zarr(name, path, shape, dtype, chunks, compressor)
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        if "://" in operand or os.path.isfile(operand):
+            return None
+        return Path(operand) / SIDECAR
+
+
+def new_zarr_layout(
+    problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None, *, requests: int = 0
+) -> Layout:
+    """Return the layout of a new array. With `requests`, it is in an object store, written by so many PUTs.
+
+    Raises `InputError` for `chunks` that are not two positive integers.
+    """
+    if chunks is not None and not (
+        isinstance(chunks, tuple | list)
+        and len(chunks) == 2
+        and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
+    ):
+        raise InputError(f"chunks = {chunks!r}: pass (rows, columns), both integers of at least 1")
+    itemsize = problem.itemsizes["C"]
+    size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
+    if chunks:
+        size = chunks[0] * chunks[1] * itemsize
+    encodes = compressor not in (None, "none")
+    memory = (3 if encodes else 1) * padded(size)
+    return Layout(
+        write_chunk=(int(chunks[0]), int(chunks[1])) if chunks else (1, 1),
+        free_chunks=chunks is None,
+        encode_bytes=0 if requests else memory,
+        encodes=encodes,
+        itemsize=itemsize,
+        requests=requests,
+        request_bytes=memory + size if requests else 0,
+    )
+
+
+def _without_zarr(path: str) -> Metadata | None:
+    """Return the metadata of an array that is read and written without zarr; None for any other."""
+    return None if "://" in path else read_metadata(os.fspath(path))
+
+
+def check_compressor(name: str) -> None:
+    """Raise `InputError` for a name that is not in `COMPRESSORS`."""
+    if name not in COMPRESSORS:
+        raise InputError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
+
+
+def check_free(path: str, wanted: int = 0) -> None:
+    """Raise `InputError` if no new group can be at a path, or if its disk has not `wanted` free bytes.
+
+    No group can be at a path that exists, is a URL, has a file's suffix, or where nothing can be created.
+    """
+    if "://" in path:
+        raise InputError(f"{path} is a URL, but results of this kind are written to local paths only")
+    if kind := "a .npy file" if path.endswith(".npy") else format_of(path):
+        raise InputError(
+            f"{path} would be {kind}, but results of this kind are several arrays in a zarr group: give "
+            f"{os.path.splitext(path)[0]}.zarr"
+        )
+    if os.path.lexists(path):
+        raise InputError(f"something exists at {path}: give another path, or remove it")
+    space.check_new("the result", path, wanted)
+
+
+def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to a new zarr group, by their names. The group appears at the path when it is complete.
+
+    Raises:
+        InputError: something exists at the path, or nothing can be written there.
+    """
+    import zarr
+
+    check_free(path)
+    unfinished = f"{path.rstrip('/')}.unfinished"
+    try:
+        group = zarr.create_group(unfinished, overwrite=True)  # a killed run may have left one
+        for name, array in arrays.items():
+            rows = max(1, CHUNK_BYTES * max(1, len(array)) // max(1, array.nbytes))
+            chunks = (min(rows, max(1, len(array))), *(max(1, extent) for extent in array.shape[1:]))
+            group.create_array(name, data=array, chunks=chunks, compressors=None)
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise InputError(f"a zarr group cannot be written to {path}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
