@@ -8,13 +8,13 @@ from hypothesis import settings
 
 from oocgemm.backends import registry
 from oocgemm.planning.search import planner
-from tests.command import forget_threads, own_threads
-from tests.object_server import Proxy
+from tests.support.command import forget_threads, own_threads
+from tests.support.object_server import Proxy
 
-pytest_plugins = ["tests.missing"]
+pytest_plugins = ["tests.support.missing"]
 # No deadline: the time of an example depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None)
-# `tests.suite.examples` scales numbers of examples by this
+# `tests.support.suite.examples` scales numbers of examples by this
 settings.register_profile("quick", deadline=None, max_examples=10)
 
 QUICK = "not slow"
@@ -95,7 +95,7 @@ def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
     """The address of an S3 server."""
-    from tests.object_server import s3_server
+    from tests.support.object_server import s3_server
 
     with s3_server() as address:
         yield address
@@ -108,7 +108,7 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     Failed requests are soon repeated, and not often.
     """
     from oocgemm.stores.objects import bucket
-    from tests.object_server import create_bucket, environment, proxy_before
+    from tests.support.object_server import create_bucket, environment, proxy_before
 
     create_bucket(s3_address)
     monkeypatch.setattr(bucket, "RETRIES", 3)

@@ -1,0 +1,223 @@
+"""Servers, jobs and workers are killed at random instants, and servers at each point of a job's life."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oocgemm.service import launch
+from oocgemm.service.job import TILES
+from oocgemm.service.schema import Job
+from oocgemm.service.states import FINAL, State
+from oocgemm.service.store import Store
+from tests.support.service_server import POINTS
+from tests.support.services import product_job, product_of, store_operands
+from tests.support.suite import slow
+
+TILE_COUNT = 16
+# How often a server dies at each point.
+DEATHS = 20
+
+
+def process_with(argument: str) -> int | None:
+    """Return the process that has an argument in its command line; None if there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    return None
+
+
+class Victims:
+    """A server and its jobs, which are killed."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.rng = folder, random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self.server: subprocess.Popen[bytes] | None = None
+        store_operands(folder)
+        self.store = Store(folder / "db")
+        self.submitted = 0
+
+    def submit(self, count: int) -> None:
+        first = product_job(self.folder, f"C{self.submitted}.npy")
+        for number in range(self.submitted, self.submitted + count):
+            # Plans are the same, so they are made once.
+            path = str(self.folder / f"C{number}.npy")
+            values = vars(first) | {"c_path": path, "spec": first.spec | {"c": path}, "max_attempts": 1000}
+            self.store.submit([type(first)(**values)])
+        self.submitted += count
+
+    def start(self, *options: str) -> None:
+        with open(self.folder / "server.log", "ab") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.service_server", str(self.folder), *options],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            )
+
+    def kill_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        self.kills["server"] += 1
+        self.start()
+
+    def kill_worker(self) -> None:
+        """Kill a random worker, if there is one, whether it has a job or not."""
+        workers = list((self.folder / "workers").glob("*"))
+        if workers and (pid := process_with(str(self.rng.choice(workers)))) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills["worker"] += 1
+
+    def kill_job(self) -> None:
+        """Kill the process of a random job, if there is one."""
+        active = self.store.active()
+        if not active:
+            return
+        process = launch.attach(self.folder / "jobs" / self.rng.choice(active).id)
+        if process is not None:
+            if not process.ended:
+                process.send(signal.SIGKILL)
+                self.kills["job"] += 1
+            process.close()
+
+    def finish(self, server_kills: int, job_kills: int, seconds: float) -> list[Job]:
+        """Kill at random until there were so many kills; return all jobs when they have ended."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert self.server is not None
+            if self.server.poll() is not None:
+                self.start()
+            left = self.submitted - len(self.store.jobs(FINAL))
+            wanted = [
+                max(0, server_kills - self.kills["server"]),
+                max(0, job_kills - self.kills["job"]),
+                max(0, job_kills - self.kills["worker"]),
+            ]
+            if not left and not any(wanted):
+                return self.store.jobs()
+            if any(wanted):
+                if left < 2:  # on a fast machine, the jobs may end before the last kills
+                    self.submit(2)
+                    left += 2
+                (kill,) = self.rng.choices([self.kill_server, self.kill_job, self.kill_worker], wanted)
+                kill()
+                # The kills are spread over the time of all jobs.
+                pause = min(1.0, 0.35 * left / sum(wanted))
+                time.sleep(self.rng.uniform(0, 2 * pause))
+            else:
+                time.sleep(0.1)
+        raise AssertionError(Counter(job.state for job in self.store.jobs()))
+
+    def check(self, jobs: list[Job]) -> None:
+        """Check that every product is right, and that no finished tile was computed again."""
+        right = product_of(self.folder)
+        for job in jobs:
+            assert job.state is State.SUCCEEDED, (job.state, job.error)
+            np.testing.assert_array_equal(np.load(job.c_path), right)
+            # The last process computed exactly the tiles that were not in C's journal when it began.
+            lines = (self.folder / "jobs" / job.id / TILES).read_text().split("\n")[:-1]
+            assert job.result is not None
+            last = [line for line in lines if line.startswith(f"{job.result['attempt']} ")]
+            assert len(last) == len({*last}) == TILE_COUNT - job.result["kept_tiles"]
+            kinds = [one["kind"] for one in self.store.events(job=job.id)]
+            assert kinds.count("starting") == job.attempt
+            assert kinds.count("succeeded") == 1
+
+    @property
+    def dead(self) -> bool:
+        """Whether the server has killed itself."""
+        assert self.server is not None
+        return self.server.poll() == -signal.SIGKILL
+
+    def close_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+
+    def close(self) -> None:
+        self.close_server()
+        self.store.close()
+
+
+def until(ready: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("jobs", "kills"), [(8, 2), *slow((1000, 100))])
+def test_no_job_is_lost_or_wrong_if_servers_and_jobs_are_killed(
+    tmp_path: Path, jobs: int, kills: int
+) -> None:
+    victims = Victims(tmp_path, seed=jobs)
+    victims.submit(jobs)
+    victims.start()
+    start = time.monotonic()
+    try:
+        victims.check(victims.finish(kills, kills, 800))
+    finally:
+        victims.close()
+    assert victims.kills == {"server": kills, "job": kills, "worker": kills}
+    print(jobs, dict(victims.kills), f"{time.monotonic() - start:.0f} s")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("point", "deaths"), [(POINTS[0], 2), *slow(*((each, DEATHS) for each in POINTS))])
+def test_a_server_may_die_at_any_point(tmp_path: Path, point: str, deaths: int) -> None:
+    """It dies when it gets to the point for the first, second, third or fourth time, again and again."""
+    victims = Victims(tmp_path, seed=1)
+    died = 0
+    try:
+        for _ in range(3 * deaths):
+            if died == deaths:
+                break
+            if len(victims.store.jobs(set(State) - FINAL)) < 4:
+                victims.submit(4)
+            if "attach" in point:  # only a server that finds processes of another one gets there
+                victims.start()
+                until(lambda: State.RUNNING in {job.state for job in victims.store.active()})
+                victims.close_server()
+            number = 1 if "attach" in point else 1 + died % 4
+            victims.start(*point.split(), str(number))
+            until(lambda: victims.dead or not victims.store.jobs(set(State) - FINAL))
+            died += victims.dead
+            victims.close_server()
+        victims.start()
+        victims.check(victims.finish(0, 0, 400))
+    finally:
+        victims.close()
+    # The jobs of a server that has died may all have ended before the next one could find their workers.
+    assert died == deaths or "attach" in point
+    print(point, died)
+
+
+def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> None:
+    victims = Victims(tmp_path, seed=2)
+    victims.submit(1)
+    victims.start()
+    try:
+        (job,) = victims.store.jobs()
+        folder = tmp_path / "jobs" / job.id
+        while not launch.has_begun(folder, 1):
+            time.sleep(0.001)
+        victims.kill_server()
+        victims.check(victims.finish(1, 0, 60))
+        assert not launch.is_alive(folder)
+    finally:
+        victims.close()

@@ -1,0 +1,312 @@
+"""The remedies that errors name are followed, and work: converted dtypes, and numbers of one's own."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from numpy.typing import NDArray
+
+import oocgemm
+from oocgemm.errors import InputError
+from tests.support.command import command
+from tests.support.suite import slow
+
+Array = NDArray[Any]
+ON_HOST: dict[str, Any] = {"backend": "host"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shell(line: str) -> None:
+    """Run a command of an error message, with the Python of the tests."""
+    subprocess.run(line.replace("python -c", f"{sys.executable} -c"), shell=True, check=True)
+
+
+def stored(how: str, name: str, values: Array) -> Any:
+    """Store values, and return what is passed for them."""
+    if how == "npy":
+        np.save(f"{name}.npy", values)
+        return f"{name}.npy"
+    if how == "zarr":
+        zarr.create_array(f"{name}.zarr", data=values, chunks=(4, 4))
+        return f"{name}.zarr"
+    if how == "hdf5":
+        with h5py.File(f"{name}.h5", "w") as file:
+            file["x"] = values
+        return f"{name}.h5::x"
+    return values
+
+
+def obeyed(said: str, a: Any, b: Any) -> tuple[Any, Any]:
+    """Convert A and B as an error says, and return what it says to pass."""
+    found = []
+    for name, operand in (("A", a), ("B", b)):
+        made = operand
+        if by := re.search(rf"convert {name} by (python -c .*?) and pass ([^;]*)", said):
+            shell(by[1])
+            made = by[2].strip()
+        elif by := re.search(rf"convert {name} by {name} = ([^;]*)", said):
+            made = eval(by[1], {"numpy": np, name: operand})
+        found.append(made)
+    return found[0], found[1]
+
+
+DTYPES = [
+    *(("uint8", "float64", "float64"), ("float32", "uint8", "float32"), ("int32", "float32", "float64")),
+    *(("uint8", "uint16", "float32"), ("float16", "uint8", "float16"), ("int64", "bool", "float64")),
+    *slow(
+        *(
+            ("uint8", "int8", "float32"),
+            ("int16", "complex64", "complex64"),
+            ("uint32", "float32", "float64"),
+        ),
+        *(
+            ("bool", "float64", "float64"),
+            ("uint8", "uint8", "float32"),
+            ("int64", "complex64", "complex128"),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("how", ["memory", *slow(("zarr",), ("npy",), ("hdf5",))])
+@pytest.mark.parametrize(("one", "other", "common"), DTYPES)
+def test_one_conversion_of_each_operand_is_enough(one: str, other: str, common: str, how: str) -> None:
+    x, y = np.random.default_rng(0).integers(0, 2, (2, 6, 6))
+    x, y = x.astype(one), y.astype(other)
+    a, b = stored(how, "a", x), stored(how, "b", y)
+    with pytest.raises(InputError, match=f"A is of dtype {one} and B of {other}") as raised:
+        oocgemm.matmul(a, b, **ON_HOST)
+    found = oocgemm.matmul(*obeyed(str(raised.value), a, b), **ON_HOST)
+    assert found.dtype == common
+    np.testing.assert_array_equal(found, x.astype(common) @ y.astype(common))
+
+
+PAIRS: dict[str, Callable[[Array, Array], Any]] = {
+    "reduce": lambda x, y: oocgemm.reduce(x, y, trans_b="T", to=oocgemm.Reduce("sum"), **ON_HOST),
+    "kernel_matmul": lambda x, y: oocgemm.kernel_matmul(x, np.ones(4), y, gamma=1.0, **ON_HOST),
+    "verify": lambda x, y: oocgemm.verify(x, y, np.full((4, 4), 3.0), trans_b="T"),
+}
+
+
+@pytest.mark.parametrize("verb", PAIRS)
+def test_other_functions_of_two_operands_name_one_dtype_too(verb: str) -> None:
+    x, y = np.ones((4, 3), np.uint8), np.ones((4, 3))
+    said = r"of dtype uint8 and .* of float64.*: convert [AX] by .*float64"
+    with pytest.raises(InputError, match=said):
+        PAIRS[verb](x, y)
+    PAIRS[verb](x.astype(np.float64), y)
+
+
+def gapped(seed: int = 3) -> Array:
+    """Return genotypes with missing ones (-1), of which column 4 has no known one, and column 6 only ones."""
+    x = np.random.default_rng(seed).integers(0, 3, (20, 9)).astype(np.int8)
+    x[np.random.default_rng(seed + 1).random(x.shape) < 0.2] = -1
+    x[:, 4], x[:, 6] = -1, 1
+    return x
+
+
+def standardized(x: Array, *, scaled: bool) -> Array:
+    """Return centered genotypes, with gaps and columns without variation as zeros."""
+    known: Any = np.ma.masked_equal(x, -1).astype(np.float64)
+    z = known - known.mean(axis=0)
+    if scaled:
+        deviation = np.asarray(known.std(axis=0).filled(1))
+        z = z / np.where(deviation > 0, deviation, 1)
+    return np.asarray(z.filled(0))
+
+
+CHANGES = [
+    "missing=-1,center=k",
+    "missing=-1",
+    "missing=-1,center=k,scale=k",
+    "missing=-1,center=k,scale=hwe",
+]
+
+
+def transform_of(change: str) -> oocgemm.Transform:
+    given = dict(part.split("=") for part in change.split(","))
+    return oocgemm.Transform(**{**given, "missing": int(given["missing"])})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("axis", [0, *slow((1,))])
+def test_columns_without_a_mean_get_numbers_in_the_library(change: str, axis: int) -> None:
+    x = gapped() if axis == 0 else gapped().T.copy()
+    with pytest.raises(InputError, match="has only missing elements") as raised:
+        oocgemm.gram(x, axis=axis, transform=transform_of(change), **ON_HOST)
+    said = re.search(r"or pass (.*) after (.*)", str(raised.value))
+    assert said is not None
+    names: dict[str, Any] = {"numpy": np, "oocgemm": oocgemm, "X": x}
+    exec(said[2], names)
+    own = eval(f"dict({said[1]})", names)
+    found = oocgemm.gram(
+        x, axis=axis, uplo="full", transform=oocgemm.Transform(missing=-1, **own), **ON_HOST
+    ).out
+    _check(np.asarray(found), change)
+
+
+@pytest.mark.parametrize("change", [CHANGES[2], *slow((CHANGES[0],), (CHANGES[3],))])
+def test_columns_without_a_mean_get_numbers_on_the_command_line(change: str) -> None:
+    np.save("x.npy", gapped())
+    host = "--backend", "host", "--quiet"
+    done = command("gram", "x.npy", "k.npy", "--transform", change, *host)
+    assert (done.code, "has only missing elements" in done.err) == (2, True)
+    said = re.search(r"or run (python -c .*?) and pass (\S*) in the transform", done.err)
+    assert said is not None
+    shell(said[1])
+    assert (
+        command(
+            "gram", "x.npy", "k.npy", "--uplo", "full", "--transform", f"missing=-1,{said[2]}", *host
+        ).code
+        == 0
+    )
+    _check(np.load("k.npy"), change)
+
+
+def _check(found: Array, change: str) -> None:
+    x = gapped()
+    if "center" not in change:
+        z = _imputed(x)
+    elif "hwe" in change:
+        known: Any = np.ma.masked_equal(x, -1).astype(float)
+        p = np.asarray(known.mean(axis=0).filled(0)) / 2
+        deviation = np.sqrt(2 * p * (1 - p))
+        z = standardized(x, scaled=False) / np.where(deviation > 0, deviation, 1)
+    else:
+        z = standardized(x, scaled="scale" in change)
+    np.testing.assert_allclose(found, z @ z.T, rtol=1e-4, atol=1e-4)
+
+
+def _imputed(x: Array) -> Array:
+    known: Any = np.ma.masked_equal(x, -1).astype(float)
+    return np.where(x == -1, np.asarray(known.mean(axis=0).filled(0)), x)
+
+
+@pytest.mark.parametrize("scale", ["k", "hwe"])
+def test_constant_columns_get_a_scale_of_their_own(scale: str) -> None:
+    x = np.delete(gapped(), 4, axis=1)
+    x[:, 3] = 2  # whose standard deviation is 0 by both rules
+    zarr.create_array("x.zarr", data=x)
+    for operand in (x, "x.zarr"):
+        given: dict[str, Any] = {"missing": -1, "center": "k"}
+        with pytest.raises(InputError, match=r"the scale of column \d of X is 0") as raised:
+            oocgemm.gram(operand, transform=oocgemm.Transform(scale=scale, **given), **ON_HOST)
+        assert "impute" not in str(raised.value)
+        if isinstance(operand, str):
+            said = re.search(r"or run (python -c .*?) and pass scale=scale.npy in", str(raised.value))
+            assert said is not None
+            shell(said[1])
+            numbers = np.load("scale.npy")
+        else:
+            names: dict[str, Any] = {"numpy": np, "oocgemm": oocgemm, "X": x}
+            exec(str(raised.value).partition(" after ")[2], names)
+            numbers = names["scale"]
+        found = oocgemm.gram(
+            operand, uplo="full", transform=oocgemm.Transform(scale=numbers, **given), **ON_HOST
+        ).out
+        assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize("verb", ["cov", "corr", "similarity", "pca", "gram"])
+def test_matrices_of_a_three_dimensional_array_are_passed_one_by_one(verb: str) -> None:
+    x = np.random.default_rng(1).random((2, 6, 5))
+    zarr.create_array("x.zarr", data=x)
+    further: tuple[Any, ...] = (2,) if verb == "pca" else ()
+    given: dict[str, Any] = {"topk": 2, **ON_HOST} if verb == "similarity" else ON_HOST
+    call = getattr(oocgemm, verb)
+    for operand in (x, "x.zarr", zarr.open_array("x.zarr")):
+        with pytest.raises(InputError, match=r"pass its matrices one by one, such as [EX]\[0\]") as raised:
+            call(operand, *further, **given)
+        assert "multiply" not in str(raised.value)
+    call(x[0], *further, **given)
+    call(zarr.open_array("x.zarr")[0], *further, **given)
+
+
+def csr_of(x: Array) -> dict[str, Array]:
+    rows, cols = np.nonzero(x)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(x)))])
+    return {"data": x[rows, cols], "indices": cols, "indptr": starts}
+
+
+@pytest.mark.parametrize("file", ["zarr", "h5ad"])
+@pytest.mark.parametrize("form", ["csr", "csc"])
+def test_sparse_matrices_of_anndata_are_made_dense(file: str, form: str) -> None:
+    x = np.random.default_rng(4).integers(0, 3, (2500, 7)) * (
+        np.random.default_rng(5).random((2500, 7)) < 0.3
+    )
+    x = x.astype(np.float32)
+    parts, attributes = (
+        csr_of(x if form == "csr" else x.T),
+        {"encoding-type": f"{form}_matrix", "shape": x.shape},
+    )
+    if file == "zarr":
+        root = zarr.open_group("a.zarr", mode="w", zarr_format=2)
+        group = root.create_group("X", attributes={**attributes, "shape": list(x.shape)})
+        for name, part in parts.items():
+            group.create_array(name, data=part)
+        root.create_group("obs").create_array("n", data=np.arange(5))
+        root.create_group("layers").create_array("dense", data=x)
+        with pytest.raises(InputError, match=r"give an array in it: X \(a sparse matrix\), layers/dense"):
+            oocgemm.gram("a.zarr", **ON_HOST)
+        path = "a.zarr/X"
+    else:
+        with h5py.File("a.h5ad", "w") as opened:
+            for name, part in parts.items():
+                opened[f"X/{name}"] = part
+            opened["X"].attrs.update(attributes)
+        path = "a.h5ad::X"
+    with pytest.raises(InputError, match="is a sparse matrix, and a product needs a dense one") as raised:
+        oocgemm.gram(path, axis=1, **ON_HOST)
+    said = re.search(r"convert X by (python -c .*?) and pass (\S*)", str(raised.value))
+    assert said is not None
+    shell(said[1])
+    found = oocgemm.gram(said[2].rstrip(";"), axis=1, uplo="full", **ON_HOST).out
+    np.testing.assert_array_equal(found, x.T @ x)
+
+
+class _Block:
+    """A sparse block: NumPy makes an array of one object of it."""
+
+    def __init__(self, x: Array) -> None:
+        self.x = x
+
+    def toarray(self) -> Array:
+        return self.x
+
+
+class _CSRDataset:
+    """A sparse matrix in a file, as AnnData opens it."""
+
+    def __init__(self, x: Array) -> None:
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __getitem__(self, at: Any) -> _Block:
+        return _Block(self.x[at])
+
+    def to_memory(self) -> _Block:
+        return _Block(self.x)
+
+
+def test_sparse_datasets_name_a_conversion_that_works() -> None:
+    x = np.random.default_rng(6).random((5, 4))
+    source: Any = _CSRDataset(x)
+    with pytest.raises(
+        InputError, match=r"_CSRDataset is sparse, .* convert it with \.to_memory\(\)\.toarray\(\)$"
+    ):
+        oocgemm.gram(source, **ON_HOST)
+    found = oocgemm.gram(source.to_memory().toarray(), uplo="full", **ON_HOST).out
+    np.testing.assert_allclose(found, x @ x.T)
+    del _CSRDataset.to_memory
+    with pytest.raises(InputError, match=r"convert it with \[:\]\.toarray\(\)$"):
+        oocgemm.gram(source, **ON_HOST)

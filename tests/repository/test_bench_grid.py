@@ -1,0 +1,216 @@
+"""The benchmark over many products: its cases, bounds, operands, loops and summary."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from grid_cases import (  # type: ignore[import-not-found]
+    CUDA,
+    HOST,
+    IN_MEMORY,
+    ITEM_BYTES,
+    PAGEABLE,
+    Case,
+    bounds,
+    chosen,
+    figures,
+    loop_tile,
+    rows,
+    summary,
+)
+from grid_data import Operands, is_right  # type: ignore[import-not-found]
+from grid_loop import slice_product, stream_product  # type: ignore[import-not-found]
+
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.planning.units import parse_size
+from tests.support import TOP
+
+RATES = {"h2d": 50e9, "d2h": 40e9, "stage": 30e9, "unstage": 20e9, "page_read": 35e9}
+RATES |= {"disk_write": 1e9, "disk_read": 2e9}
+
+
+def test_the_gpu_grid_has_every_kind_of_product() -> None:
+    usual = chosen(CUDA)
+    assert len(usual) >= 36
+    assert {case.dtype for case in usual} == set(ITEM_BYTES)
+    assert len({case.source for case in usual}) == 7
+    assert {case.n for case in usual} >= {1, 8, 64, 512}
+    assert any(case.compute == "emulated" for case in usual)
+    assert any(case.k > 100 * case.m for case in usual)
+    assert any(case.m > 50 * case.k for case in usual)
+    assert len(chosen(CUDA, large=True)) > len(usual)
+    for cases in (CUDA, HOST):
+        assert len({case.name for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("case", CUDA, ids=lambda case: case.name)
+def test_tiles_of_the_loop_keep_to_the_device_budget(case: Case) -> None:
+    budget = parse_size(case.device or "64GiB")
+    m, n, k = loop_tile(case, budget)
+    item, out = ITEM_BYTES[case.dtype], case.c_item_bytes
+    slots = [1 if stays else 2 for stays in (k >= case.k and m >= case.m, k >= case.k and n >= case.n)]
+    tiles = 1 if m >= case.m and n >= case.n else 2
+    assert slots[0] * m * k * item + slots[1] * k * n * item + tiles * m * n * out <= budget * 1.01
+    assert (m, n, k) <= (case.m, case.n, case.k)
+
+
+def test_the_loop_splits_the_longest_extent() -> None:
+    assert loop_tile(Case(512, 1 << 20, 512, "float32", PAGEABLE), 8 << 30)[:2] == (512, 512)
+    assert loop_tile(Case(1 << 20, 512, 64, "float32", PAGEABLE), 8 << 30)[1:] == (64, 512)
+    assert loop_tile(Case(64, 512, 1 << 20, "float32", PAGEABLE), 8 << 30)[::2] == (64, 512)
+
+
+def test_the_bound_names_the_slowest_resource() -> None:
+    def slowest(source: str, compute: float | None = None) -> Any:
+        found = bounds(Case(1000, 2000, 500, "float64", source), RATES, compute)
+        return max(found.items(), key=lambda part: part[1])
+
+    up, down = 8 * (1000 + 500) * 2000, 8 * 1000 * 500
+    assert slowest("pinned") == ("h2d", up / 50e9)
+    assert slowest("pinned", 0.5) == ("compute", 0.5)
+    assert slowest("pageable") == ("staging", up / 30e9 + down / 20e9)
+    assert slowest("zarr") == ("disk write", down / 1e9)
+    assert slowest("cold-npy") == ("disk read", up / 2e9)
+    assert bounds(Case(1000, 2000, 500, "float64", "npy"), RATES)["page cache"] == up / 35e9
+
+
+def test_the_summary_names_losers() -> None:
+    cases: dict[str, Any] = {
+        "fast": {"bound": 0.2, "samples": {"oocgemm": [0.25, 0.24, 0.3], "loop": [0.5]}, "right": {}},
+        "slow": {
+            "bound": 0.05,
+            "samples": {"oocgemm": [0.2], "loop": [0.3], "in_core": [0.1]},
+            "right": {"oocgemm": False, "loop": True},
+        },
+        "none": {"error": "BudgetError()"},
+    }
+    found = summary(cases)
+    assert figures(cases["fast"]) == {"bound": 0.8, "loop": 2.0}
+    assert found["geometric_mean"] == pytest.approx((0.8 * 0.25) ** 0.5)
+    assert found["worst"] == ["slow", 0.25]
+    assert found["worst_above_0.1_s"] == ["fast", 0.8]
+    assert found["slower"] == [["slow", "in_core", 0.5]]
+    assert found["wrong"] == ["slow: oocgemm"]
+    assert found["failed"] == ["none"]
+    lines = list(
+        rows(
+            cases | {"fast": cases["fast"] | {"bound_by": "h2d"}, "slow": cases["slow"] | {"bound_by": "d2h"}}
+        )
+    )
+    assert len(lines) == 4
+    assert lines[2].endswith("WRONG")
+    assert "BudgetError" in lines[3]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize(("m", "k", "n"), [(300, 1300, 600), (700, 3, 1), (5, 2500, 40)])
+def test_results_are_checked(dtype: str, m: int, k: int, n: int) -> None:
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    case = Case(m, k, n, dtype, PAGEABLE)
+    a, b, c = Operands().make(case)
+    assert not is_right(case, c)
+    wide = {"int8": "int32", "complex64": "complex64", "complex128": "complex128", "float64": "float64"}
+    used = wide.get(dtype, "float32")
+    c[...] = (a.astype(used) @ b.astype(used)).astype(numpy_dtype(case.c_dtype))
+    assert is_right(case, c)
+    c[m - 1, n // 2] *= 2
+    assert not is_right(case, c)
+
+
+def test_operands_are_reused_and_restored() -> None:
+    operands = Operands()
+    first, _, _ = operands.make(Case(600, 1100, 20, "float64", PAGEABLE))
+    kept = first.copy()
+    again, _, _ = operands.make(Case(600, 1100, 30, "float64", PAGEABLE))
+    assert np.array_equal(again, kept)
+    operands.make(Case(100, 50, 20, "float32", PAGEABLE))
+    restored, _, _ = operands.make(Case(600, 1100, 20, "float64", PAGEABLE))
+    assert np.array_equal(restored, kept)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have device arrays be NumPy arrays, and every stream run its commands at once."""
+
+    class Stream:
+        ptr = 0
+
+        def __init__(self, **_: Any) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    def copy(to: int, pitch: int, source: int, source_pitch: int, width: int, height: int, *_: int) -> None:
+        import ctypes
+
+        for row in range(height):
+            ctypes.memmove(to + row * pitch, source + row * source_pitch, width)
+
+    runtime = SimpleNamespace(
+        memcpy2DAsync=copy,
+        memcpyAsync=lambda to, source, size, *rest: copy(to, size, source, size, size, 1),
+    )
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    cuda = ModuleType("cupy.cuda")
+    vars(cuda).update(
+        Stream=Stream,
+        Event=lambda **_: event,
+        alloc_pinned_memory=bytearray,
+        runtime=runtime,
+    )
+    module = ModuleType("cupy")
+    vars(module).update(cuda=cuda, empty=np.empty)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+
+
+@pytest.mark.usefixtures("cupy")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tile", [(50, 40, 30), (107, 90, 16), (25, 90, 70), (107, 20, 70), (300, 300, 300)])
+def test_the_loop_multiplies_any_tile(tile: tuple[int, int, int], in_place: bool) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-9, 9, (107, 70)).astype(float), rng.integers(-9, 9, (70, 90)).astype(float)
+    c = np.full((107, 90), np.nan)
+
+    def multiply(x: Any, y: Any, total: Any, add: bool) -> None:
+        total[...] = x @ y + (total if add else 0)
+
+    extents = tuple(min(pair) for pair in zip(tile, (107, 90, 70), strict=True))
+    stream_product(a, b, c, extents, multiply, in_place)
+    assert np.array_equal(c, a @ b)
+
+
+@pytest.mark.parametrize("budget", [1 << 12, 1 << 16, 1 << 20])
+def test_the_loop_over_slices_multiplies_with_any_budget(budget: int) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-9, 9, (107, 70)).astype(float), rng.integers(-9, 9, (70, 90)).astype(float)
+    c = np.full((107, 90), np.nan)
+    slice_product(a, b, c, budget, 8)
+    assert np.array_equal(c, a @ b)
+
+
+def test_results_are_kept_after_each_product(tmp_path: Path) -> None:
+    output = tmp_path / "grid.json"
+    line = [sys.executable, str(TOP / "scripts" / "bench_grid.py"), "--backend", "host", "--shrink", "16"]
+    line += ["--repeats", "1", "--output", str(output)]
+    for only in (("4000x4000x1",), ("8000x8000", "--add")):
+        done = subprocess.run(
+            [*line, "--only", *only], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+    (result,) = json.loads(output.read_text()).values()
+    asked = [case for case in HOST if "8000x8000" in case.name or "4000x4000x1 " in case.name]
+    assert len(result["cases"]) == len(asked)
+    assert result["summary"]["wrong"] == []
+    assert result["summary"]["failed"] == []
+    for case in result["cases"].values():
+        stored = case["case"]["source"] not in IN_MEMORY
+        assert case["samples"].keys() == {"oocgemm", "in_core"} | ({"loop"} if stored else set())
+    assert "geometric_mean" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.json"]

@@ -1,0 +1,42 @@
+"""A NumPy version of the kernel `place`."""
+
+import ctypes
+
+import numpy as np
+
+from tests.support.decoding import Array, ordered
+from tests.support.fake_cuda.memory import Block, Memory
+from tests.support.fake_cuda.work import Macros, Work
+
+FIELDS = 14
+
+
+def place(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """Prepare kernels/decoding/place.cu, which composes chunks of their decoded streams.
+
+    Which memory it accesses is in tables on the device, so that only the tables count as accessed.
+    """
+    streams, chunks, panel = (ctypes.c_void_p.from_address(pointers[i]).value or 0 for i in (0, 1, 3))
+    pitch, item = ctypes.c_longlong.from_address(pointers[2]).value, int(macros["OOC_ITEM"])
+    count = int(macros["grid y"])
+    table = memory.matrix(chunks, np.int64, count, FIELDS, FIELDS)
+
+    def stream(number: int, size: int) -> Array:
+        return memory.bytes_of(Block(int(memory.matrix(streams + 8 * number, np.int64, 1, 1, 1)[0, 0]), size))
+
+    def run() -> None:
+        for first, split, order, block, size, width, row, col, rows, cols, target, *_ in table.tolist():
+            if not rows:
+                continue
+            whole = []
+            for number, at in enumerate(range(0, size, block)):
+                content = min(block, size - at)
+                parts = split if content == block else 1
+                found = [stream(first + number * split + j, content // parts) for j in range(parts)]
+                whole.append(ordered(np.concatenate([part.reshape(-1) for part in found]), order, item))
+            elements = np.concatenate(whole).reshape(-1, width, item)[row : row + rows, col : col + cols]
+            for i in range(rows):
+                to = panel + (target + i * pitch) * item
+                memory.bytes_of(Block(to, cols * item))[...] = elements[i].reshape(-1)
+
+    return Work(run, [Block(chunks, 8 * FIELDS * count)], [])
