@@ -4,38 +4,20 @@ from typing import Any
 
 import click
 
-from oocgemm.cli.basics import taking
-from oocgemm.cli.options import AXIS, STATISTICS
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.output import JSON, taking
+from oocgemm.cli.parameters import QUIET, Place, verb_options
 from oocgemm.cli.products import run_product
 from oocgemm.jobs import correlation
-from oocgemm.jobs.options import Progress
-from oocgemm.jobs.request import SELECTION_OPTIONS
+from oocgemm.jobs.options import SELECTION_OPTIONS, Progress
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.similarity import check_saving
-from oocgemm.jobs.standardizing import CONSTANT
 
 
 @click.command()
 @click.argument("x", type=Place())
 @click.argument("out", type=Place())
-@AXIS
-@click.option("--topk", metavar="N", type=int, help="Store only the N largest coefficients of each row.")
-@click.option(
-    "--threshold",
-    metavar="NUMBER",
-    type=float,
-    help="Store only coefficients of at least this magnitude, such as 0.5.",
-)
-@click.option(
-    "--constant",
-    type=click.Choice(CONSTANT),
-    default=CONSTANT[0],
-    show_default=True,
-    help="Rows of equal elements, which have no coefficients. nan: theirs are NaN. drop: leave them out. "
-    "raise: stop.",
-)
-@taking(*STATISTICS)
+@verb_options("corr")
+@taking(JSON, QUIET)
 def corr(
     x: str,
     out: str,
@@ -73,16 +55,8 @@ def corr(
 @click.command()
 @click.argument("x", type=Place())
 @click.argument("out", type=Place())
-@AXIS
-@click.option(
-    "--ddof",
-    metavar="N",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Divide sums of products by the number of elements of a row minus N.",
-)
-@taking(*STATISTICS)
+@verb_options("cov")
+@taking(JSON, QUIET)
 def cov(x: str, out: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Compute covariances of the rows of X, and store them.
 

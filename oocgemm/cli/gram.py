@@ -5,9 +5,8 @@ from typing import Any
 import click
 
 from oocgemm import stores
-from oocgemm.cli.basics import taking
-from oocgemm.cli.options import AXIS, DEVICE, GRAM, OVERWRITE, RUN, TRANSFORM, UPLO, VERIFY
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.output import JSON, taking
+from oocgemm.cli.parameters import QUIET, Place, verb_options
 from oocgemm.cli.products import note_clipped, run_product
 from oocgemm.jobs import api
 from oocgemm.jobs.options import Progress
@@ -20,14 +19,8 @@ _RUN_ONLY = ("device", "timeline", "overwrite", "resume", "trust_operands", "qui
 @click.command()
 @click.argument("x", type=Place())
 @click.argument("c", type=Place(), required=False)
-@UPLO
-@AXIS
-@TRANSFORM
-@taking(*GRAM)
-@DEVICE
-@VERIFY
-@OVERWRITE
-@taking(*RUN)
+@verb_options("gram")
+@taking(JSON, QUIET)
 @click.option(
     "--dry-run",
     is_flag=True,

@@ -4,70 +4,21 @@ from typing import Any
 
 import click
 
-from oocgemm.cli.basics import taking
-from oocgemm.cli.options import STATISTICS
-from oocgemm.cli.output import print_json, print_note
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.output import JSON, print_json, print_note, taking
+from oocgemm.cli.parameters import QUIET, Place, verb_options
 from oocgemm.cli.products import note_clipped, run_product
 from oocgemm.jobs import api
-from oocgemm.jobs.grm import CASTS, METHODS, Relationships, placeholder
+from oocgemm.jobs.grm import Relationships, placeholder
 from oocgemm.jobs.grm import grm as compute_grm
-from oocgemm.jobs.options import Progress
-from oocgemm.jobs.request import GRAM_PLAN_OPTIONS
+from oocgemm.jobs.options import GramPlanOptions, Progress
 from oocgemm.jobs.result import Result
-from oocgemm.planning.problem import GRAMS
 
 
 @click.command()
 @click.argument("x", type=Place())
 @click.argument("out", type=Place())
-@click.option(
-    "--method",
-    type=click.Choice(METHODS),
-    default=METHODS[0],
-    show_default=True,
-    help="gcta: the mean over variants of products of standardized genotypes. vanraden: the sum of products "
-    "of centered genotypes, divided by the sum of 2 p (1 - p).",
-)
-@click.option(
-    "--axis",
-    type=click.IntRange(0, 1),
-    default=0,
-    show_default=True,
-    help="0: the rows of X are individuals. 1: its columns are.",
-)
-@click.option(
-    "--uplo",
-    type=click.Choice(GRAMS),
-    help="Triangle of the matrix to store.  [default: full; lower in a .grm.bin file; with --resume, that of "
-    "the run]",
-)
-@click.option(
-    "--missing",
-    metavar="CODE",
-    type=float,
-    default=-1,
-    show_default=True,
-    help="Code of missing genotypes, such as -9 or nan.",
-)
-@click.option(
-    "--cast",
-    type=click.Choice(CASTS),
-    help="dtype in which genotypes are multiplied.  [default: float32 for int8, and so for .bed files]",
-)
-@click.option(
-    "--pairwise",
-    is_flag=True,
-    help="Divide by the number of variants that both individuals have, as GCTA does. It takes a second "
-    "product. The numbers are stored beside OUT.",
-)
-@click.option(
-    "--chromosomes",
-    metavar="NAMES",
-    help="Chromosomes of a .bed file whose variants are used, such as 1-22,X or all.  [default: autosomes, "
-    "which are 1-22]",
-)
-@taking(*STATISTICS)
+@verb_options("grm")
+@taking(JSON, QUIET)
 @click.option(
     "--dry-run", is_flag=True, help="Show how OUT would be computed. Read no genotypes, and write nothing."
 )
@@ -97,7 +48,11 @@ def grm(
     if dry_run:
         from oocgemm.cli.display import print_plan
 
-        kept = {name: value for name, value in options.items() if name in (*GRAM_PLAN_OPTIONS, "axis")}
+        kept = {
+            name: value
+            for name, value in options.items()
+            if name in (*GramPlanOptions.__annotations__, "axis")
+        }
         transform = placeholder(x, options["axis"], method, missing, cast, chromosomes)
         planned = api.plan_gram(x, out, uplo=uplo, transform=transform, **kept)
         note_clipped(options["tile"], planned)

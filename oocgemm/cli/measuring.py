@@ -7,12 +7,10 @@ from typing import Any
 import click
 
 from oocgemm import backends
-from oocgemm.cli.basics import JSON
 from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.cli.doing import doing
-from oocgemm.cli.options import DEVICE
-from oocgemm.cli.output import print_json
-from oocgemm.cli.parameters import Size
+from oocgemm.cli.output import JSON, print_json
+from oocgemm.cli.parameters import Size, option
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
@@ -33,7 +31,7 @@ from oocgemm.system import cache
     show_default=True,
     help="Backend to measure; auto is cuda if a device is available, else host.",
 )
-@DEVICE
+@option("gemm", "device")
 @click.option(
     "--path",
     metavar="DIR",
@@ -81,7 +79,7 @@ def bench_group() -> None:
 
 
 @bench_group.command(name="kernels")
-@DEVICE
+@option("gemm", "device")
 @click.option(
     "--dtype",
     "dtypes",
@@ -163,7 +161,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
 
 
 @click.command()
-@DEVICE
+@option("gemm", "device")
 @click.option(
     "--dtype",
     "dtypes",

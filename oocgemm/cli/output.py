@@ -3,16 +3,31 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from oocgemm.errors import BudgetError, DataWarning, InputError
 from oocgemm.system.text import plain
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that adds options to a command. The help text lists them in the given order."""
+
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
 
 
 def print_json(value: object) -> None:

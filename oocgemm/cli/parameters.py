@@ -1,12 +1,16 @@
-"""Types of the command line's parameters."""
+"""Parameters of commands: the options of the verbs (`oocgemm.jobs.options`), and types of values."""
 
+import os
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
+from oocgemm.cli.output import JSON, F, taking
+from oocgemm.jobs.options import Option, options_of, rendered, types_of
 from oocgemm.planning.parts.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
 
@@ -121,3 +125,71 @@ class Workers(click.ParamType[tuple[int, ...]]):
         if int(ends[0]) > int(ends[1]):
             self.fail(f"{value!r} is an empty range: write the smaller number first", param, ctx)
         return tuple(range(int(ends[0]), int(ends[1]) + 1))
+
+
+QUIET = click.option("--quiet", is_flag=True, help="Print only errors and warnings about the data.")
+DRY_RUN = click.option(
+    "--dry-run", is_flag=True, help="Show how the result would be computed. Read and write no elements."
+)
+# What each command that computes something takes besides the options of its verb.
+RUNNING = (JSON, QUIET, DRY_RUN)
+
+
+def verb_options(verb: str | type, but: Iterable[str] = ()) -> Callable[[F], F]:
+    """Return a decorator that adds to a command the options of a verb, or of a class of options."""
+    names = [name for name, found in options_of(verb).items() if found.cli and name not in but]
+    return taking(*(option(verb, name) for name in names))
+
+
+def option(verb: str | type, name: str, shown: str | None = None) -> Callable[[F], F]:
+    """Return a decorator that adds one option of a verb to a command.
+
+    `shown` is what its help says of the default, if that is not what the library does.
+    """
+    found = options_of(verb)[name]
+    is_bool = types_of(verb, name) == {bool}
+    if found.flags and not is_bool:  # `transposes` makes one value of them
+        return taking(*(click.option(flag, is_flag=True, help=text) for flag, text in found.flags))
+    (flag, text) = found.flags[0] if found.flags else (_flag(name), f"{found.help} {found.syntax}".strip())
+    if is_bool:
+        value = {"is_flag": True, "flag_value": not found.default, "default": found.default}
+        return click.option(flag, name, help=rendered(text, _flag), **value)
+    default = shown or found.shown or ("" if found.default is None else str(found.default))
+    suffix = f"  [default: {rendered(default, _flag)}]" if default else ""
+    return click.option(
+        flag,
+        type=_type(found, types_of(verb, name)),
+        default=found.default,
+        metavar=found.metavar or None,
+        help=rendered(text, _flag) + suffix,
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _type(found: Option, types: frozenset[Any]) -> Any:
+    """Return the click type of an option whose values have some types."""
+    if found.choices:
+        return click.Choice(found.choices)
+    if types == {int}:
+        return int if found.least is found.most is None else click.IntRange(found.least, found.most)
+    known = {float: float, complex: Scalar(), Transform: Changes(), tuple[int, int]: Chunks()}
+    known |= {os.PathLike[str]: click.Path(dir_okay=False)}
+    return next((kind for each, kind in known.items() if each in types), str)
+
+
+def transposes(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the flags --transpose-a, --adjoint-a and those of b by the options trans_a and trans_b.
+
+    Raises `click.UsageError` if one operand has both flags, transpose and adjoint.
+    """
+    for side in "ab":
+        transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
+        if transpose and adjoint:
+            raise click.UsageError(
+                f"--transpose-{side} and --adjoint-{side} exclude each other: drop one of them"
+            )
+        options[f"trans_{side}"] = "C" if adjoint else "T" if transpose else "N"
+    return options

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm import stores
-from oocgemm.cli.basics import taking
 from oocgemm.cli.doing import doing
 from oocgemm.cli.interrupts import stopping
-from oocgemm.cli.options import PCA, TRANSFORM
-from oocgemm.cli.output import print_interrupted, print_json, silence_warnings
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.output import JSON, print_interrupted, print_json, silence_warnings, taking
+from oocgemm.cli.parameters import QUIET, Place, verb_options
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import InputError, OocGemmError
 from oocgemm.jobs import pca as jobs
@@ -35,55 +33,15 @@ SHOWN = 5
 @click.option(
     "--components", metavar="N", type=int, required=True, help="Number of components to find, such as 50."
 )
-@click.option(
-    "--iterations",
-    metavar="N",
-    type=int,
-    default=6,
-    show_default=True,
-    help="How many times X is read at most. More iterations give more accurate components.",
-)
-@click.option(
-    "--tol",
-    metavar="X",
-    type=float,
-    default=0.01,
-    show_default=True,
-    help="Stop when the residual of each component is below this share of the gap to its neighbours. 0: read "
-    "X as often as --iterations says.",
-)
-@click.option(
-    "--oversampling",
-    metavar="N",
-    type=int,
-    default=10,
-    show_default=True,
-    help="At least this many further directions are kept. More of them need fewer iterations.",
-)
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the random start.")
-@click.option(
-    "--no-center",
-    is_flag=True,
-    help="Do not subtract the mean of each column: find a truncated SVD of X.",
-)
-@click.option(
-    "--scores",
-    is_flag=True,
-    help="Also store the scores, X projected on the components. X is read once more.",
-)
-@click.option(
-    "--resume", is_flag=True, help="Continue a run of the same command that was interrupted or killed."
-)
+@verb_options("pca")
+@taking(JSON, QUIET)
 @click.option("--dry-run", is_flag=True, help="Show how often X would be read, and how. Write nothing.")
-@TRANSFORM
-@taking(*PCA)
 def pca(
     x: str,
     out: str | None,
     as_json: bool,
     dry_run: bool,
     components: int,
-    no_center: bool,
     **options: Any,
 ) -> None:
     """Find the principal components of X, which is read once per iteration.
@@ -96,7 +54,6 @@ def pca(
     Example: oocgemm pca X.zarr components.zarr --components 50
     """
     stores.load_without_cupy(*filter(None, (x, out)))
-    options["center"] = not no_center
     if dry_run:
         kept = {name: value for name, value in options.items() if name not in _RUN_ONLY}
         planned = jobs.plan_pca(x, components, **kept)

@@ -12,34 +12,23 @@ from typing import Any
 import click
 
 from oocgemm import stores
-from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.interrupts import stopping
-from oocgemm.cli.options import (
-    DEVICE,
-    DEVICES,
-    OVERWRITE,
-    PROBLEM,
-    PRODUCT,
-    RUN,
-    TRANSFORMS,
-    VERIFY,
-    WORKERS,
-    transposes,
-)
 from oocgemm.cli.output import (
     EXIT_FAILED,
+    JSON,
     print_error,
     print_interrupted,
     print_json,
     print_note,
     silence_warnings,
+    taking,
 )
-from oocgemm.cli.parameters import Place, Workers
+from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.tolerance import BOUNDS
 from oocgemm.jobs import api, resume
-from oocgemm.jobs.options import Progress
+from oocgemm.jobs.options import PlanOptions, Progress
 from oocgemm.jobs.result import Result
 from oocgemm.planning import Plan
 from oocgemm.planning.problem import GRAMS
@@ -47,6 +36,8 @@ from oocgemm.planning.units import format_size
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20
+# The options of a product that its check takes.
+CHECKED = ("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "transform_a", "transform_b")
 # What a report says of the elements of a Gram matrix that are stored.
 STORED = {
     "full": "  (both triangles)",
@@ -59,13 +50,19 @@ STORED = {
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*PROBLEM, *TRANSFORMS)
-@DEVICE
-@DEVICES
-@VERIFY
-@OVERWRITE
-@taking(*WORKERS)
-@taking(*RUN)
+@verb_options("gemm")
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Compute with the workers of the dask scheduler at this address, such as tcp://10.0.0.5:8786.",
+)
+@click.option(
+    "--scheduler-file",
+    metavar="FILE",
+    type=click.Path(),
+    help="Compute with the workers of the dask scheduler that wrote this file.",
+)
+@taking(JSON, QUIET)
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B, and store the product in C.
 
@@ -207,8 +204,7 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place(), required=False)
-@taking(*PROBLEM, *TRANSFORMS)
-@DEVICES
+@verb_options(PlanOptions)
 @click.option(
     "--explain", is_flag=True, help="Also list the plans that were considered, and why each was not chosen."
 )
@@ -225,6 +221,7 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
     help="With --workers: what the storage delivers to all workers together, such as 100GB/s.  [default: "
     "what one worker reads]",
 )
+@JSON
 def plan(
     a: str,
     b: str,
@@ -264,7 +261,7 @@ def plan(
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*PRODUCT, *TRANSFORMS, JSON)
+@taking(*(option("gemm", name) for name in CHECKED), JSON)
 @click.option(
     "--gram",
     type=click.Choice(GRAMS),

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.jobs import SERVICE, JobId, continuing, exit_code_of, find, wait_for
-from oocgemm.cli.output import exit_code, print_error, print_json, print_note
+from oocgemm.cli.output import JSON, exit_code, print_error, print_json, print_note, taking
 from oocgemm.errors import OocGemmError
 from oocgemm.service.client import Client, Job
 from oocgemm.service.states import ACTIVE, FINAL, State

@@ -11,8 +11,7 @@ from typing import IO, Any
 
 import click
 
-from oocgemm.cli.basics import JSON, taking
-from oocgemm.cli.output import print_json
+from oocgemm.cli.output import JSON, print_json, taking
 from oocgemm.errors import InputError
 from oocgemm.system.text import plain
 

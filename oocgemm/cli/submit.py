@@ -4,20 +4,34 @@ from typing import Any
 
 import click
 
-from oocgemm.cli.basics import JSON, taking
 from oocgemm.cli.jobs import SERVICE, Deadline, JobId, find, wait_for
-from oocgemm.cli.options import JOB, transposes
-from oocgemm.cli.output import print_json
-from oocgemm.cli.parameters import Place
+from oocgemm.cli.output import JSON, print_json, taking
+from oocgemm.cli.parameters import Place, option, transposes
 from oocgemm.cli.queue import finish
 from oocgemm.service.client import Client
+
+# Options of a job. The service chooses the backend and the device, and it always resumes.
+OPTIONS = (
+    *("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "kernel", "out_dtype", "memory"),
+    *(
+        "device_memory",
+        "host_memory",
+        "tile",
+        "chunks",
+        "compressor",
+        "verify",
+        "overwrite",
+        "trust_operands",
+    ),
+)
+CHOSEN = dict.fromkeys(("device_memory", "host_memory"), "chosen by the service")
 
 
 @click.command()
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
-@taking(*JOB)
+@taking(*(option("gemm", name, CHOSEN.get(name)) for name in OPTIONS))
 @click.option("--name", metavar="TEXT", default="", help="Name of the job in lists, such as kinship.")
 @click.option(
     "--priority",

@@ -12,6 +12,8 @@ from oocgemm.engine.short import is_brief
 from oocgemm.errors import InputError
 from oocgemm.jobs.imputing import check_known, how_to_replace
 from oocgemm.jobs.options import (
+    PLAN_OPTIONS,
+    GramArguments,
     GramOptions,
     GramPlanOptions,
     Operand,
@@ -19,20 +21,14 @@ from oocgemm.jobs.options import (
     Output,
     PlanOptions,
     Progress,
+    RunOptions,
+    check_names,
+    documented,
 )
 from oocgemm.jobs.plan import Plan
 from oocgemm.jobs.prepare import prepare
 from oocgemm.jobs.repeat import find
-from oocgemm.jobs.request import (
-    GRAM_OPTIONS,
-    GRAM_PLAN_OPTIONS,
-    PLAN_OPTIONS,
-    RUN_OPTIONS,
-    Request,
-    check_names,
-    parse,
-    parse_gram,
-)
+from oocgemm.jobs.request import Request, parse, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.run import PreparedJob, run_again
 from oocgemm.jobs.transforms import memory_of
@@ -63,10 +59,11 @@ def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[O
     >>> oocgemm.matmul([[1.0, 2.0]], [[3.0], [4.0]], backend="host")
     array([[11.]])
     """
-    check_names("matmul", options, PLAN_OPTIONS | RUN_OPTIONS)
+    check_names("matmul", options, Options)
     return run_request(parse(a, b, out, options)).out
 
 
+@documented(Options)
 def gemm(
     a: Operand | None = None,
     b: Operand | None = None,
@@ -88,72 +85,7 @@ def gemm(
             default a new ndarray.
         plan: a plan from `oocgemm.plan` to run. It contains the operands and the options from `alpha` to
             `devices`. Pass with it only options that are listed below from `device` on.
-        alpha, beta: scalars, 1 and 0 by default. They must be real for real operands. For an integer C they
-            must be integers of magnitude below 2^53. With beta = 0, C is never read; with alpha = 0, A and B
-            are never read.
-        trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate
-            transpose.
-        transform_a, transform_b: a `Transform` of the elements of A or of B on load: missing codes, means,
-            scales, casts. The operand may then also be int32 or int64. If it is cast to float16 or bfloat16,
-            `out_dtype` is float32 by default.
-        epilogue: steps that change each element of C before it is stored, in their order: `Scale`,
-            `RankOne`, `Add`, `Divide`, `Correlation`, `Gaussian`, `Cast`. None by default. (`reduce`
-            computes sums, largest elements and more from C without storing it.)
-        backend: "cuda", "host", or "auto" (default): cuda if a device is available.
-        kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
-            (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured
-            none.
-        compute: "native" (default) computes in the operands' precision, or a wider one. "tf32" and "bf16",
-            for float32 operands on cuda, may round operands to 11 or 8 significant bits and sum in float32.
-            "emulated", for float64 and float32 operands, computes from exact products of int8 matrices, and
-            is as accurate as native.
-        out_dtype: dtype of C. float16 and bfloat16 operands give their own dtype (default) or float32; int8
-            operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
-        memory: upper bound on host memory, in bytes or as "4GiB". On cuda it is another name of
-            `host_memory`. On the host backend it replaces `device_memory` too: three quarters are for blocks
-            of A, B and C, one quarter is for buffers for reading and writing. A share grows if the smallest
-            plan requires more.
-        device_memory: upper bound on device memory, 90% of the free memory by default. On the host backend it
-            bounds the RAM for blocks of A, B and C, 37.5% of the available RAM by default.
-        host_memory: upper bound on host memory for buffers between storage and device, half of the available
-            RAM by default. On the host backend it bounds buffers for reading and writing, 12.5% of the
-            available RAM by default.
-        tile: "MxNxK": C is computed in tiles of M x N elements, and each step multiplies an M x K block of
-            op(A) by a K x N block of op(B). By default the planner chooses these extents.
-        chunks: chunk extents (rows, columns) of a new zarr array. By default, chunks have about 8 MiB, and
-            their extents divide those of a tile.
-        compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
-        requests: number of requests in flight to each array in an object store, 64 by default. Pass one
-            number for all operands, or numbers by operand, such as {"A": 128} or "A=128,B=16". Fewer are used
-            if their buffers would take more than a quarter of the host memory.
-        verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
-            if they differ (`oocgemm.integrity.checksums.check`). If an epilogue changes C, the product is
-            compared before that, and samples of C are checked after the run (`oocgemm.integrity.samples`).
-        decode: respect what an operand declares about its elements (default). Packed arrays (netCDF's
-            `scale_factor`, `add_offset`, `_Unsigned`) are refused. A missing element (`_FillValue`,
-            `missing_value`, -1 in a .bed file) is an error, unless a transform has its code as `missing`.
-            False takes the numbers as they are stored.
-        devices: several CUDA devices of one kind, which compute tiles of C at the same time: their numbers,
-            such as [0, 1] or "0,1", or "all". `device_memory` then bounds the memory of each device,
-            `host_memory` that for all together. By default only `device` is used.
-        device: number of the CUDA device, 0 by default.
-        overwrite: replace the contents of an array that exists at the path `c`. The array must have C's shape
-            and dtype.
-        resume: continue the unfinished run that wrote to `c`, a local path. The plan of that run is used. All
-            arguments except the budgets must be those of that run. If nothing exists at `c`, start a run; if
-            the run is complete, do nothing.
-        trust_operands: with `resume`, accept files of A or B that have changed since the run began. Finished
-            tiles are not computed again.
-        timeline: path of a log of every operation, for `oocgemm report`. It is written during the run.
-        progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten
-            seconds. A callable receives the plan, and returns a function that is called with the `Span` of
-            every finished operation.
-        workers: compute with this many processes on this machine. The memory budgets are divided among them.
-            A, B and C must be at paths. `oocgemm.distributed` describes how such a run works.
-        client: a dask.distributed `Client`: compute with all workers of its cluster. They must see A, B and C
-            at the same paths as this process.
-        executor: a `concurrent.futures.Executor`: compute with its workers, as with a client. `workers` is
-            then the number of tasks at a time, by default that of the executor's workers.
+        {options}
 
     Returns:
         A `Result`.
@@ -169,7 +101,7 @@ def gemm(
             Otherwise a C that the run created is removed.
     """
     if plan is None:
-        check_names("gemm", options, PLAN_OPTIONS | RUN_OPTIONS)
+        check_names("gemm", options, Options)
         return run_request(parse(a, b, c, options))
     given = [name for name, value in (("a", a), ("b", b), ("c", c)) if value is not None]
     given += [name for name in options if name in PLAN_OPTIONS]
@@ -177,7 +109,7 @@ def gemm(
         raise InputError(
             f"plan already contains {', '.join(given)}: drop them here, or pass them to oocgemm.plan instead"
         )
-    check_names("gemm", options, RUN_OPTIONS)
+    check_names("gemm", options, RunOptions)
     return run_request(replace(plan.request, planned=plan, **dict[str, Any](options)))
 
 
@@ -195,10 +127,11 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
     Raises:
         InputError, BudgetError: as `gemm` does.
     """
-    check_names("plan", options, PLAN_OPTIONS)
+    check_names("plan", options, PlanOptions)
     return plan_request(parse(a, b, c, options))
 
 
+@documented(GramArguments, GramOptions)
 def gram(
     x: Operand,
     out: Output = None,
@@ -216,17 +149,7 @@ def gram(
         x: a two-dimensional operand as for `gemm`.
         out: where C is stored, as `c` of `gemm`: an array, a path or a URL. By default a new ndarray. With
             beta != 0, only the triangle that `uplo` names is read, with "full" the lower one.
-        axis: the axis of X that survives. 0 (default): C is n x n for an n x k X, and holds the inner
-            products of the rows of X, ``X @ X.conj().T``. 1: C is k x k, and holds those of the columns,
-            ``X.conj().T @ X``.
-        uplo: "full" (default): both triangles of C are stored, which are exact mirror images. "lower" or
-            "upper": only this triangle is stored, with the diagonal. Elements outside of it are 0 in an array
-            that the run creates, and stay as they are in an existing one. `Result.uplo` and an attribute of
-            a zarr array record it. The default is "lower" for a .grm.bin file, and that of the run with
-            `resume`.
-        options: those of `gemm`, except trans_a, trans_b, devices, workers, client and executor. alpha and
-            beta must be real, also for complex X. `transform` is the `Transform` of X, in place of
-            transform_a and transform_b.
+        {options}
 
     Returns:
         A `Result`.
@@ -239,7 +162,7 @@ def gram(
     array([[ 5., 11.],
            [11., 25.]])
     """
-    check_names("gram", options, GRAM_OPTIONS)
+    check_names("gram", options, GramOptions)
     return run_request(parse_gram(x, out, axis, uplo, options))
 
 
@@ -263,7 +186,7 @@ def plan_gram(
     Raises:
         InputError, BudgetError: as `gram` does.
     """
-    check_names("plan_gram", options, GRAM_PLAN_OPTIONS)
+    check_names("plan_gram", options, GramPlanOptions)
     return plan_request(parse_gram(x, out, axis, uplo, options))
 
 

@@ -9,13 +9,22 @@ from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Coefficients
 from oocgemm.jobs.imputing import opened
-from oocgemm.jobs.options import DenseOptions, Operand, Output
+from oocgemm.jobs.options import (
+    CONSTANT,
+    CorrArguments,
+    CovArguments,
+    DenseOptions,
+    Operand,
+    Output,
+    check_names,
+    documented,
+)
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.recording import check_places
-from oocgemm.jobs.request import DENSE_OPTIONS, Request, check_names, parse_gram
+from oocgemm.jobs.request import Request, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
-from oocgemm.jobs.standardizing import CONSTANT, varying_lines
+from oocgemm.jobs.standardizing import varying_lines
 from oocgemm.jobs.transforms import memory_of
 
 
@@ -38,6 +47,7 @@ def corr(
 def corr(
     x: Operand, *, axis: int = 0, threshold: float, constant: str = "nan", **options: Unpack[DenseOptions]
 ) -> Pairs: ...
+@documented(CorrArguments, DenseOptions)
 def corr(
     x: Operand,
     out: Output = None,
@@ -56,17 +66,7 @@ def corr(
         x: a real two-dimensional operand as for `gemm`, or one of int32 or int64. Missing genotypes of a .bed
             file are replaced by the means of their variants.
         out: where the coefficients are stored, as for `gram`. By default a new ndarray.
-        axis: 0 (default) for the rows of X, or 1 for its columns.
-        topk: do not store all coefficients. Find the rows with the largest ones for each row, as
-            `similarity` does.
-        threshold: do not store all coefficients. Find all pairs of different rows whose coefficient has at
-            least this magnitude.
-        constant: what happens to rows of equal elements, which have no correlation. "nan" (default): their
-            coefficients are NaN, as those of NumPy, which `topk` ranks last and `threshold` leaves out.
-            "drop": the result is that of X without them. `Result.kept` has the numbers of the other rows.
-            In both cases, a `DataWarning` counts the rows. "raise": they are an `InputError`.
-        options: with `topk` or `threshold`, those of `similarity`. Otherwise those of `gram`, except alpha,
-            beta, transform and out_dtype.
+        {options}
 
     Returns:
         A `Result` with both triangles of the coefficients, which are exact mirror images; with `topk` the
@@ -120,6 +120,7 @@ def _with_constant(request: Request, constant: str) -> Request:
     return replace(request, constant=constant)
 
 
+@documented(CovArguments, DenseOptions)
 def cov(
     x: Operand, out: Output = None, *, axis: int = 0, ddof: int = 1, **options: Unpack[DenseOptions]
 ) -> Result:
@@ -128,9 +129,8 @@ def cov(
     Each row is centered in float64 when it is read, and rounded to float32, or to float64 if X is.
 
     Args:
-        x, out, axis: as for `corr`.
-        ddof: the sum of products is divided by the number of elements of a row minus `ddof`, by default 1.
-        options: those of `gram`, except alpha, beta, transform and out_dtype.
+        x, out: as for `corr`.
+        {options}
 
     Returns:
         A `Result` with both triangles of the covariances, which are exact mirror images.
@@ -158,6 +158,6 @@ def cov(
 def _gram(
     function: str, x: Operand, out: Output, axis: int, scalars: dict[str, Any], options: DenseOptions
 ) -> Request:
-    check_names(function, options, DENSE_OPTIONS)
+    check_names(function, options, DenseOptions)
     given: dict[str, Any] = dict(options)
     return parse_gram(x, out, axis, "full", given | scalars)  # type: ignore[arg-type]

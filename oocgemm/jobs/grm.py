@@ -12,9 +12,18 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import DivideOrZero
-from oocgemm.jobs.options import DenseOptions, Operand, Output
+from oocgemm.jobs.options import (
+    GRM_CASTS,
+    GRM_METHODS,
+    DenseOptions,
+    GrmArguments,
+    Operand,
+    Output,
+    check_names,
+    documented,
+)
 from oocgemm.jobs.recording import check_places
-from oocgemm.jobs.request import DENSE_OPTIONS, Known, Request, check_names, parse_gram
+from oocgemm.jobs.request import Known, Request, parse_gram
 from oocgemm.jobs.result import Result
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import accepted, memory_of
@@ -27,9 +36,6 @@ from oocgemm.stores.transform import Transform
 
 logger = logging.getLogger("oocgemm")
 
-METHODS = ("gcta", "vanraden")
-# Floating-point dtypes to which genotypes may be cast.
-CASTS = ("float32", "float64", "float16", "bfloat16")
 # Genotypes of variants on other chromosomes are divided by this. Their products are 0 in every dtype.
 _VANISHING = 1e300
 
@@ -53,6 +59,7 @@ class Relationships(Result):
     counts: Any = None
 
 
+@documented(GrmArguments, DenseOptions)
 def grm(
     x: Operand,
     out: Output = None,
@@ -84,22 +91,7 @@ def grm(
         out: where the matrix is stored, as for `gram`, or the path of a new .grm.bin file of GCTA, such as
             "x.grm.bin". Then x.grm.id and x.grm.N.bin are written beside it. The IDs are those in the .fam
             file of x, or row numbers from 1 if x is no .bed file.
-        method: "gcta" (default) or "vanraden". They are the algorithms 0 and 1 of GCTA's --make-grm-alg.
-        axis: 0 (default) if the rows of x are individuals, 1 if its columns are.
-        uplo: the triangle that is stored, as for `gram`: "lower", "upper" or "full" (default). A .grm.bin
-            file has the lower triangle.
-        missing: the code of missing genotypes, -1 by default; NaN is one too. None: there are none.
-        cast: dtype in which genotypes are multiplied: "float32", "float64", "float16" or "bfloat16". By
-            default float32 for int8, as in a .bed file, and else as for `Transform`. A GPU is fastest with
-            float16 and bfloat16; the matrix is then float32.
-        pairwise: divide the relationship of two individuals by the number of variants that both have, as GCTA
-            does, and not by the number of all variants; with "vanraden" also by the mean of 2 p (1 - p) over
-            all variants. It takes a second, exact product. The numbers are stored beside a path `out`: in
-            x.grm.N.bin for x.grm.bin, in x.counts.zarr for x.zarr. A pair without a common variant is 0.
-        chromosomes: which variants of a .bed file are used, by the chromosomes in its .bim file: such as
-            "1-22,X", 21, or "all". By default the autosomes, 1 to 22, as GCTA does; all if the .bim file
-            names no chromosome. For other operands None or "all".
-        options: those of `gram`, except alpha, beta, transform and out_dtype.
+        {options}
 
     Returns:
         The `Relationships`, a `Result` with the number of variants. `out` of a .grm.bin file is a memory map
@@ -116,11 +108,11 @@ def grm(
            [ 0.,  0.,  0.],
            [-2.,  0.,  2.]])
     """
-    check_names("grm", options, DENSE_OPTIONS)
-    if method not in METHODS:
-        raise InputError(f"method = {method!r}: choose one of {', '.join(METHODS)}")
-    if cast is not None and cast not in CASTS:
-        raise InputError(f"cast = {cast!r}: choose one of {', '.join(CASTS)}")
+    check_names("grm", options, DenseOptions)
+    if method not in GRM_METHODS:
+        raise InputError(f"method = {method!r}: choose one of {', '.join(GRM_METHODS)}")
+    if cast is not None and cast not in GRM_CASTS:
+        raise InputError(f"cast = {cast!r}: choose one of {', '.join(GRM_CASTS)}")
     x, out = stores.located("X", x), stores.located("C", out)
     if isinstance(out, str) and out.endswith(".grm"):
         raise InputError(

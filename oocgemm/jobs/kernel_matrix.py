@@ -5,13 +5,14 @@ from typing import Any, Unpack
 from oocgemm import stores
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Gaussian
-from oocgemm.jobs.options import Operand, SelectionOptions
+from oocgemm.jobs.options import KernelArguments, Operand, SelectionOptions, documented
 from oocgemm.jobs.reduction import product
 from oocgemm.jobs.similarity import check_options
 from oocgemm.planning import Op
 from oocgemm.stores import Array
 
 
+@documented(KernelArguments, SelectionOptions)
 def kernel_matmul(
     x: Operand,
     v: Any,
@@ -29,8 +30,7 @@ def kernel_matmul(
         x: a two-dimensional operand as for `gemm`, float16, bfloat16, float32 or float64.
         v: V, an ndarray of shape (n,) or (n, r), in memory. It is used in X's dtype, in float32 at least.
         y: an operand like x, with as many columns. By default x itself.
-        gamma: a positive number. 1 / (2 s^2) gives the kernel of the standard deviation s.
-        options: those of `similarity`.
+        {options}
 
     Returns:
         An ndarray of shape (m,) or (m, r), in the dtype in which V is used. Squared distances come from

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs import pca_state
-from oocgemm.jobs.options import Operand, PathLike, PcaOptions
+from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
 from oocgemm.jobs.pca_passes import Passes, State
 from oocgemm.jobs.plan import Plan
-from oocgemm.jobs.request import PCA_OPTIONS, check_names
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
@@ -70,6 +69,7 @@ class PCA:
         save_arrays(os.fspath(path), arrays | ({} if self.scores is None else {"scores": self.scores}))
 
 
+@documented(PcaArguments, PcaOptions)
 def pca(
     x: Operand,
     k: int,
@@ -91,6 +91,12 @@ def pca(
     subtracted from the products, by a matrix of rank one. It ends when the components have converged, and
     warns if they have not after the last iteration.
 
+    int8, float16 and bfloat16 elements are multiplied as float32, int32 and int64 as float64; a transform may
+    cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
+    replaced by the means of their columns. Means and scales are per column. With `verify`, X is read once
+    more for each product, which is compared with random combinations of its columns
+    (`oocgemm.integrity.chained`).
+
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.
             A few matrices of d x (k + oversampling) must fit into device memory, and about ten in float64
@@ -98,25 +104,7 @@ def pca(
         k: number of components, at most min(n, d).
         out: path of a new zarr group, to which the result is also saved (`PCA.save`). During the run, the
             state is kept beside it, so that a run that was killed can be resumed.
-        center: subtract the mean of each column (default). False gives a truncated SVD of X.
-        transform: further changes of the elements on load, such as ``Transform(log1p=True, scale="k")``, or
-            ``Transform(missing=-1)``. Means and scales are per column. int8, float16 and bfloat16 elements
-            are multiplied as float32, int32 and int64 as float64; `cast` may be float32 or float64.
-            Without `missing`, missing genotypes of a .bed file are replaced by the means of their columns.
-        iterations: how many times X is read at most, 6 by default. The more slowly singular values decay, the
-            more iterations are needed.
-        tol: the iteration ends as soon as the residual of each component over the gap to its neighbours is
-            below this (`PCA.errors`), 0.01 by default. The error of a singular value is about the square of
-            this number. With 0, X is read `iterations` times, and there is no warning.
-        oversampling: at least this many further directions are kept, 10 by default. More of them need fewer
-            iterations.
-        seed: of the random start. With the same seed, budgets and backend, results are equal in every bit.
-        scores: also compute the scores, X projected on the components, by one more read of X.
-        resume: continue the run with the same arguments that was killed while it wrote to `out`. Nothing to
-            continue is no error.
-        options: those of `gemm` that are listed here: backend, kernel, memory, device_memory, host_memory,
-            requests, verify, device and progress. With `verify`, X is read once more for each product, which
-            is compared with random combinations of its columns (`oocgemm.integrity.chained`).
+        {options}
 
     Returns:
         The `PCA`.
@@ -133,7 +121,7 @@ def pca(
     >>> found.singular_values.round(6)
     array([6.324555])
     """
-    check_names("pca", options, PCA_OPTIONS)
+    check_names("pca", options, PcaOptions)
     passes = _opened(x, k, transform, iterations, oversampling, seed, options, center=center)
     _check_tol(tol)
     path, target = None, None if out is None else os.fspath(out)
@@ -251,7 +239,7 @@ def plan_pca(
     Raises:
         InputError, BudgetError: as `pca` does.
     """
-    check_names("plan_pca", options, PCA_OPTIONS - {"device", "progress"})
+    check_names("plan_pca", options, PcaOptions.__annotations__.keys() - {"device", "progress"})
     passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
     statistics = passes.transform.needs_stats and passes.reads_first
     checks = iterations if options.get("verify") else 0  # the product for the scores has checksums

@@ -6,8 +6,8 @@ from typing import Unpack
 
 from oocgemm import planning
 from oocgemm.errors import InputError
-from oocgemm.jobs.options import RunOptions
-from oocgemm.jobs.request import RUN_OPTIONS, Request, check_names
+from oocgemm.jobs.options import RunOptions, check_names
+from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.planning.parts.partition import Partition, scaling
 from oocgemm.planning.units import counted, format_size, format_time, parse_rate
@@ -32,7 +32,7 @@ class Plan(planning.Plan):
         """Run the plan, as ``oocgemm.gemm(plan=self, **options)`` does."""
         from oocgemm.jobs.api import gemm  # not at the top, since `oocgemm.jobs.api` imports this module
 
-        check_names("run", options, RUN_OPTIONS)
+        check_names("run", options, RunOptions)
         return gemm(plan=self, **options)
 
     def scaling(

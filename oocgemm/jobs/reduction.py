@@ -10,7 +10,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale, steps_of
-from oocgemm.jobs.options import Operand, SelectionOptions, Transpose
+from oocgemm.jobs.options import Operand, ReduceArguments, SelectionOptions, Transpose, documented
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.request import Reduction, Request
 from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
@@ -94,6 +94,7 @@ def reduce(
     trans_b: Transpose = Op.N,
     **options: Unpack[SelectionOptions],
 ) -> Array: ...
+@documented(ReduceArguments, SelectionOptions)
 def reduce(
     a: Operand,
     b: Operand | None = None,
@@ -106,14 +107,14 @@ def reduce(
 ) -> Neighbors | Pairs | Array:
     """Compute something smaller from ``C = op(A) @ op(B)``, such as sums of its rows, without storing C.
 
+    The steps of the epilogue change each element of C first; `Add`, `Divide` and `Cast` are refused. There is
+    no alpha: pass ``Scale(value=alpha)`` as a step. Without b, trans_b has no effect.
+
     Args:
         a: a real two-dimensional operand as for `gemm`.
         b: an operand like a. By default C is ``op(A) @ op(A)^T``.
         to: what is computed: `TopK`, `Threshold`, `Reduce` or `MatVec`.
-        epilogue: steps that change each element of C first, as for `gemm`, without `Add`, `Divide` and
-            `Cast`.
-        trans_a, trans_b: as for `gemm`. Without b, trans_b has no effect.
-        options: those of `similarity`. There is no alpha: pass ``Scale(value=alpha)`` as a step.
+        {options}
 
     Returns:
         The `Neighbors` for `TopK`, the `Pairs` for `Threshold`. For `Reduce`, a float64 array with an element

@@ -1,6 +1,6 @@
 """The request of one call: operands, destination of C, and options, before any array is opened."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Literal
@@ -12,18 +12,14 @@ from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Epilogue, steps_of
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.options import (
-    DenseOptions,
     Devices,
     GramOptions,
     GramPlanOptions,
     Options,
     PathLike,
-    PcaOptions,
     PlanOptions,
     Progress,
     Requests,
-    RunOptions,
-    SelectionOptions,
     Size,
     Transpose,
 )
@@ -226,15 +222,6 @@ class Request:
             )
 
 
-PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
-RUN_OPTIONS = frozenset(RunOptions.__annotations__)
-GRAM_PLAN_OPTIONS = frozenset(GramPlanOptions.__annotations__)
-SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
-DENSE_OPTIONS = frozenset(DenseOptions.__annotations__)
-GRAM_OPTIONS = frozenset(GramOptions.__annotations__)
-PCA_OPTIONS = frozenset(PcaOptions.__annotations__)
-
-
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     """Return the request of a call. Raises `InputError` for a string that cannot be a path."""
     a, b = stores.located("A", a), stores.located("B", b)
@@ -301,12 +288,3 @@ def requests_of(given: Requests | None) -> dict[str, int]:
             'operand, such as "A=128,B=16"'
         )
     return {name: int(value) for name, _, value in pairs}
-
-
-def check_names(function: str, options: Iterable[str], known: frozenset[str]) -> None:
-    """Raise `TypeError` for an unknown option, as Python does for an unknown parameter."""
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"{function}() got an unexpected option {name!r}: it takes {', '.join(sorted(known))}"
-            )

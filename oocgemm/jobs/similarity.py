@@ -13,13 +13,21 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.api import run_request
 from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.options import Operand, PathLike, SelectionOptions
-from oocgemm.jobs.request import PLAN_OPTIONS, RUN_OPTIONS, SELECTION_OPTIONS, Request, Selection, check_names
+from oocgemm.jobs.options import (
+    METRICS,
+    OPTIONS,
+    SELECTION_OPTIONS,
+    Operand,
+    PathLike,
+    SelectionOptions,
+    SimilarityArguments,
+    check_names,
+    documented,
+)
+from oocgemm.jobs.request import Request, Selection
 from oocgemm.jobs.result import Result
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
-
-METRICS = ("cosine", "dot")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +115,7 @@ def similarity(
     exclude_self: bool = True,
     **options: Unpack[SelectionOptions],
 ) -> Pairs: ...
+@documented(SimilarityArguments, SelectionOptions)
 def similarity(
     e: Operand,
     *,
@@ -123,17 +132,7 @@ def similarity(
     Args:
         e: a real two-dimensional operand as for `gemm`, n x k. Rows are compared. Missing genotypes of a .bed
             file are replaced by the means of their variants.
-        topk: how many rows to find for each row, at least 1. At most 2048 on cuda. Rows of equal scores are
-            in ascending order of their numbers. Rounding, which depends on tiles, may make the scores of
-            equally similar rows differ. NaN ranks last.
-        threshold: find all pairs of rows whose similarity is at least this number. Cosines near it are
-            computed again in float64, and compared exactly. For the metric "dot", it is rounded to the dtype
-            of the scores. NaN is left out.
-        metric: "cosine" (default): inner products of rows divided by their norms, at least -1 and at most 1.
-            Those of a zero row are 0. "dot": inner products.
-        exclude_self: leave out the similarity of a row to itself (default).
-        options: those of `gemm` that are listed here: backend, kernel, compute, memory, device_memory,
-            host_memory, tile, requests, verify, device, timeline and progress.
+        {options}
 
     Returns:
         With `topk`, the `Neighbors`. Their arrays take 12 * n * topk bytes, or 16 * n * topk with float64
@@ -176,7 +175,7 @@ def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None
 def check_options(function: str, options: Iterable[str]) -> None:
     """Raise an error for options that a function does not take."""
     for name in options:
-        if name in (PLAN_OPTIONS | RUN_OPTIONS) - SELECTION_OPTIONS:
+        if name in OPTIONS - SELECTION_OPTIONS:
             raise InputError(
                 f"{function} does not take the option {name}, which gemm does: drop it; one device computes "
                 "the result, which is kept in memory and not resumed"

@@ -12,8 +12,6 @@ from oocgemm.stores import Array, Matrix
 from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
 
-# What becomes of lines whose elements are equal, which have no correlation.
-CONSTANT = ("nan", "drop", "raise")
 # What the lines of each axis are called.
 _LINES = ("row", "column")
 # Maximum number of lines that a message lists.
