@@ -8,6 +8,7 @@ longer without it, or if a product takes more than 5% longer.
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
 from grid_cases import CHUNKS, CUDA, HOST, IN_MEMORY, ITEM_BYTES, Case
 
 from oocgemm.planning import (
@@ -168,7 +172,7 @@ def planned(clear: Callable[[], None] = planner._planned.cache_clear) -> dict[st
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default="scripts/results/ablation.json")
+@click.option("--output", type=click.Path(path_type=Path), default="scripts/bench/results/ablation.json")
 @click.option("--only", default="", help="Only parts whose names contain this.")
 def main(output: Path, only: str) -> None:
     """Plan all products with every part of the planner, and without each part."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write the generated parts of the README and the docs: tables, outputs of commands, and pictures.
 
-They come from scripts/results/ and from the program itself. In a page, a generated part is between two
+They come from scripts/bench/results/ and from the program itself. In a page, a generated part is between two
 comments, `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
 usage: scripts/figures.py [--check]    --check: only say which files are out of date
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import gram_tables
 import grid_tables
@@ -55,7 +57,7 @@ def plan() -> None:
 
 
 def reported() -> None:
-    """Return the output of `oocgemm report` for the timeline in scripts/results/."""
+    """Return the output of `oocgemm report` for the timeline in scripts/bench/results/."""
     timeline = read_log(LOG)
     print_report(report(timeline), timeline, advise=True)
 

@@ -1,6 +1,6 @@
 """Emulated products are as accurate as native ones on difficult data.
 
-This runs `scripts/accuracy_emulated.py` on small matrices.
+This runs `scripts/bench/accuracy_emulated.py` on small matrices.
 """
 
 import importlib

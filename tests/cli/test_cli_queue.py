@@ -239,7 +239,7 @@ def test_a_job_that_has_printed_nothing_has_an_empty_log(stub: Stub) -> None:
 
 # Reports
 
-TIMELINE = TOP / "scripts" / "results" / "report.jsonl"
+TIMELINE = TOP / "scripts" / "bench" / "results" / "report.jsonl"
 
 
 def test_the_report_on_a_job_is_that_on_its_timeline(stub: Stub, tmp_path: Path) -> None:

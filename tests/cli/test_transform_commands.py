@@ -76,7 +76,7 @@ def test_wrong_options_are_refused(given: str, message: str) -> None:
 def test_transformed_products_killed_at_random_have_the_same_bits(tmp_path: Path) -> None:
     line = [
         sys.executable,
-        str(TOP / "scripts" / "torture.py"),
+        str(TOP / "scripts/bench/torture.py"),
         "--kills",
         "50",
         "--case",

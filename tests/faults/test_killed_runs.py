@@ -46,7 +46,7 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     output = tmp_path / "torture.json"
     line = [
         sys.executable,
-        str(TOP / "scripts" / "torture.py"),
+        str(TOP / "scripts/bench/torture.py"),
         "--kills",
         str(kills),
         "--output",
@@ -62,8 +62,8 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10
 
 
-# Commands other than run and gram, by the numbers of their cases in scripts/torture_cases.py. Those that keep
-# their result in memory have no --resume. The last four have --verify.
+# Commands other than run and gram, by the numbers of their cases in torture_cases.py. Those that keep their
+# result in memory have no --resume. The last four have --verify.
 VERBS = {"corr": 16, "cov": 17, "grm": 18, "grm.bin": 19, "pca": 20, "similarity": 21, "threshold": 22} | {
     "kernel_matmul": 23,
     "verified grm": 24,
@@ -83,7 +83,7 @@ def test_a_command_killed_at_random_gives_the_same_bits(
     tmp_path: Path, verbs: tuple[str, ...], kills: int
 ) -> None:
     output, numbers = tmp_path / "torture.json", {"gram": 10} | VERBS
-    line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", str(kills)]
+    line = [sys.executable, str(TOP / "scripts/bench/torture.py"), "--kills", str(kills)]
     line += [argument for verb in verbs for argument in ("--case", str(numbers[verb]))]
     done = subprocess.run(
         [*line, "--output", str(output)], cwd=tmp_path, capture_output=True, text=True, check=False

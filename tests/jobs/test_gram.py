@@ -329,7 +329,7 @@ def test_an_unfinished_gram_matrix_is_resumed_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_gram_matrix_killed_at_random_has_the_same_bits(tmp_path: Path) -> None:
-    line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", "50"]
+    line = [sys.executable, str(TOP / "scripts/bench/torture.py"), "--kills", "50"]
     line += ["--output", str(tmp_path / "torture.json")]
     line += [argument for number in (10, 11, 12, 13) for argument in ("--case", str(number))]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -28,7 +28,7 @@ from tests.support.backends_here import CUDA, needs_gpu
 from tests.support.command import command, contents
 from tests.support.gemm_cases import assert_close, random_case
 
-RESULTS = TOP / "scripts" / "results"
+RESULTS = TOP / "scripts" / "bench" / "results"
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from oocgemm.machine import counters, kernel_bench
 from tests.support import TOP
 from tests.support.suite import slow
 
-SCRIPTS = TOP / "scripts"
+RESULTS = TOP / "scripts" / "bench" / "results"
 ladder_tables: Any = importlib.import_module("ladder_tables")
 tables: Any = importlib.import_module("tables")
 
@@ -157,8 +157,8 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept() -> dict[str, Any]:
-    """Return the benchmark in scripts/results/ without its counters."""
-    result: dict[str, Any] = snake_keys(json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text()))
+    """Return the benchmark in scripts/bench/results/ without its counters."""
+    result: dict[str, Any] = snake_keys(json.loads((RESULTS / "bench_kernels.json").read_text()))
     result.pop("not_counted", None)
     for row in result["rows"]:
         row.pop("ncu", None)

@@ -198,7 +198,14 @@ def test_the_loop_over_slices_multiplies_with_any_budget(budget: int) -> None:
 
 def test_results_are_kept_after_each_product(tmp_path: Path) -> None:
     output = tmp_path / "grid.json"
-    line = [sys.executable, str(TOP / "scripts" / "bench_grid.py"), "--backend", "host", "--shrink", "16"]
+    line = [
+        sys.executable,
+        str(TOP / "scripts/bench/bench_grid.py"),
+        "--backend",
+        "host",
+        "--shrink",
+        "16",
+    ]
     line += ["--repeats", "1", "--output", str(output)]
     for only in (("4000x4000x1",), ("8000x8000", "--add")):
         done = subprocess.run(

@@ -15,7 +15,14 @@ CASE = ("--size", "512x256x384", "--chunk", "128", "--device-memory", "64MiB", "
 
 
 def bench(output: Path, *arguments: str) -> str:
-    line = [sys.executable, str(TOP / "scripts" / "bench_cpu.py"), *CASE, "--output", str(output), *arguments]
+    line = [
+        sys.executable,
+        str(TOP / "scripts/bench/bench_cpu.py"),
+        *CASE,
+        "--output",
+        str(output),
+        *arguments,
+    ]
     done = subprocess.run(line, cwd=output.parent, check=True, capture_output=True, text=True)
     return done.stdout
 

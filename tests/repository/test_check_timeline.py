@@ -1,4 +1,4 @@
-"""scripts/check_timeline.py accepts timelines that match a tracer, and finds differences."""
+"""scripts/bench/check_timeline.py accepts timelines that match a tracer, and finds differences."""
 
 import importlib.util
 from dataclasses import replace
@@ -11,7 +11,7 @@ import oocgemm
 from tests.support import TOP
 from tests.support.backends_here import staged
 
-SCRIPT = TOP / "scripts" / "check_timeline.py"
+SCRIPT = TOP / "scripts/bench/check_timeline.py"
 OFFSET = 123_456_789_012
 
 

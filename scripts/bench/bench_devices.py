@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Measure runs on several GPUs of one host: time, bytes read, and whether C has the bits of one GPU.
 
-    python scripts/bench_devices.py --output devices.json --timelines timelines.tar.gz
-    python scripts/bench_devices.py --backend host --scale 64 --rounds 1 --output /tmp/devices.json
+    python scripts/bench/bench_devices.py --output devices.json --timelines timelines.tar.gz
+    python scripts/bench/bench_devices.py --backend host --scale 64 --rounds 1 --output /tmp/devices.json
 
 A case multiplies two square matrices on several lists of devices, in turns, after a round that is not
 measured. In that round, a digest of each C is compared with that of the first list. The matrices have small

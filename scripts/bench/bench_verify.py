@@ -64,7 +64,9 @@ def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
 @click.option("--host-memory", default="400MiB", show_default=True)
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--seconds", default=600.0, show_default=True, help="Start no further round after this time.")
-@click.option("--output", type=click.Path(), default="scripts/results/bench_verify.json", show_default=True)
+@click.option(
+    "--output", type=click.Path(), default="scripts/bench/results/bench_verify.json", show_default=True
+)
 def main(
     product: str,
     backend: str,

@@ -363,7 +363,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    default=Path("scripts/results/bench_disk.json"),
+    default=Path("scripts/bench/results/bench_disk.json"),
     show_default=True,
 )
 def main(

@@ -1,4 +1,4 @@
-"""Markdown tables of the measurements in scripts/results/."""
+"""Markdown tables of the measurements in scripts/bench/results/."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ from typing import Any
 from oocgemm.timeline.verdict import shares, verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# The reasons that scripts/bench_traffic.py gives for moving more than the lower bound, and their texts in a
-# table.
+# The reasons that bench_traffic.py gives for moving more than the lower bound, and their texts in a table.
 MISSES = {
     "the plan": "the plan is not the best",
     "memory set aside": "memory is reserved for the kernel library",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time products that users compute with other libraries today, with these libraries and with oocgemm.
 
-    python scripts/bench_peers.py --rounds 3
+    python scripts/bench/bench_peers.py --rounds 3
 
 Cases: all correlations of the rows of a matrix, the most similar rows of each row, a genetic relationship
 matrix of genotypes with missing ones, the same divided by the numbers of variants that both individuals have,
@@ -318,7 +318,7 @@ def main(
             "median_bytes": {n: statistics.median(x["bytes"] for x in found[n]) for n in names},
             "agreement": {n: found[n][0]["agreement"] for n in names},
         }
-        keep(output or Path("scripts/results/bench_peers.json"), f"cpu {result['what']}", result)
+        keep(output or Path("scripts/bench/results/bench_peers.json"), f"cpu {result['what']}", result)
         for name in names:
             print(
                 f"{case:8} {name:26} {result['median_seconds'][name]:8.2f} s "

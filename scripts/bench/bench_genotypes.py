@@ -1,7 +1,7 @@
 """Measure relationship matrices of genotypes in a .bed file, beside the same genotypes in a zarr array.
 
-    python scripts/bench_genotypes.py --backend cuda --individuals 20000 --variants 100000
-    python scripts/bench_genotypes.py --backend host --individuals 4000 --variants 40000
+    python scripts/bench/bench_genotypes.py --backend cuda --individuals 20000 --variants 100000
+    python scripts/bench/bench_genotypes.py --backend host --individuals 4000 --variants 40000
 
 1% of the genotypes are missing. The array has raw chunks of int8, four times the bytes of the file, and both
 are in the page cache. Cases run in turns, and the seconds are those of the product: the pass for the allele
@@ -138,7 +138,7 @@ def main(
         "runs": facts,
     }
     name = f"{backend} {individuals}x{variants}"
-    keep(output or Path("scripts/results/bench_genotypes.json"), name, result)
+    keep(output or Path("scripts/bench/results/bench_genotypes.json"), name, result)
     print(name, json.dumps(result, indent=1), flush=True)
 
 

@@ -1,9 +1,9 @@
 """Measure `gram` relative to `gemm(X, X^T)`, in the same run and in turn.
 
-    python scripts/bench_gram.py --backend host --size 8192
-    python scripts/bench_gram.py --backend cuda --size 32768 --dtype float64 --uplo lower --uplo full
-    python scripts/bench_gram.py --backend cuda --size 32768 --depth 262144 --dtype int8 --pinned
-    python scripts/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
+    python scripts/bench/bench_gram.py --backend host --size 8192
+    python scripts/bench/bench_gram.py --backend cuda --size 32768 --dtype float64 --uplo lower --uplo full
+    python scripts/bench/bench_gram.py --backend cuda --size 32768 --depth 262144 --dtype int8 --pinned
+    python scripts/bench/bench_gram.py --backend host --size 6000 --depth 20000 --folder /tmp/gram
 
 X holds small integers, so that C is exact: a sample of rows of both results is compared with NumPy. X and C
 are NumPy arrays, which can be pinned, or zarr arrays of raw chunks in a folder. The ratio is that of the
@@ -91,7 +91,7 @@ def main(
         place = "zarr" if folder else "pinned memory" if pinned else "memory"
         found = compared(size, k, dtype, uplo, folder, place, chunk, rounds, tile, options)
         name = f"{backend} {dtype} {size}x{k} {uplo} {place}"
-        keep(output or Path("scripts/results/bench_gram.json"), name, found)
+        keep(output or Path("scripts/bench/results/bench_gram.json"), name, found)
         shown = ("median_seconds", "ratio", "ratios", "cpu_ratio", "read", "h2d", "plans")
         print(name, json.dumps({key: found[key] for key in shown}, indent=1), flush=True)
 

@@ -1,7 +1,7 @@
 """Measure the fixed cost of calls and commands: small products beside CuPy or NumPy, short commands beside T.
 
-    python scripts/bench_calls.py calls --backend cuda --sizes 64,512,1024,2048,4096
-    python scripts/bench_calls.py commands --backend cuda --sizes 2048,16384 --folder /tmp/operands
+    python scripts/bench/bench_calls.py calls --backend cuda --sizes 64,512,1024,2048,4096
+    python scripts/bench/bench_calls.py commands --backend cuda --sizes 2048,16384 --folder /tmp/operands
 
 Calls multiply pageable arrays of small integers, after five calls that are not counted. oocgemm, with and
 without short runs in one thread, and CuPy (`asarray`, `@`, `asnumpy`) take turns. On the host, NumPy stands

@@ -257,7 +257,7 @@ def print_rows(rows: list[Row]) -> None:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default="scripts/results/bench_traffic.json")
+@click.option("--output", type=click.Path(path_type=Path), default="scripts/bench/results/bench_traffic.json")
 @click.option("--machines", default="h2d,read,unified", show_default=True)
 @click.option("--only", default="", help="Only these shapes, by name.")
 @click.option("--processes", default=2, show_default=True)

@@ -4,8 +4,12 @@ A block cannot be multiplied before it has arrived, nor downloaded before it is 
 run takes longer than its slowest resource: at its start and at its end, only some resources are busy.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from ablation import grid_setting
 from grid_cases import COLD, IN_MEMORY, PAGEABLE, Case

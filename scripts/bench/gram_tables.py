@@ -1,4 +1,4 @@
-"""Markdown tables of the measurements of Gram matrices in scripts/results/."""
+"""Markdown tables of the measurements of Gram matrices in scripts/bench/results/."""
 
 from tables import load, seconds, table, unbroken
 

@@ -1,8 +1,9 @@
 """Measure `similarity` or `corr` beside the plain product in GPU memory, or a NumPy loop, in the same run.
 
-    python scripts/bench_similarity.py --backend cuda --rows 1000000 --depth 256
-    python scripts/bench_similarity.py --backend cuda --rows 200000 --depth 300 --what corr --threshold 0.2
-    python scripts/bench_similarity.py --backend host --rows 20000 --depth 256
+    python scripts/bench/bench_similarity.py --backend cuda --rows 1000000 --depth 256
+    python scripts/bench/bench_similarity.py --backend cuda --rows 200000 --depth 300 --what corr \\
+        --threshold 0.2
+    python scripts/bench/bench_similarity.py --backend host --rows 20000 --depth 256
 
 The plain product multiplies the same matrix and its transpose, tile by tile, with cuBLAS. Its operands are in
 GPU memory, and its tiles overwrite one another. The NumPy loop multiplies bands of rows, and calls
@@ -169,7 +170,7 @@ def main(
         "traffic": plan.traffic,
     }
     name = f"{backend} {dtype} {rows}x{depth} {what} {kept}"
-    keep(output or Path("scripts/results/bench_similarity.json"), name, result)
+    keep(output or Path("scripts/bench/results/bench_similarity.json"), name, result)
     print(name, json.dumps(result, indent=1), flush=True)
 
 

@@ -237,7 +237,9 @@ def run(case: Case) -> Callable[[], oocgemm.Result]:
 
 
 @click.command()
-@click.option("--output", type=click.Path(), default="scripts/results/check_timeline.json", show_default=True)
+@click.option(
+    "--output", type=click.Path(), default="scripts/bench/results/check_timeline.json", show_default=True
+)
 def main(output: str) -> None:
     import torch
 

@@ -1,4 +1,4 @@
-"""Markdown tables about reading and decoding operands, from the measurements in scripts/results/."""
+"""Markdown tables about reading and decoding operands, from the measurements in scripts/bench/results/."""
 
 from tables import RESULTS, load, table
 

@@ -1,6 +1,6 @@
 """Time in-core steps emulated with int8 products, against cuBLAS.
 
-Writes scripts/results/bench_emulated.json.
+Writes scripts/bench/results/bench_emulated.json.
 """
 
 import json

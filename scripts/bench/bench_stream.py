@@ -164,7 +164,9 @@ def random_operands(size: int, dtype: str) -> list[cupy.ndarray]:
     "--xt-repeats", default=2, show_default=True, help="Runs of cuBLASXt per block size; 0 skips it."
 )
 @click.option("--loop/--no-loop", default=True, help="Run the synchronous loop of CuPy calls.")
-@click.option("--output", type=click.Path(), default="scripts/results/bench_stream.json", show_default=True)
+@click.option(
+    "--output", type=click.Path(), default="scripts/bench/results/bench_stream.json", show_default=True
+)
 @click.option("--timeline", type=click.Path(), default=None, help="Keep the timeline of the last run.")
 def main(
     size: int,

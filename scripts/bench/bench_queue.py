@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure how long a submission to `oocgemm serve` takes while many jobs are queued.
 
-    python scripts/bench_queue.py --queued 10000 --submissions 1000 --output results.json
+    python scripts/bench/bench_queue.py --queued 10000 --submissions 1000 --output results.json
 
 The server drains, so that the queue does not become shorter. Its jobs are small products of one pair of
 operands, each with its own C. They are submitted in batches of 1000. Then single jobs are submitted by one

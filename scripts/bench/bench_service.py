@@ -1,6 +1,6 @@
 """Measure what the service adds to the time of its jobs, with workers that stay warm and without.
 
-    python scripts/bench_service.py --backend cuda --size 8192 --jobs 10 --output results.json
+    python scripts/bench/bench_service.py --backend cuda --size 8192 --jobs 10 --output results.json
 
 It starts ``oocgemm serve`` on a unix socket, runs one product, and then submits the others at once, as a
 queue. A and B are float64 zarr arrays without compression, and so is each C. The ratio is the time from the

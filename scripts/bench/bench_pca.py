@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Time principal components of a matrix on disk, with other libraries and with oocgemm.
 
-    python scripts/bench_pca.py --rounds 3
-    python scripts/bench_pca.py --backend cuda --rows 200000 --cols 20000
+    python scripts/bench/bench_pca.py --rounds 3
+    python scripts/bench/bench_pca.py --backend cuda --rows 200000 --cols 20000
 
 The matrix has singular values that decay as 1 / sqrt(i), plus noise, and columns with other means. It is a
 .npy file, which the page cache holds. On the CPU, scikit-learn and dask are compared, and on a GPU cupy in
@@ -209,7 +209,7 @@ def main(
         "median_bytes": {n: statistics.median(x["bytes"] for x in found[n]) for n in names},
         "error": {n: found[n][0]["error"] for n in names},
     }
-    keep(output or Path("scripts/results/bench_pca.json"), f"{backend} {result['what']}", result)
+    keep(output or Path("scripts/bench/results/bench_pca.json"), f"{backend} {result['what']}", result)
     for name in names:
         seconds, size = result["median_seconds"][name], result["median_bytes"][name] / 2**20
         print(f"{name:26} {seconds:8.2f} s {size:8.0f} MiB  error {result['error'][name]}")

@@ -1,7 +1,9 @@
 """Measure a Gram matrix of genotypes that are transformed on load, in turn with ones without a transform.
 
-    python scripts/bench_transform.py --backend host --people 2000 --places 20000 --folder /tmp/genotypes
-    python scripts/bench_transform.py --backend cuda --people 20000 --places 500000 --folder /dev/shm/types
+    python scripts/bench/bench_transform.py --backend host --people 2000 --places 20000 \\
+        --folder /tmp/genotypes
+    python scripts/bench/bench_transform.py --backend cuda --people 20000 --places 500000 \\
+        --folder /dev/shm/types
 
 The genotypes 0, 1 and 2 are zarr arrays of raw chunks: complete ones in int8 and in float16, and int8 with 1%
 missing. The cases are
@@ -165,7 +167,7 @@ def main(
     row |= {f"{name} to int8": row[name] / row["int8"] for name in ("imputed", "centred")}
     if backend == "cuda":
         row["kernel"] = kernel_rates(people)
-    keep(output or Path("scripts/results/bench_transform.json"), f"{backend} {people}x{places}", row)
+    keep(output or Path("scripts/bench/results/bench_transform.json"), f"{backend} {people}x{places}", row)
     click.echo(row)
 
 

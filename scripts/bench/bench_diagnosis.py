@@ -201,7 +201,7 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    default=Path("scripts/results/bench_diagnosis.json"),
+    default=Path("scripts/bench/results/bench_diagnosis.json"),
     show_default=True,
 )
 def main(cases: tuple[str, ...], folder: Path, rounds: int, backend: str, shrink: int, output: Path) -> None:
