@@ -34,18 +34,13 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
     """
     try:
         kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
-        known = {field.name for field in fields(MachineModel)}
         plan = Plan(
             recorded_problem(data["problem"]),
             Layouts(**{name: _layout(layout) for name, layout in data["layouts"].items()}),
             _typed(Budgets, data["budget"]),
-            _typed(
-                MachineModel,
-                {name: data["model"][name] for name in known & data["model"].keys()},
-                kernels=kernels,
-            ),
+            _typed(MachineModel, data["model"], kernels=kernels),
             recorded_candidate(data["candidate"]),
-            devices=max(1, int(data.get("devices", 1))),
+            devices=max(1, int(data["devices"])),
         )
         if before := data["tiles_done_before"]:
             if plan.grid.count - before != len(computed):
@@ -64,11 +59,10 @@ def recorded_problem(data: Mapping[str, Any]) -> GemmProblem:
     """Rebuild a problem from the output of `asdict`. Raises `KeyError`, `TypeError` or `ValueError`."""
     made: dict[str, Any] = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
     made |= {name: Op(data[name]) for name in ("trans_a", "trans_b")}
-    made["epilogue"] = tuple(_typed(Step, step) for step in data.get("epilogue", ()))
+    made["epilogue"] = tuple(_typed(Step, step) for step in data["epilogue"])
     for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype"):
         DTYPES[data[name]]
-    # Logs of older versions have the number gamma, which is now in a step.
-    return _typed(GemmProblem, {name: value for name, value in data.items() if name != "gamma"}, **made)
+    return _typed(GemmProblem, data, **made)
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
@@ -78,9 +72,7 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
 
 
 def _layout(data: Mapping[str, Any]) -> Layout:
-    # Logs of older versions lack some of these fields.
-    names = [f.name for f in fields(Layout) if f.name.endswith("_chunk") and f.name in data]
-    pairs = {name: tuple(data[name]) for name in names}
+    pairs = {f.name: tuple(data[f.name]) for f in fields(Layout) if f.name.endswith("_chunk")}
     if any(list(map(type, pair)) != [int, int] for pair in pairs.values()):
         raise TypeError(f"chunk extents must be pairs of integers, not {pairs}")
     return _typed(Layout, data, **pairs)

@@ -30,8 +30,7 @@ from oocgemm.timeline.spans import Span, Timeline
 from oocgemm.timeline.units import workers_of
 
 FORMAT = "oocgemm-timeline"
-# Logs of version 2 have no column "worker" among the common ones. They describe runs in one process.
-VERSION, OLDEST = 3, 2
+VERSION = 3
 COMMON = ("kind", "operand", "lane", "stream", "device", "worker")
 COLUMNS = (
     *("id", "common", "tile_i", "tile_j", "step", "start_ns", "length_ns", "bytes", "flops"),
@@ -251,9 +250,8 @@ def _parse(lines: Iterable[str]) -> Timeline:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise _NotATimeline("is not a timeline written by oocgemm run --timeline")
     version = header["version"]
-    if version not in range(OLDEST, VERSION + 1):
-        known = f"versions {OLDEST} to {VERSION}"
-        raise _NotATimeline(f"has format version {version}; this program reads {known}")
+    if version != VERSION:
+        raise _NotATimeline(f"has format version {version}; this program reads version {VERSION}")
     spans: list[Span] = []
     common: list[tuple[Any, ...]] = []
     footer: dict[str, Any] | None = None
@@ -296,7 +294,7 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
     Raises `ValueError` or `LookupError` if the line is damaged.
     """
-    *texts, device, worker = found = tuple(({"worker": 0} | part)[name] for name in COMMON)
+    *texts, device, worker = found = tuple(part[name] for name in COMMON)
     if not all(isinstance(text, str) for text in texts) or not (_is_count(device) and _is_count(worker)):
         raise ValueError(f"{part} is damaged")
     Kind(part["kind"]), Lane(part["lane"])

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
-from oocgemm.planning.schedule.hazards import waits_of
 from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.tiling import length
 from tests.support.problems import integers
-from tests.support.schedule_check import verify
+from tests.support.schedule_check import verify, waits_of
 from tests.support.simulator import Simulator
 from tests.support.suite import examples
 

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import Kind, Operation, Schedule, Slots, TileGrid, TileShape
-from oocgemm.planning.schedule.hazards import HazardTracker, Program, waits_of
+from oocgemm.planning.schedule.hazards import HazardTracker, Program
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.support.problems import integers
-from tests.support.schedule_check import ScheduleError, verify
+from tests.support.schedule_check import ScheduleError, verify, waits_of
 from tests.support.schedule_problems import problem
 from tests.support.simulator import Simulator
 from tests.support.suite import examples, slow

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from oocgemm.planning import Kind, Schedule, Slots, Tier, TileGrid, TileShape, Traversal
 from oocgemm.planning.schedule.dealing import arrangement, deal
-from oocgemm.planning.schedule.hazards import waits_of
 from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, forwards, last
 from tests.planning.test_schedule import expected, operands, schedules
-from tests.support.schedule_check import verify
+from tests.support.schedule_check import verify, waits_of
 from tests.support.schedule_problems import problem
 from tests.support.simulator import Simulator
 from tests.support.suite import examples

@@ -1,9 +1,10 @@
 """Check schedules: every operation finds its inputs in its slots, and C is written exactly once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operation import Kind, Operation
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.selecting import mirrored_columns
@@ -14,6 +15,11 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 class ScheduleError(AssertionError):
     """Raised for a schedule that could compute wrong results."""
+
+
+def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
+    """List every operation of a small schedule with the indices of the operations that it waits for."""
+    return list(Program(operations))
 
 
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noqa: PLR0915

@@ -16,10 +16,11 @@ import numpy as np
 
 from oocgemm.backends.base import step_scalars
 from oocgemm.planning import Kind, Operation, Region, Schedule, Slot, Tier
-from oocgemm.planning.schedule.hazards import IN_ORDER, waits_of
+from oocgemm.planning.schedule.hazards import IN_ORDER
 from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import length
 from tests.support.problems import Array
+from tests.support.schedule_check import waits_of
 
 POISON = np.nan
 

@@ -133,8 +133,3 @@ class Program(Sequence[tuple[Operation, list[int]]]):
                 if i == len(self._known):
                     return
             yield self._known[i]
-
-
-def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
-    """List every operation of a small schedule with the indices of the operations that it waits for."""
-    return list(Program(operations))
