@@ -22,7 +22,7 @@ from oocgemm.planning import DTYPES, Op, Operation, Plan, Region, Slot
 from oocgemm.planning.check_blocks import HEAD, SIDE, Blocking, PanelOffsets, PartOffsets, StripOffsets
 from oocgemm.planning.cost.footprint import payload_bytes
 from oocgemm.planning.tiling import Range, Tile, ceil_div
-from oocgemm.timeline.busy import BusyTime
+from oocgemm.timeline.spans import BusyTime
 
 _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from oocgemm.planning import Operation
 from oocgemm.planning.check_blocks import StripOffsets
-from oocgemm.timeline.busy import BusyTime
+from oocgemm.timeline.spans import BusyTime
 
 
 class Checksums(Protocol):

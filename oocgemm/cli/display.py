@@ -17,7 +17,7 @@ from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.reports.gantt import gantt
 from oocgemm.reports.sections import heading
 from oocgemm.timeline import Report, Timeline, in_place, same_product
-from oocgemm.timeline.verdict import COMPUTE
+from oocgemm.timeline.activities import COMPUTE
 
 if TYPE_CHECKING:
     from oocgemm.jobs.verify import Verification

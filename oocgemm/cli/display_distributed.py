@@ -9,7 +9,7 @@ from oocgemm.planning.units import format_time
 from oocgemm.reports.gantt import unit_gantt
 from oocgemm.reports.workers import HEAD, labels, row, summary
 from oocgemm.timeline import Report, Timeline
-from oocgemm.timeline.distribution import Distribution
+from oocgemm.timeline.metrics import Distribution
 
 # Maximum number of devices that are printed. Of more, those are printed that computed least.
 MAX_UNITS = 16

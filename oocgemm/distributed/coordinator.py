@@ -24,7 +24,7 @@ from oocgemm.jobs.prepare import Job
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel
-from oocgemm.timeline.worker_log import WorkerLog
+from oocgemm.timeline.log import WorkerLog
 
 # Seconds between two looks at the journals of the attempts, and at the list of the workers.
 POLL, POLL_WORKERS = 0.1, 0.5

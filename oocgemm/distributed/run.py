@@ -49,8 +49,7 @@ from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
 from oocgemm.system.threads import Cancel
-from oocgemm.timeline.merge import merge
-from oocgemm.timeline.worker_log import WorkerLog
+from oocgemm.timeline.log import WorkerLog, merge
 
 logger = logging.getLogger("oocgemm")
 

@@ -45,7 +45,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 from oocgemm.timeline import Span
-from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.spans import length, union
 
 # Maximum samples per size that `explained` measures before it raises BackendError.
 _ROUNDS = 5

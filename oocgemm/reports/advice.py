@@ -25,10 +25,10 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.reports.fit import Fitted, fit
+from oocgemm.timeline.activities import COMPUTE
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
 from oocgemm.timeline.metrics import Report
 from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.verdict import COMPUTE
 
 # A change is suggested only if the best one saves at least the share MIN_GAIN of T. An easier change is
 # suggested instead if it saves at least the share COMPARABLE_GAIN of what the best one saves.

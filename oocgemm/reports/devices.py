@@ -6,7 +6,7 @@ from html import escape
 from oocgemm.planning.units import format_percent
 from oocgemm.reports.charts import lane_class, table
 from oocgemm.reports.workers import HEAD, labels, row, summary
-from oocgemm.timeline.distribution import Distribution, UnitFigures
+from oocgemm.timeline.metrics import Distribution, UnitFigures
 from oocgemm.timeline.spans import Timeline
 
 # Of more devices, only those are shown first that computed least.

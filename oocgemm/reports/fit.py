@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from oocgemm.planning import KernelRate, MachineModel, Plan, recorded_plan
 from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.timeline.diagnosis import OUTPUT_LANES
-from oocgemm.timeline.intervals import length, union
 from oocgemm.timeline.metrics import STORAGE, Report
-from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.spans import Timeline, length, union
 
 # T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
 # a longer plan is predicted by formulas.

@@ -6,10 +6,8 @@ The height of a character shows the share of that part in which the lane was bus
 from collections import defaultdict
 from collections.abc import Sequence
 
-from oocgemm.timeline.intervals import Interval, union
-from oocgemm.timeline.spans import LANES, Timeline
-from oocgemm.timeline.units import activities
-from oocgemm.timeline.verdict import COMPUTE
+from oocgemm.timeline.activities import COMPUTE, activities
+from oocgemm.timeline.spans import LANES, Interval, Timeline, union
 
 SHADES = " ▁▂▃▄▅▆▇█"
 

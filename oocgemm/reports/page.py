@@ -12,12 +12,17 @@ from typing import Any
 
 from oocgemm.reports.sections import Run, body, heading
 from oocgemm.reports.workers import labels, title
-from oocgemm.timeline.distribution import Distribution
-from oocgemm.timeline.exposed import last_predecessor, spans_by_stream, stream_predecessors
-from oocgemm.timeline.metrics import report
+from oocgemm.timeline.activities import (
+    Unit,
+    activities,
+    last_predecessor,
+    spans_by_stream,
+    stalls,
+    stream_predecessors,
+)
+from oocgemm.timeline.metrics import Distribution, report
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.units import Unit, activities, stalls
 
 # Maximum number of spans of a distributed run on a page. Each takes about 30 bytes.
 MAX_SPANS = 300_000

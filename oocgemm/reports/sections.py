@@ -13,11 +13,11 @@ from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, tab
 from oocgemm.reports.devices import devices_section
 from oocgemm.reports.fit import Fitted, fit
 from oocgemm.reports.workers import counts
+from oocgemm.timeline.activities import CAUSES
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
 from oocgemm.timeline.metrics import Report, in_place, same_product
 from oocgemm.timeline.series import lanes_of
 from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.verdict import CAUSES
 
 LINKS = {
     "read": "storage to host",

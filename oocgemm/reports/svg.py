@@ -14,13 +14,10 @@ from math import ceil, floor, log10
 
 from oocgemm.reports.gantt import busy_cells
 from oocgemm.reports.workers import labels
-from oocgemm.timeline.distribution import Distribution
-from oocgemm.timeline.exposed import Wait
-from oocgemm.timeline.intervals import Interval
-from oocgemm.timeline.metrics import report
+from oocgemm.timeline.activities import Wait, activities, is_distributed, spans_by_unit, stalls
+from oocgemm.timeline.metrics import Distribution, report
 from oocgemm.timeline.series import lanes_of, rows
-from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.units import activities, is_distributed, spans_by_unit, stalls
+from oocgemm.timeline.spans import Interval, Span, Timeline
 
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20

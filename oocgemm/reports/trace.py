@@ -13,9 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TextIO
 
+from oocgemm.timeline.activities import (
+    Attempt,
+    Unit,
+    Worker,
+    activities,
+    is_distributed,
+    units_of,
+    workers_of,
+)
 from oocgemm.timeline.series import FLOW, lanes_of, rows
 from oocgemm.timeline.spans import Span, Timeline
-from oocgemm.timeline.units import Attempt, Unit, Worker, activities, is_distributed, units_of, workers_of
 
 
 def write_trace(file: TextIO, timeline: Timeline) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
-from oocgemm.timeline.distribution import Distribution, UnitFigures
+from oocgemm.timeline.activities import COMPUTE
+from oocgemm.timeline.metrics import Distribution, UnitFigures
 from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.verdict import COMPUTE
 
 # Longer names of workers, such as addresses, are replaced by "worker" and a number in charts.
 MAX_LABEL = 9

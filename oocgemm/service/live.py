@@ -18,7 +18,7 @@ SECONDS = 0.5
 
 def observer(plan: Any, path: Path) -> Callable[[Any], None]:
     """Return a callback for finished operations of a plan that keeps a file up to date."""
-    from oocgemm.timeline.recent import MAX_RECENT, recent_activity
+    from oocgemm.timeline.series import MAX_RECENT, recent_activity
 
     recent: deque[Any] = deque(maxlen=MAX_RECENT)
     flops, written = 0, monotonic()

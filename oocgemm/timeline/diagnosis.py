@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from oocgemm.planning.units import format_rate, format_share, format_size, format_time
-from oocgemm.timeline.intervals import length, union
+from oocgemm.timeline.activities import CAUSES, COMPUTE, Verdict
 from oocgemm.timeline.metrics import Report, report
 from oocgemm.timeline.series import rate_limits
-from oocgemm.timeline.spans import Timeline
-from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
+from oocgemm.timeline.spans import Timeline, length, union
 
 # If other programs used at least the share MIN_OTHERS of the CPU cores, the report says so. If at least the
 # share MIN_BUSY of the cores was busy in all, it says that other programs slowed the run down.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oocgemm.timeline.verdict import shares, verdict
+from oocgemm.timeline.activities import shares, verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # The reasons that bench_traffic.py gives for moving more than the lower bound, and their texts in a table.

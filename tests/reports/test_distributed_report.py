@@ -17,8 +17,8 @@ from oocgemm.reports.svg import COLUMNS, DEVICE, svg
 from oocgemm.reports.trace import write_trace
 from oocgemm.reports.workers import labels
 from oocgemm.timeline import Timeline, report
-from oocgemm.timeline.distribution import Distribution, UnitFigures
-from oocgemm.timeline.units import activities
+from oocgemm.timeline.activities import activities
+from oocgemm.timeline.metrics import Distribution, UnitFigures
 from tests.reports.test_page import Elements
 from tests.reports.test_page_in_browser import complaints
 from tests.support.browser import FAULTS, MISSING, browser, find_browser

@@ -15,8 +15,7 @@ from oocgemm.cli import doing
 from oocgemm.planning import Budgets
 from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
-from oocgemm.timeline.recent import recent_activity
-from oocgemm.timeline.series import utilisation
+from oocgemm.timeline.series import recent_activity, utilisation
 from tests.support.command import command, own_threads, run
 from tests.support.suite import slow
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan

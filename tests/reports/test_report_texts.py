@@ -12,7 +12,7 @@ from oocgemm.cli import display_jobs
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Span, Timeline, report
 from oocgemm.timeline.diagnosis import diagnose
-from oocgemm.timeline.recent import recent_activity
+from oocgemm.timeline.series import recent_activity
 from tests.support.command import command
 from tests.support.suite import thinned
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan, write_log
@@ -83,7 +83,7 @@ def test_the_verdict_names_a_selection(kind: str) -> None:
 
 @pytest.mark.parametrize("selects", [True, False])
 def test_the_live_display_names_a_selection(selects: bool) -> None:
-    from oocgemm.timeline.exposed import finish_cause
+    from oocgemm.timeline.activities import finish_cause
 
     limit = recent_activity(finishing({}).spans, multiplied=True, finish=finish_cause(selects=selects))[1]
     assert limit.startswith("select-bound" if selects else "accumulator-bound")

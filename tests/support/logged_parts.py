@@ -24,8 +24,7 @@ from oocgemm.jobs.run import PreparedJob
 from oocgemm.planning import Plan
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span, Timeline, log
-from oocgemm.timeline.merge import merge
-from oocgemm.timeline.worker_log import WorkerLog
+from oocgemm.timeline.log import WorkerLog, merge
 
 M, N, K, TILE = 240, 200, 160, "80x50x40"
 GRID = (3, 4)

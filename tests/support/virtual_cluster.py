@@ -8,8 +8,7 @@ from pathlib import Path
 from oocgemm.planning import Budgets, TileShape
 from oocgemm.planning.parts.part import divide
 from oocgemm.timeline import Recorder, Timeline
-from oocgemm.timeline.merge import merge
-from oocgemm.timeline.worker_log import WorkerLog
+from oocgemm.timeline.log import WorkerLog, merge
 from tests.support.virtual_runs import GIB, header_of, machine, run_of, virtual_plan, write_log
 
 STARTED = 1_790_000_000.0

@@ -3,6 +3,8 @@
 import errno
 import json
 import tracemalloc
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,18 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, TileShape
 from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
-from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
-from oocgemm.timeline.exposed import exposed, spans_by_stream, stream_predecessors
-from oocgemm.timeline.intervals import intersection, length, union
+from oocgemm.timeline.activities import exposed_intervals, spans_by_stream, stream_predecessors
+from oocgemm.timeline.spans import MAX_INTERVALS, BusyTime, intersection, length, union
 from tests.support.suite import slow
 from tests.support.virtual_runs import machine, run_of, virtual_plan, write_log
+
+
+def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
+    """Return the exposed time of each cause, in nanoseconds."""
+    causes: defaultdict[str, int] = defaultdict(int)
+    for start, end, cause in exposed_intervals(spans, wall):
+        causes[cause] += end - start
+    return dict(causes)
 
 
 def span(

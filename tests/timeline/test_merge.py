@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from oocgemm.errors import InputError
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.timeline import Recorder, Span, Timeline, read_log, report
-from oocgemm.timeline.intervals import length, union
-from oocgemm.timeline.merge import merge
-from oocgemm.timeline.units import Attempt, Unit, Worker, activities, attempts_of, units_of, workers_of
-from oocgemm.timeline.worker_log import WorkerLog
+from oocgemm.timeline.activities import Attempt, Unit, Worker, activities, attempts_of, units_of, workers_of
+from oocgemm.timeline.log import WorkerLog, merge
+from oocgemm.timeline.spans import length, union
 from tests.support.logged_parts import GRID, K, M, N, Part, distributed_run, merged, operands
 
 PARTS = [

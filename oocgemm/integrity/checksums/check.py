@@ -50,7 +50,7 @@ from oocgemm.integrity.rounding import Rounding
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.check_blocks import SIDE
 from oocgemm.planning.tiling import Range, Tile
-from oocgemm.timeline.busy import BusyTime
+from oocgemm.timeline.spans import BusyTime
 
 Strip = tuple[Tile, Range]
 

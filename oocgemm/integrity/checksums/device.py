@@ -46,7 +46,7 @@ from oocgemm.integrity.rounding import wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import DIGEST_ROWS, HEAD, PartOffsets, borders, digest_weights
 from oocgemm.planning.tiling import Range, Tile
-from oocgemm.timeline.busy import BusyTime
+from oocgemm.timeline.spans import BusyTime
 
 _WORD = 4
 _MODULUS = 1 << 32

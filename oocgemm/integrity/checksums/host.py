@@ -22,7 +22,7 @@ from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.scratch import scratch_array
-from oocgemm.timeline.busy import BusyTime
+from oocgemm.timeline.spans import BusyTime
 
 
 @dataclass
