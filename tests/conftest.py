@@ -81,9 +81,9 @@ def zarr_has_its_threads() -> None:
 @pytest.fixture
 def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make runs retry failed reads after a hundredth of a second."""
-    from oocgemm.stores import retries
+    from oocgemm.stores import base
 
-    monkeypatch.setattr(retries, "RETRY_AFTER", (0.01,) * 3)
+    monkeypatch.setattr(base, "RETRY_AFTER", (0.01,) * 3)
 
 
 @pytest.fixture
@@ -107,13 +107,13 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
     Failed requests are soon repeated, and not often.
     """
-    from oocgemm.stores.objects import bucket
+    from oocgemm.stores import objects
     from tests.support.object_server import create_bucket, environment, proxy_before
 
     create_bucket(s3_address)
-    monkeypatch.setattr(bucket, "RETRIES", 3)
-    monkeypatch.setattr(bucket, "FIRST_WAIT", 0.005)
-    monkeypatch.setattr(bucket, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(objects, "RETRIES", 3)
+    monkeypatch.setattr(objects, "FIRST_WAIT", 0.005)
+    monkeypatch.setattr(objects, "LONGEST_WAIT", 0.02)
     with proxy_before(s3_address) as proxy:
         for name, value in environment(proxy.url).items():
             monkeypatch.setenv(name, value)

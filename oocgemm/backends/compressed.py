@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.frames import Codec, Fetched
+from oocgemm.stores.compressors import Codec, Fetched
 
 
 @dataclass(frozen=True, slots=True)

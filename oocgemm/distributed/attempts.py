@@ -28,7 +28,7 @@ from oocgemm.jobs.prepare import Job
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.durable import Durable
-from oocgemm.stores.opener import open_regular
+from oocgemm.stores.files import open_regular
 
 LOG = "log.jsonl"
 _NAME = re.compile(r"(?P<epoch>[0-9a-f]+)-(?P<part>\d+)-(?P<number>\d+)")

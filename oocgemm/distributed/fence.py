@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from uuid import uuid4
 
-from oocgemm.stores.opener import read_regular
+from oocgemm.stores.files import read_regular
 from oocgemm.system.threads import start
 
 # Seconds between two beats, and seconds after which a coordinator without a new beat counts as dead.

@@ -12,7 +12,7 @@ from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, is_mapped, memory
 from oocgemm.stores.cached import Stored, cached_chunks
-from oocgemm.stores.frames import Codec, Fetched
+from oocgemm.stores.compressors import Codec, Fetched
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 

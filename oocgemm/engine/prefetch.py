@@ -11,7 +11,7 @@ from oocgemm.engine.short import is_short
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix, memory
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 
 # At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
 # of more blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.

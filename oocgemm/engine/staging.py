@@ -13,7 +13,7 @@ from oocgemm.engine.transfers import OnPart, Transfers, source_of
 from oocgemm.planning import Kind, Operation, Plan, Slot, Tier
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, memory
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 
 
 class Staging:

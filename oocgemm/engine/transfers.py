@@ -14,8 +14,8 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range, ceil_div, length
 from oocgemm.stores import FULL, Array, Matrix, no_room
-from oocgemm.stores.frames import index_of
-from oocgemm.stores.retries import Retries, failure
+from oocgemm.stores.base import Retries, failure
+from oocgemm.stores.compressors import index_of
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.

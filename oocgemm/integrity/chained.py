@@ -25,7 +25,7 @@ from oocgemm.backends.random_words import SignVectors
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.sign_sums import product
-from oocgemm.stores.scratch import scratch_array
+from oocgemm.stores.arrays import scratch_array
 
 # Number of vectors of random signs.
 COMBINATIONS = 2

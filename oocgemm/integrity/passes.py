@@ -17,7 +17,7 @@ from oocgemm.integrity.rounding import ONE_THREAD, wide_dtype
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 from oocgemm.system.memory import allocate
 
 # Default number of elements that a thread reads at a time, and passes to one call of the callback of

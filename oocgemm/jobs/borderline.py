@@ -17,9 +17,9 @@ from oocgemm.jobs.sampling import reading_again
 from oocgemm.jobs.transforms import memory_of
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.standardized import StandardizedMatrix
+from oocgemm.stores.transformed import StandardizedMatrix
 from oocgemm.system.threads import Cancel
 
 # Columns of the rows that are multiplied at a time, and maximum number of products.

@@ -17,7 +17,7 @@ from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.scratch import in_float64
+from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.transformed import SLAB, TransformedMatrix, is_missing, positions
 
 

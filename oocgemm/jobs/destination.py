@@ -14,8 +14,8 @@ from oocgemm.planning.tiling import Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.genetics.grm import SUFFIX as GRM
-from oocgemm.stores.objects.address import is_object_url
+from oocgemm.stores.gcta import SUFFIX as GRM
+from oocgemm.stores.objects import is_object_url
 from oocgemm.system import cache
 
 # A new C of at least this many chunks gets a warning if each has fewer bytes than SMALL_CHUNK.

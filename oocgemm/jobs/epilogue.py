@@ -16,7 +16,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import named_dtype
-from oocgemm.stores.standardized import StandardizedMatrix
+from oocgemm.stores.transformed import StandardizedMatrix
 
 # dtypes to which C may be cast.
 CASTS = ("float16", "bfloat16", "float32", "float64")

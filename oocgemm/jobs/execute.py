@@ -24,7 +24,7 @@ from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.threads import Cancel

@@ -5,7 +5,7 @@ import numpy as np
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array
-from oocgemm.stores.genetics.bed import PER_BYTE, BedMatrix
+from oocgemm.stores.plink import PER_BYTE, BedMatrix
 
 # Bytes of the file that are counted at a time. Temporary arrays have six times as many bytes.
 _SLAB = 64 << 10

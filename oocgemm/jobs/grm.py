@@ -29,9 +29,8 @@ from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import accepted, memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
-from oocgemm.stores.genetics.bed import MISSING, individuals_of, is_bed
-from oocgemm.stores.genetics.chromosomes import ALL, Chromosomes, on_chromosomes
-from oocgemm.stores.genetics.grm import companions, is_grm, write_companions
+from oocgemm.stores.gcta import companions, is_grm, write_companions
+from oocgemm.stores.plink import ALL, MISSING, Chromosomes, individuals_of, is_bed, on_chromosomes
 from oocgemm.stores.transform import Transform
 
 logger = logging.getLogger("oocgemm")

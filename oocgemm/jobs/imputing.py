@@ -16,9 +16,9 @@ from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import memory_of
 from oocgemm.stores import Matrix, is_path
 from oocgemm.stores.declared import AS_STORED
-from oocgemm.stores.genetics.bed import MISSING, BedMatrix, is_bed
-from oocgemm.stores.genetics.imputed import ImputedMatrix
+from oocgemm.stores.plink import MISSING, BedMatrix, is_bed
 from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import ImputedMatrix
 
 
 def gaps(matrix: BedMatrix, memory: int) -> Stats | None:

@@ -70,7 +70,7 @@ from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path
-from oocgemm.stores.opener import open_regular, read_regular
+from oocgemm.stores.files import open_regular, read_regular
 
 FORMAT = 2
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from oocgemm.stores import Array
-from oocgemm.stores.scratch import in_float64
+from oocgemm.stores.arrays import in_float64
 from oocgemm.stores.transformed import SLAB, is_missing, positions
 
 # How many squares of int8, up to 2^14, are added at most: their sums are up to 2^24.

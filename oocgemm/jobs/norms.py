@@ -10,9 +10,8 @@ from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.scratch import in_float64
-from oocgemm.stores.standardized import StandardizedMatrix
-from oocgemm.stores.transformed import SLAB
+from oocgemm.stores.arrays import in_float64
+from oocgemm.stores.transformed import SLAB, StandardizedMatrix
 
 # Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
 MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60

@@ -15,10 +15,8 @@ from oocgemm.planning import GemmProblem, Op, integers
 from oocgemm.planning.problem import SELECTED
 from oocgemm.planning.units import counted
 from oocgemm.stores import Matrix
-from oocgemm.stores.constant import ConstantRows
-from oocgemm.stores.genetics.known import KnownMatrix
-from oocgemm.stores.sliced import SlicedMatrix
-from oocgemm.stores.transformed import TransformedMatrix
+from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix
+from oocgemm.stores.view import ConstantRows, SlicedMatrix
 
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24

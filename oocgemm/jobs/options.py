@@ -34,7 +34,7 @@ from oocgemm.engine.executor import Observer
 from oocgemm.jobs.epilogue import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
 from oocgemm.planning.problem import GRAMS
-from oocgemm.stores.genetics.chromosomes import Chromosomes
+from oocgemm.stores.plink import Chromosomes
 from oocgemm.stores.transform import Transform
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -33,7 +33,7 @@ from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.genetics.bed import MISSING, BedMatrix
+from oocgemm.stores.plink import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
 

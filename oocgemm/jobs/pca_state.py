@@ -18,7 +18,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.pca_passes import State
 from oocgemm.jobs.subspace import Ritz, Subspace
 from oocgemm.stores.durable import sync_path
-from oocgemm.stores.opener import open_regular
+from oocgemm.stores.files import open_regular
 
 # The arrays of `Ritz`.
 _FOUND = tuple(field.name for field in fields(Ritz))

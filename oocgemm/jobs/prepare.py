@@ -51,7 +51,7 @@ from oocgemm.planning import (
 )
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import check_unpacked, place_of
-from oocgemm.stores.space import raw_bytes
+from oocgemm.stores.durable import raw_bytes
 
 
 @dataclass(frozen=True)

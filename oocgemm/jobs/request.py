@@ -27,7 +27,7 @@ from oocgemm.planning import GemmProblem, Op, Plan, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.problem import GRAMS
 from oocgemm.stores import Array
-from oocgemm.stores.genetics.grm import is_grm
+from oocgemm.stores.gcta import is_grm
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import Vectors
 

@@ -18,7 +18,7 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import DATA, Durable
-from oocgemm.stores.standardized import change_of
+from oocgemm.stores.transformed import change_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
 NOT_GRAM = "no"

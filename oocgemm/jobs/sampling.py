@@ -20,7 +20,7 @@ from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.stores import Matrix
-from oocgemm.stores.retries import ReadError, Retries
+from oocgemm.stores.base import ReadError, Retries
 from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.threads import Cancel

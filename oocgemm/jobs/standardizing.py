@@ -9,8 +9,8 @@ from oocgemm.jobs.norms import MIN_SQUARES
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
-from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import StandardizedMatrix
 
 # What the lines of each axis are called.
 _LINES = ("row", "column")

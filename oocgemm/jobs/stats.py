@@ -23,7 +23,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.genetics.bed import MISSING, BedMatrix
+from oocgemm.stores.plink import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system import cache

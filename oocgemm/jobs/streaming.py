@@ -10,9 +10,8 @@ from typing import TypeVar
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
-from oocgemm.stores.arrays import viewed
-from oocgemm.stores.retries import failure
-from oocgemm.stores.scratch import read_block
+from oocgemm.stores.arrays import read_block, viewed
+from oocgemm.stores.base import failure
 
 T = TypeVar("T")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other

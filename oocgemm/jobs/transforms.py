@@ -18,9 +18,8 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import accepting
 from oocgemm.stores.formats import Stored, python_command
-from oocgemm.stores.standardized import StandardizedMatrix
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import TransformedMatrix, Vectors
+from oocgemm.stores.transformed import StandardizedMatrix, TransformedMatrix, Vectors
 from oocgemm.system.memory import RECENT, available_memory
 
 # What the indices along each axis of an array are called.

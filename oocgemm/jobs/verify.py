@@ -29,8 +29,8 @@ from oocgemm.planning.problem import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
-from oocgemm.stores.mirrored import MirroredMatrix
 from oocgemm.stores.transform import Transform
+from oocgemm.stores.view import MirroredMatrix
 from oocgemm.system.memory import available_memory
 
 # Maximum numbers of threads of a check, in all and per core. With two threads per core, one can compute while

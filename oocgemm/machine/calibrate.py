@@ -60,7 +60,7 @@ from oocgemm.planning import (
     fit_link,
 )
 from oocgemm.planning.units import format_size
-from oocgemm.stores.retries import Retries
+from oocgemm.stores.base import Retries
 from oocgemm.system import cache
 from oocgemm.system.compiled import compiled
 from oocgemm.system.cpu import CpuTimes, used_since

@@ -2,6 +2,7 @@
 
 from oocgemm.stores.arrays import ArrayMatrix, by_rows, is_mapped, is_plain, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
+from oocgemm.stores.durable import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import (
     create_output,
@@ -25,7 +26,6 @@ from oocgemm.stores.places import (
     same_place,
     sidecar,
 )
-from oocgemm.stores.space import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.zarr_matrix import COMPRESSORS, check_compressor
 
 __all__ = [

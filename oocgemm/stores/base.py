@@ -1,4 +1,7 @@
-"""Define the interfaces `Matrix`, whose blocks are read and written, and `Store`, which opens matrices."""
+"""Define the interfaces `Matrix`, whose blocks are read and written, and `Store`, which opens matrices.
+
+`Retries` repeats reads after a transient error.
+"""
 
 import errno
 import os
@@ -6,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +32,7 @@ BATCH_BYTES = 1 << 20
 
 
 class RemoteFolder(Protocol):
-    """The folder of a journal in a remote store. `oocgemm.stores.objects.folder` implements it."""
+    """The folder of a journal in a remote store. `oocgemm.stores.objects` implements it."""
 
     def __truediv__(self, name: str) -> "RemoteFolder":
         """Return the folder `name` in this one."""
@@ -118,7 +122,7 @@ class Store(ABC):
     """The code that opens and creates the matrices of one format, such as .npy files or zarr arrays.
 
     An operand may be any Python object: a path or URL (a string), an array, or another package's object. A
-    subclass that overrides only the abstract methods is read-only. `oocgemm.stores.registry` explains how a
+    subclass that overrides only the abstract methods is read-only. `oocgemm.stores.opening` explains how a
     package adds a store.
     """
 
@@ -302,3 +306,46 @@ def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
         end = min(stop, (start // chunk + chunks_each) * chunk)
         yield start, end
         start = end
+
+
+# Seconds to wait before each retry of a read that failed with a transient error. If the last retry fails,
+# after 12 s in all, the read fails.
+RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
+
+
+class ReadError(ExecutionError):
+    """Raised for a block that cannot be read. The message names the store and the range."""
+
+
+class Retries:
+    """Reads blocks of matrices. After a transient error, it waits and tries again.
+
+    Attributes:
+        made: the error message of each failed read that was tried again.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self._stopped = Event()
+
+    def read(self, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
+        """Read a block into `out`. Raises `ReadError` if that fails, and trying again does not help."""
+        for delay in (*RETRY_AFTER, None):
+            try:
+                matrix.read(rows, cols, out)
+                return
+            except Exception as error:
+                failed = failure("reading", matrix, rows, cols, error)
+                if delay is None or not transient(error) or self._stopped.wait(delay):
+                    raise ReadError(failed) from error
+                self.made.append(failed)
+
+    def stop(self) -> None:
+        """Stop retrying. A read that waits for its next try fails at once."""
+        self._stopped.set()
+
+
+def failure(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> str:
+    """Return the message of an error, preceded by the store and the range of the matrix."""
+    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+    return f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}"

@@ -29,19 +29,31 @@ A crash can leave temporary files of interrupted writes. `delete_partial_files` 
 
 Other programs may change C or an operand between a run and its resumption. Files are therefore fingerprinted
 by size and modification time, and the resumed run compares these fingerprints with those in the journal.
+
+*Room.* Before a result is created, the free space of its disk is checked. A run whose disk becomes full can
+be resumed: `no_room` says how many bytes are missing.
 """
 
+import ctypes
+import errno
 import hashlib
 import os
+import shutil
+import tempfile
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning.tiling import Range
+from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
+from oocgemm.stores.cached import name_parts
+from oocgemm.stores.files import padded
+from oocgemm.system.compiled import compiled
 
 # The journal's folder has this name inside the folder of a zarr array. For a file x.npy the folder is
 # x.npy.oocgemm.
@@ -245,3 +257,114 @@ def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Ran
             if rows[0] <= top and bottom <= rows[1] and cols[0] <= left and right <= cols[1]:
                 found.append((path, (top, bottom), (left, right)))
     return found
+
+
+# `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
+STATUS_BYTES = 48
+# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
+MIN_FILES = 512
+
+
+def chunk_fingerprints(
+    folder: Path, key: Callable[[tuple[int, int]], str], grid: tuple[int, int]
+) -> dict[str, str]:
+    """Return the `fingerprints` of the files of a grid of chunks, or of some of them if there are many.
+
+    `key` returns the name of a file in `folder`, given the indices of its chunk.
+    """
+    library, parts, chosen = compiled(), name_parts(key), selection(*grid)
+    if library is None or parts is None:
+        return fingerprints(f"{folder}/{key(divmod(number, grid[1]))}" for number in chosen)
+    path, separator = os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()
+
+    def statuses(some: range) -> tuple[bytes, bytes]:
+        content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(some) + 1) for _ in range(2))
+        numbers = map(ctypes.c_int64, (some.start, some.stop, some.step, grid[1]))
+        library.ooc_stat_chunks(path, separator, *numbers, content, changes)
+        return content.value, changes.value
+
+    threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
+    if threads > 1:
+        each = -(-len(chosen) // threads)
+        # If no thread can be started, this one does all.
+        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
+            found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
+            content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
+            return digests(content, changes)
+    return digests(*statuses(chosen))
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which the disk or quota is too small
+
+
+def check_new(name: str, path: str, wanted: int = 0) -> None:
+    """Raise `InputError` if nothing can be created at a path, or if its disk has not `wanted` free bytes.
+
+    Call this before a long computation. The path need not exist, nor its folder. `name` is the name of what
+    would be created in the message.
+    """
+    place = Path(path).absolute().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise InputError(
+            f"{name}: cannot create {path}: no file can be made in {place}: {error.strerror}"
+        ) from error
+    check_room(name, path, wanted)
+
+
+def check_room(name: str, path: str, wanted: int) -> None:
+    """Raise `InputError` unless the disk of a path has `wanted` free bytes. The path need not exist.
+
+    `name` is the name of the array in the message.
+    """
+    free = free_bytes(path)
+    if free < wanted:
+        raise InputError(
+            f"{name} at {path} takes {format_size(wanted)} more, and its disk has {format_size(free)} free: "
+            f"make room for {format_size(wanted - free)}, or give a path on another disk"
+        )
+
+
+def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
+    """Return the message for a full disk: the path of C, how many bytes are missing, and the remedy.
+
+    The number of missing bytes is an estimate, and at least `min_bytes`, the size of the write that failed.
+    """
+    path = str(matrix.describe()["path"]).removeprefix("file://")
+    missing = getattr(matrix, "missing_bytes", None)
+    wanted = max(min_bytes, missing() if missing is not None else 0)
+    free = ""
+    if error.errno == errno.ENOSPC:
+        left = free_bytes(path)
+        free, wanted = f", {format_size(left)} are free", max(min_bytes, wanted - left)
+    return (
+        f"{error.strerror}: C at {path} needs about {format_size(wanted)} more{free}. Make room, then "
+        "continue with --resume (resume=True)"
+    )
+
+
+def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) -> int:
+    """Return the bytes that an array takes on disk if its chunks are not compressed.
+
+    zarr stores chunks at the edges of the array in full size, and each file takes whole pages.
+    """
+    count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
+    return count * padded(chunks[0] * chunks[1] * itemsize)
+
+
+def warn_of_folders(name: str, path: str) -> None:
+    """Issue a `DataWarning` if a folder will be created for a new array or group at a path."""
+    missing = [above for above in Path(path).absolute().parents if not os.path.lexists(above)]
+    if missing:
+        warn_of_data(f"{name}: the folder {missing[-1]} does not exist, and is created: check its name")
+
+
+def free_bytes(path: str) -> int:
+    """Return the free bytes of the file system that a path is on. The path need not exist."""
+    place = Path(path).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    return shutil.disk_usage(place).free

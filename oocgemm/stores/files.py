@@ -1,21 +1,33 @@
-"""Read local files into given memory, and map them.
+"""Open, read, map and write local files.
 
-Large reads choose the fastest way. Data that is in the page cache is read from there: on a few cores by
-copying from a mapping, on many by preadv, since each unmapping interrupts all cores. Other data can be read
-past the page cache by direct I/O, because filling the page cache can take more processor time than the disk
-needs to deliver the data.
+*Opening.* Only regular files are opened, so that no open or read waits for another process. A file of an
+array may be a symbolic link, since some tools store all files that way. What it leads to must be a regular
+file, and none of /proc or /sys: an array from elsewhere could have a link to the environment of this process.
+In a job of the service it must also lie below the same root as the link (`confine`).
 
-In a virtual machine with an H200 and 16 cores, twelve threads copied 26 GB/s from mappings into pinned memory
-while a GPU copied from there. preadv alone gave 41 GB/s.
+*Reading.* Large reads choose the fastest way. Data that is in the page cache is read from there: on a few
+cores by copying from a mapping, on many by preadv, since each unmapping interrupts all cores. Other data can
+be read past the page cache by direct I/O, because filling the page cache can take more processor time than
+the disk needs to deliver the data. In a virtual machine with an H200 and 16 cores, twelve threads copied 26
+GB/s from mappings into pinned memory while a GPU copied from there. preadv alone gave 41 GB/s.
+
+*Writing.* Files are written by direct I/O where the memory and the file system allow it. It takes less
+processor time than writes to the page cache, and leaves the page cache to other data.
 """
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import stat
 import sys
 import threading
+import uuid
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -23,8 +35,188 @@ import numpy as np
 from oocgemm.planning.layout import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
-from oocgemm.stores.opener import Opener, open_regular
 from oocgemm.system.memory import memory_limit
+
+# A call that takes more seconds than this is slow. After this many slow calls in a row, the GIL is released.
+SLOW, MAX_SLOW = 0.2e-3, 8
+# The open(2) flags of every file. O_NONBLOCK has no effect on regular files, and opens a named pipe at once.
+FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
+# The file systems whose files are made by the kernel.
+PSEUDO = ("/proc", "/sys")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# The folders below which links of arrays must stay; [] for no such limit.
+_roots: list[str] = []
+
+
+class RefusedFileError(PermissionError):
+    """Raised for a file that exists and is not opened: see the module."""
+
+
+def confine(roots: Iterable[str]) -> None:
+    """Refuse, in this process from now on, files below one of these folders that are links out of it."""
+    from oocgemm.system.compiled import compiled
+
+    _roots[:] = roots
+    if (library := compiled()) is not None:
+        library.ooc_refuse_links(bool(_roots))  # it leaves them to this module
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; return its descriptor. It can be the `opener` of Python's `open`.
+
+    Raises `RefusedFileError`, or another `OSError`.
+    """
+    try:
+        mode = (0o666,) if flags & os.O_CREAT else ()
+        descriptor = os.open(path, flags | FLAGS, *mode)
+    except OSError as error:
+        raise _error(error.errno or 0, path) from None
+    status = os.fstat(descriptor)
+    _check(descriptor, status.st_mode, status.st_dev, path)
+    return descriptor
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise `RefusedFileError` or `IsADirectoryError` for what is at a path and is not a regular file.
+
+    This is for files that another library opens. That it finds the same file is not certain.
+    """
+    try:
+        os.close(open_regular(path))
+    except (RefusedFileError, IsADirectoryError):
+        raise
+    except OSError:
+        pass  # the library says what is wrong
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Return the content of a regular file. Raises `OSError`."""
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()
+
+
+class Opener:
+    """Opens and closes files for reading.
+
+    To open a file whose pages are in the page cache takes a few microseconds. If the call released the GIL,
+    the thread would wait ten times as long for the GIL afterwards, while other threads copy. But a network
+    file system may need milliseconds to open a file. If calls are slow, later ones release the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._slow = 0
+
+    def open(self, path: str | Path) -> tuple[int, int]:
+        """Open a regular file. Return its descriptor and its length in bytes. Raises `OSError`."""
+        if _library is None or self._slow >= MAX_SLOW:
+            descriptor = open_regular(path)
+            return descriptor, os.fstat(descriptor).st_size
+        started = perf_counter()
+        descriptor = _library.open(os.fsencode(path), os.O_RDONLY | FLAGS)
+        if descriptor < 0:
+            raise _error(ctypes.get_errno(), path)
+        status = _Status()
+        if _library.statx(descriptor, b"", _EMPTY_PATH, _BASIC, ctypes.byref(status)):
+            found = os.fstat(descriptor)  # some containers forbid statx
+            mode, device, size = found.st_mode, found.st_dev, found.st_size
+        else:
+            mode, device, size = status.mode, os.makedev(status.major, status.minor), status.size
+        _check(descriptor, mode, device, path)
+        self._slow = self._slow + 1 if perf_counter() - started > SLOW else 0
+        return descriptor, size
+
+    @staticmethod
+    def without_readahead(descriptor: int) -> None:
+        """Switch readahead off for an open file. This takes less than a microsecond."""
+        if _library is None:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        else:
+            _library.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @staticmethod
+    def close(descriptor: int) -> None:
+        """Close a file."""
+        (os if _library is None else _library).close(descriptor)
+
+
+def _check(descriptor: int, mode: int, device: int, path: str | Path) -> None:
+    """Close an open file and raise `RefusedFileError` if it may not be read."""
+    if stat.S_ISDIR(mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        _refuse(descriptor, path, f"it is {kind}, not a regular file: replace it")
+    if device in _pseudo_devices():
+        _refuse(descriptor, path, "it leads to a file of the kernel, in /proc or /sys: remove it")
+    if _roots:
+        named = os.path.abspath(os.fsdecode(path))
+        inside = [root for root in _roots if named.startswith(f"{root}/")]
+        if inside and not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{max(inside, key=len)}/"):
+            _refuse(descriptor, path, "it is a symbolic link out of the root: copy the file into the root")
+
+
+def _error(number: int, path: str | Path) -> OSError:
+    """Return the error for a file that open(2) does not open."""
+    if number == errno.ENXIO:  # of a socket; of a named pipe that is opened for writing
+        return RefusedFileError(errno.EACCES, "it is a socket, not a regular file: replace it", str(path))
+    if number == errno.ENOENT and os.path.islink(path):  # it does not stand for a chunk of fill values
+        why = f"it is a symbolic link to {os.readlink(path)}, which does not exist: fetch that file"
+        return RefusedFileError(errno.EACCES, why, str(path))
+    return OSError(number, os.strerror(number), str(path))
+
+
+def _refuse(descriptor: int, path: str | Path, why: str) -> None:
+    os.close(descriptor)
+    raise RefusedFileError(errno.EACCES, why, str(path))
+
+
+@cache
+def _pseudo_devices() -> frozenset[int]:
+    """Return the device numbers of the file systems `PSEUDO`. The one of / is none of them."""
+    found = {os.stat(place).st_dev for place in PSEUDO if os.path.ismount(place)}
+    return frozenset(found)
+
+
+# Of linux/stat.h: the flags and the structure of statx(2), which is the same on all architectures.
+_EMPTY_PATH, _BASIC = 0x1000, 0x7FF
+
+
+class _Status(ctypes.Structure):
+    """`struct statx`, as far as it is used."""
+
+    _fields_ = (
+        ("_", ctypes.c_uint8 * 28),
+        ("mode", ctypes.c_uint16),
+        ("_more", ctypes.c_uint8 * 10),
+        ("size", ctypes.c_uint64),
+        ("_times", ctypes.c_uint8 * 88),
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("_spare", ctypes.c_uint8 * 112),
+    )
+
+
+def _c_library() -> Any:
+    """Return the C library, whose functions keep the GIL; None if the system has no such library."""
+    try:
+        found = ctypes.PyDLL(None, use_errno=True)
+        found.open.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        found.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+        found.close.argtypes = [ctypes.c_int]
+        found.posix_fadvise.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    except (AttributeError, OSError, TypeError):
+        return None
+    return found
+
+
+_library = _c_library()
+
 
 # Direct I/O requires that memory addresses, file offsets and lengths are multiples of the sector size.
 SECTOR = 512
@@ -323,3 +515,88 @@ def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
 # PyDLL calls a function without releasing the GIL. mincore takes a microsecond, less than releasing the GIL.
 _mincore = _function(ctypes.PyDLL, "mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def publish(path: Path, data: Array, size: int, root: Path) -> None:
+    """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
+
+    The file is first written under a temporary name, and then renamed. It is written past the page cache if
+    `data` is sector-aligned and padded to whole sectors. Missing folders between `root` and the file are
+    created. Raises `FileNotFoundError` if `root` does not exist: who removed it does not want the file.
+    """
+    _make_folder(path.parent, root)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        _write(temporary, data, size)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def overwrite(path: Path, data: Array) -> bool:
+    """Overwrite a file of the size of `data` in place, by direct I/O. Return whether that was possible.
+
+    It keeps its blocks on the disk. To allocate others and free these can take as long as the write itself.
+    It is not possible if `data` is not sector-aligned, or the file is not regular or has several names.
+    """
+    if not O_DIRECT or not sector_aligned(data):
+        return False
+    with contextlib.suppress(OSError):  # the caller's own way to write may raise it again
+        # O_NONBLOCK: not to wait for the reader of a named pipe
+        descriptor = os.open(path, os.O_WRONLY | O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size != data.nbytes or status.st_nlink != 1 or not stat.S_ISREG(status.st_mode):
+                return False
+            _put(descriptor, data)
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _make_folder(folder: Path, root: Path) -> None:
+    """Create a folder and its parents below `root`. Raises `FileNotFoundError` if there is no `root`."""
+    if folder == root:
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        if folder.parent == root:
+            raise
+        _make_folder(folder.parent, root)
+        folder.mkdir(exist_ok=True)
+
+
+def _write(path: Path, data: Array, size: int) -> None:
+    """Write the first `size` bytes of the rows of `data` to a new file.
+
+    Use direct I/O if `data` is sector-aligned and the file system supports it.
+    """
+    past_cache = O_DIRECT if sector_aligned(data) else 0
+    for extra in (past_cache, 0) if past_cache else (0,):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
+        except OSError as error:
+            if extra and error.errno == errno.EINVAL:
+                continue
+            raise
+        try:
+            _put(descriptor, data)
+            if size != data.nbytes:
+                os.ftruncate(descriptor, size)
+            return
+        except OSError as error:
+            if not (extra and error.errno == errno.EINVAL):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _put(descriptor: int, data: Array) -> None:
+    """Write the rows of an array to a file, from its first byte on."""
+    rows, done = segments(data), 0
+    while done < data.nbytes:
+        done += os.pwritev(descriptor, rest_of(rows, done), done)

@@ -15,7 +15,6 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix, dtype_name
 from oocgemm.stores.declared import CompleteMatrix
-from oocgemm.stores.hdf5.address import MARK
 
 # File formats that this package can neither read nor write, by the suffix of the file name. Error messages
 # say how to convert such files.
@@ -35,6 +34,7 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
+MARK = "::"  # between the path of an HDF5 file and the name of a dataset in it
 # For each URL scheme that zarr opens, the PyPI package that it needs. Other schemes need only fsspec. The
 # schemes of `oocgemm.stores.objects` need obstore.
 CLIENTS = {"gcs": "gcsfs"}
@@ -45,7 +45,7 @@ def format_of(path: str) -> str:
     return FORMATS.get(Path(path).suffix.lower(), "")
 
 
-def check_new(name: str, path: str) -> None:
+def check_new_format(name: str, path: str) -> None:
     """Raise `InputError` if a new result's suffix is that of a format that cannot be written, such as .h5."""
     if kind := format_of(path):
         stem = os.fspath(Path(path).with_suffix(""))

@@ -22,6 +22,7 @@ from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
+    check_room,
     fingerprint_of,
     fingerprints,
     found_locally,
@@ -30,12 +31,17 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_path,
 )
-from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, worth_caching
+from oocgemm.stores.files import (
+    MIN_DIRECT,
+    Opener,
+    OpenFile,
+    many_cores,
+    open_regular,
+    publish,
+    worth_caching,
+)
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import copies_bytes, read_block, scratch_bytes, write_block
-from oocgemm.stores.opener import Opener, open_regular
-from oocgemm.stores.publish import publish
-from oocgemm.stores.space import check_room
 
 MAX_HEADER = 64 << 10
 # Bytes that are read at a time for the checksum of a block.

@@ -13,8 +13,8 @@ from oocgemm.errors import InputError
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.base import Array, Folder, Matrix, is_path
 from oocgemm.stores.durable import SIDECAR
-from oocgemm.stores.objects.address import check_url
-from oocgemm.stores.registry import store_of
+from oocgemm.stores.objects import check_url
+from oocgemm.stores.opening import store_of
 from oocgemm.stores.view import underlying
 
 

@@ -26,25 +26,33 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.aio import MAX_READS
 from oocgemm.stores.base import Array
 from oocgemm.stores.cached import CachedChunks, chunk_files
+from oocgemm.stores.compressors import NO_ROOM, Codec, Fetched, decompresser, frame_of
 from oocgemm.stores.files import (
     MIN_DIRECT,
     MIN_SEGMENT,
+    Opener,
     OpenFile,
     folder_mtime,
     many_cores,
+    overwrite,
     padded,
+    publish,
     scratch,
     worth_caching,
 )
-from oocgemm.stores.frames import NO_ROOM, Codec, Fetched, frame_of
-from oocgemm.stores.gather import MAX_PART_LINES, Part, read_parts, read_ranges
-from oocgemm.stores.lines import MAX_LINE, SCRATCH_BYTES, copies_bytes, read_part
-from oocgemm.stores.native import decompresser
-from oocgemm.stores.opener import Opener
-from oocgemm.stores.publish import overwrite, publish
+from oocgemm.stores.lines import (
+    MAX_LINE,
+    MAX_PART_LINES,
+    MAX_READS,
+    SCRATCH_BYTES,
+    Part,
+    copies_bytes,
+    read_part,
+    read_parts,
+    read_ranges,
+)
 from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding, add_checksum, checked_content
 
 # Files that a thread has open when it reads many together.

@@ -23,7 +23,6 @@ from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.cost.decoding import Coding
 from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import space
 from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
@@ -36,14 +35,22 @@ from oocgemm.stores.base import (
     transient,
 )
 from oocgemm.stores.cached import CachedChunks
+from oocgemm.stores.compressors import Fetched
 from oocgemm.stores.declared import of_zarr
-from oocgemm.stores.durable import SIDECAR, fingerprint_of, found_locally, sync_files, sync_names
-from oocgemm.stores.files import padded, worth_caching
-from oocgemm.stores.formats import check_found, check_new, format_of, not_readable
-from oocgemm.stores.frames import Fetched
-from oocgemm.stores.opener import check_regular
-from oocgemm.stores.space import check_room, free_bytes, raw_bytes
-from oocgemm.stores.statuses import chunk_fingerprints
+from oocgemm.stores.durable import (
+    SIDECAR,
+    check_new,
+    check_room,
+    chunk_fingerprints,
+    fingerprint_of,
+    found_locally,
+    free_bytes,
+    raw_bytes,
+    sync_files,
+    sync_names,
+)
+from oocgemm.stores.files import check_regular, padded, worth_caching
+from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_codecs import unavailable
 from oocgemm.stores.zarr_metadata import (
@@ -541,7 +548,7 @@ class ZarrPaths(Store):
         If `chunks` is None, the planner chooses the shape of the chunks. Raises `InputError` for `chunks`
         that are not two positive integers.
         """
-        check_new("C", path)
+        check_new_format("C", path)
         return new_zarr_layout(problem, chunks, compressor)
 
     def create(
@@ -633,7 +640,7 @@ def check_free(path: str, wanted: int = 0) -> None:
         )
     if os.path.lexists(path):
         raise InputError(f"something exists at {path}: give another path, or remove it")
-    space.check_new("the result", path, wanted)
+    check_new("the result", path, wanted)
 
 
 def save_arrays(path: str, arrays: Mapping[str, Array]) -> None:

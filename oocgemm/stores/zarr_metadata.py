@@ -22,8 +22,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning.units import format_size
-from oocgemm.stores.opener import open_regular, read_regular
-from oocgemm.stores.publish import publish
+from oocgemm.stores.files import open_regular, publish, read_regular
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
 

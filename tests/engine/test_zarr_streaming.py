@@ -19,7 +19,7 @@ from oocgemm.engine.slots import HostSlots
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
-from oocgemm.stores import aio, files, zarr_chunks
+from oocgemm.stores import files, lines, zarr_chunks
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -72,7 +72,7 @@ ARRAYS: dict[str, dict[str, Any]] = {
 def test_any_block_is_read_right_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_line: int
 ) -> None:
-    monkeypatch.setattr("oocgemm.stores.gather.MAX_LINE", max_line)
+    monkeypatch.setattr("oocgemm.stores.lines.MAX_GAP", max_line)
     monkeypatch.setattr(zarr_chunks, "MAX_OPEN", 3)
     monkeypatch.setattr(zarr_chunks, "MAX_LINES", 50)
     values = integers(rng, SHAPE, "float64")
@@ -120,7 +120,7 @@ def test_chunks_are_read_together_where_the_system_supports_it(
 
     monkeypatch.setattr(DirectChunks, "_read_file", note)
     if not supported:
-        monkeypatch.setattr(aio, "_free_context", refuse)
+        monkeypatch.setattr(lines, "_free_context", refuse)
     values, out = integers(rng, SHAPE, "float64"), np.empty(SHAPE)
     opened(stored(tmp_path, values)).read((0, SHAPE[0]), (0, SHAPE[1]), out)
     np.testing.assert_array_equal(out, values)

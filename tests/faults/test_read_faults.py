@@ -17,8 +17,8 @@ from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
 from oocgemm.engine.slots import HostSlots
-from oocgemm.stores import retries
-from oocgemm.stores.retries import RETRY_AFTER
+from oocgemm.stores import base
+from oocgemm.stores.base import RETRY_AFTER
 from tests.support import TOP
 from tests.support.backends_here import staged
 from tests.support.command import run
@@ -87,7 +87,7 @@ def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> N
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
         said = failure(tmp_path, *saved(tmp_path, by_columns=True), tile=f"{M}x{N}x{K}")
-    assert fault.calls == 1 + len(retries.RETRY_AFTER)
+    assert fault.calls == 1 + len(base.RETRY_AFTER)
     assert (
         "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
         in said
@@ -120,10 +120,10 @@ def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     A time limit of the test would not do: a run that is stopping delays whatever interrupts it.
     """
-    monkeypatch.setattr(retries, "RETRY_AFTER", (20.0,) * 3)
+    monkeypatch.setattr(base, "RETRY_AFTER", (20.0,) * 3)
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < retries.RETRY_AFTER[0]
+    assert time.monotonic() - start < base.RETRY_AFTER[0]
 
 
 def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

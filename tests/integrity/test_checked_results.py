@@ -25,7 +25,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.integrity import chained, samples
 from oocgemm.jobs import sampling
 from oocgemm.planning import Kind
-from oocgemm.stores import retries
+from oocgemm.stores import base
 from oocgemm.stores.sparse import SparseMatrix
 from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on
 from tests.support.faults import Fault, faulty_stores
@@ -468,8 +468,8 @@ def test_an_interrupt_ends_the_waiting_for_samples(monkeypatch: pytest.MonkeyPat
             Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         return True
 
-    monkeypatch.setattr(retries, "RETRY_AFTER", (30.0,))
-    monkeypatch.setattr(retries, "transient", interrupted_soon)
+    monkeypatch.setattr(base, "RETRY_AFTER", (30.0,))
+    monkeypatch.setattr(base, "transient", interrupted_soon)
     start = time.monotonic()
     # A shell may have started the tests with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

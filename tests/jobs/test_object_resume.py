@@ -18,8 +18,7 @@ from oocgemm.jobs.lease import LOCK
 from oocgemm.jobs.object_journal import ObjectJournal
 from oocgemm.stores import sidecar
 from oocgemm.stores.base import RemoteFolder
-from oocgemm.stores.objects.bucket import Bucket
-from oocgemm.stores.objects.folder import ObjectFolder
+from oocgemm.stores.objects import Bucket, ObjectFolder
 from tests.support.command import run
 from tests.support.object_runs import TILE, A, B, C, start, store, stored, url
 from tests.support.object_server import SECRET, Proxy

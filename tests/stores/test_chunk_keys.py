@@ -17,7 +17,7 @@ from zarr.storage import LocalStore, MemoryStore, ObjectStore, ZipStore
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores import open_matrix
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects import Bucket
 from tests.support.command import run
 from tests.support.hdf5_files import whole
 from tests.support.object_server import BUCKET, Proxy

@@ -10,7 +10,7 @@ from zarr.storage import ObjectStore
 import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.stores.base import ChangedError
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects import Bucket
 from tests.support.cloud_server import BUCKET, Cloud, cloud
 from tests.support.problems import integers
 from tests.support.unfinished_runs import failing_after

@@ -14,7 +14,7 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, Sharding
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import files, zarr_codecs
-from oocgemm.stores.opener import Opener
+from oocgemm.stores.files import Opener
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 

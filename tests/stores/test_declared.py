@@ -81,7 +81,7 @@ def _in_memory(folder: Path, x: Array, attributes: Mapping[str, Any]) -> Any:
 def _url(folder: Path, x: Array, attributes: Mapping[str, Any]) -> str:
     from zarr.storage import ObjectStore
 
-    from oocgemm.stores.objects.bucket import Bucket
+    from oocgemm.stores.objects import Bucket
 
     bucket = Bucket(url := f"memory://{folder}/x")
     zarr.create_array(

@@ -13,7 +13,7 @@ import pytest
 import zarr
 
 from oocgemm.jobs.output import remove_shared
-from oocgemm.stores import files, publish
+from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", Mock(side_effect=full))
     monkeypatch.setattr(NpyMatrix, "reserve", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
-        publish.publish(tmp_path / "chunk", np.ones((4, 4)), 128, tmp_path)
+        files.publish(tmp_path / "chunk", np.ones((4, 4)), 128, tmp_path)
     with pytest.raises(OSError, match="No space"):
         create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
     assert list(tmp_path.iterdir()) == []
@@ -170,12 +170,12 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
 def test_a_root_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
     root, data = tmp_path / "attempts" / "1", np.arange(4.0)
     root.mkdir(parents=True)
-    publish.publish(root / "c" / "0" / "7", data, data.nbytes, root)
+    files.publish(root / "c" / "0" / "7", data, data.nbytes, root)
     assert (root / "c" / "0" / "7").read_bytes() == data.tobytes()
     remove_shared(root.parent)
     for name in ("7", "c/7", "c/0/7"):
         with pytest.raises(FileNotFoundError):
-            publish.publish(root / name, data, data.nbytes, root)
+            files.publish(root / name, data, data.nbytes, root)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,11 +197,11 @@ def test_writes_use_the_page_cache_only_where_direct_io_fails(
 
     monkeypatch.setattr(os, call, refuse)
     if number == errno.EINVAL:
-        publish.publish(tmp_path / "chunk", data, 8000, tmp_path)
+        files.publish(tmp_path / "chunk", data, 8000, tmp_path)
         assert (tmp_path / "chunk").read_bytes() == data[:8000].tobytes()
     else:
         with pytest.raises(OSError, match="no"):
-            publish.publish(tmp_path / "chunk", data, 8000, tmp_path)
+            files.publish(tmp_path / "chunk", data, 8000, tmp_path)
         assert list(tmp_path.iterdir()) == []
     assert len(flags) == (2 if number == errno.EINVAL else 1)
 
@@ -237,7 +237,7 @@ def test_only_a_file_of_one_name_is_overwritten_in_place(
     if what == "refused":
         monkeypatch.setattr(os, "pwritev", Mock(side_effect=OSError(errno.EINVAL, "no")))
     before = place.read_bytes() if what not in ("pipe", "missing") else b""
-    done = publish.overwrite(place, data)
+    done = files.overwrite(place, data)
     assert done == (what in ("file", "rows"))
     if what not in ("pipe", "missing"):
         assert place.read_bytes() == (data.tobytes() if done else before)

@@ -7,8 +7,7 @@ import pytest
 from numcodecs import LZ4, Blosc
 
 from oocgemm.stores import zarr_codecs
-from oocgemm.stores.compressors import decompress_into
-from oocgemm.stores.frames import Codec, Frame, frame_of
+from oocgemm.stores.compressors import Codec, Frame, decompress_into, frame_of
 from tests.support.decoding import Batch, batch, blosc, composed, samples, zstd
 from tests.support.suite import examples, slow
 

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores.hdf5 import chunks as chunk_reader
-from oocgemm.stores.hdf5 import frames
-from oocgemm.stores.hdf5.filters import checked_content, fletcher32
+from oocgemm.stores import hdf5_chunks, hdf5_filters
+from oocgemm.stores.hdf5_filters import checked_content, fletcher32
 from tests.support.hdf5_files import (
     BEFORE,
     COMPRESSORS,
@@ -68,9 +67,9 @@ def test_any_block_is_what_h5py_reads(tmp_path_factory: pytest.TempPathFactory, 
             dataset[1 : shape[0] // 2] = content[1 : shape[0] // 2]  # the other chunks are not stored
         expected = dataset[...]
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(chunk_reader, "MIN_STRAIGHT", draw(st.sampled_from([1, 1 << 18])))
-        patches.setattr(chunk_reader, "BATCH_BYTES", draw(st.sampled_from([64, 5000, 1 << 20])))
-        patches.setattr(frames, "UNSHUFFLE_BYTES", draw(st.sampled_from([64, 256 << 10])))
+        patches.setattr(hdf5_chunks, "MIN_STRAIGHT", draw(st.sampled_from([1, 1 << 18])))
+        patches.setattr(hdf5_chunks, "BATCH_BYTES", draw(st.sampled_from([64, 5000, 1 << 20])))
+        patches.setattr(hdf5_filters, "UNSHUFFLE_BYTES", draw(st.sampled_from([64, 256 << 10])))
         matrix = opened(f"{path}::x")
         assert matrix.describe()["direct"]
         top, bottom = sorted(draw(st.integers(0, shape[0])) for _ in range(2))
@@ -122,8 +121,8 @@ def test_a_block_of_its_own_size_is_decompressed() -> None:
     else:
         pytest.fail("no block compresses to its own size")
     data = size.to_bytes(8, "big") + size.to_bytes(4, "big") + len(packed).to_bytes(4, "big") + packed
-    out, memory = np.empty(size, np.uint8), np.empty(frames.scratch_bytes(size, len(data)), np.uint8)
-    frames.decode_blocks(np.frombuffer(data, np.uint8), frames.LZ4, 1, out, memory)
+    out, memory = np.empty(size, np.uint8), np.empty(hdf5_filters.scratch_bytes(size, len(data)), np.uint8)
+    hdf5_filters.decode_blocks(np.frombuffer(data, np.uint8), hdf5_filters.LZ4_BLOCKS, 1, out, memory)
     bits = np.unpackbits(np.frombuffer(block, np.uint8), bitorder="little").reshape(8, size)
     np.testing.assert_array_equal(out, np.packbits(bits.T, axis=1, bitorder="little").ravel())
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores.hdf5.filters import Pipeline
+from oocgemm.stores.hdf5_filters import Pipeline
 from tests.support import TOP
 from tests.support.fuzzing import bounded
 from tests.support.hdf5_files import BEFORE, COMPRESSORS, opened, rewritten, stored, whole, write

@@ -108,7 +108,7 @@ def test_a_wrong_index_is_found_whatever_hdf5_lists(
     tmp_path: Path, libver: Any, options: dict[str, Any], block: int
 ) -> None:
     """Zeros everywhere: the stored bytes do not distinguish the chunks. Their addresses do."""
-    from oocgemm.stores.hdf5.index import Index, _is_right, listed
+    from oocgemm.stores.hdf5_chunks import Index, _is_right, listed
 
     path = str(tmp_path / "x.h5")
     with h5py.File(path, "w", libver=libver, userblock_size=block) as file:
@@ -172,7 +172,7 @@ def test_the_index_counts_in_the_host_budget(tmp_path: Path) -> None:
 
 
 def test_too_many_chunks_for_a_file_are_read_by_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oocgemm.stores.hdf5.index.MIN_CHUNKS", 100)
+    monkeypatch.setattr("oocgemm.stores.hdf5_chunks.MIN_CHUNKS", 100)
     content = np.arange(400.0).reshape(20, 20)
     with h5py.File(tmp_path / "x.h5", "w", libver="latest") as file:
         file.create_dataset("x", data=content, chunks=(1, 1))

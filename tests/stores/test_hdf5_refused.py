@@ -239,7 +239,7 @@ def test_a_filter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_without_h5py_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     write(Path("a.h5"), A)
-    monkeypatch.delitem(sys.modules, "oocgemm.stores.hdf5.opening", raising=False)
+    monkeypatch.delitem(sys.modules, "oocgemm.stores.hdf5_opening", raising=False)
     monkeypatch.setitem(sys.modules, "h5py", None)
     assert "pip install 'oocgemm[hdf5]'" in refusal("a.h5::x")
 

@@ -15,7 +15,7 @@ from zarr.storage import ObjectStore
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.stores import open_matrix
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects import Bucket
 from tests.support import TOP
 from tests.support.command import run
 from tests.support.hdf5_files import whole

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Matrix, aio, files, lines, npy, zarr_matrix
+from oocgemm.stores import Matrix, files, lines, npy, zarr_matrix
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -52,7 +52,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         values = values.T
     path = tmp_path_factory.mktemp("npy") / "X.npy"
     np.save(path, values)
-    right, cached, cacheable = aio.start_reads, draw(st.booleans()), draw(st.booleans())
+    right, cached, cacheable = lines.start_reads, draw(st.booleans()), draw(st.booleans())
 
     def start_reads(memory: Any, places: Any, size: int, file: int, offsets: Any, flags: int = 0) -> Any:
         if flags and not cached:
@@ -60,7 +60,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         return right(memory, places, size, file, offsets, flags)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(aio, "start_reads", start_reads)
+        patches.setattr(lines, "start_reads", start_reads)
         patches.setattr(lines, "start_reads", start_reads)
         patches.setattr(OpenFile, "cached", lambda file, offsets: cached)
         patches.setattr(npy, "worth_caching", lambda size: cacheable)
@@ -69,10 +69,10 @@ def test_any_block_is_read_and_written_as_numpy_does(
         patches.setattr(lines, "MAX_READS", draw(st.sampled_from([3, 512])))
         matrix = open_npy("X", path, writable=True)
         patches.setattr(lines, "SCRATCH_BYTES", draw(st.sampled_from([1 << 8, 1 << 18])))
-        patches.setattr(aio, "MAX_READS", draw(st.sampled_from([3, 512])))
+        patches.setattr(lines, "MAX_READS", draw(st.sampled_from([3, 512])))
         if draw(st.booleans()):  # as on a system without calls for asynchronous reads
-            patches.setattr(aio, "_contexts", [])
-            patches.setattr(aio, "_CALLS", {})
+            patches.setattr(lines, "_contexts", [])
+            patches.setattr(lines, "_CALLS", {})
         rows, cols = draw_span(data, values.shape[0]), draw_span(data, values.shape[1])
         room = np.full((rows[1] - rows[0], cols[1] - cols[0] + 2), 7, matrix.dtype)
         out = room[:, 1:-1] if draw(st.booleans()) else np.ascontiguousarray(room[:, 1:-1])
@@ -151,7 +151,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     matrix, values = far_apart(tmp_path, kind)
-    right, requested, waiting = os.posix_fadvise, 0, aio.read_rows
+    right, requested, waiting = os.posix_fadvise, 0, lines.read_rows
 
     def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
         nonlocal requested
@@ -177,7 +177,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
 def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many calls would be slow, since each releases the GIL and must then wait to take it again."""
     matrix, values = far_apart(tmp_path, "npy")
-    calls, right, preadv = 0, aio._system, os.preadv
+    calls, right, preadv = 0, lines._system, os.preadv
 
     def counted(act: Callable[..., int]) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
@@ -187,7 +187,7 @@ def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
 
         return call
 
-    monkeypatch.setattr(aio, "_system", counted(right))
+    monkeypatch.setattr(lines, "_system", counted(right))
     monkeypatch.setattr(os, "preadv", counted(preadv))  # called for a part that was not read completely
     out = np.empty((256, 256))
     matrix.read((0, 256), (5000, 5256), out)

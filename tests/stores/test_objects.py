@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.stores import open_matrix
+from oocgemm.stores import object_matrix, open_matrix
 from oocgemm.stores.base import ChangedError
-from oocgemm.stores.objects import chunks as object_chunks
-from oocgemm.stores.objects.address import redacted, scrubbed
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects import Bucket, redacted, scrubbed
 from tests.support.command import command, run
 from tests.support.object_runs import TILE, A, B, C, store, stored, url
 from tests.support.object_server import DROP, SECRET, TRUNCATE, Fault, Proxy
@@ -73,9 +71,9 @@ def test_requests_for_spans_of_a_shard_are_few_and_small(
     nothing: Any = ((0, 0), ((0, 0), (0, 0)), np.empty(0))
     spans = sorted((start, start + size) for start, size in pairs)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(object_chunks, "MAX_GAP", gap)
-        patches.setattr(object_chunks, "GROUP_BYTES", limit)
-        runs = object_chunks.runs([(*span, *nothing) for span in spans])
+        patches.setattr(object_matrix, "MAX_GAP", gap)
+        patches.setattr(object_matrix, "GROUP_BYTES", limit)
+        runs = object_matrix.runs([(*span, *nothing) for span in spans])
         found = [[span[:2] for span in one] for one in runs]
     assert [span for one in found for span in one] == spans
     ends = [max(end for _, end in one) for one in found]

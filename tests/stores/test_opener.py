@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.stores import opener
-from oocgemm.stores.files import OpenFile
-from oocgemm.stores.opener import MAX_SLOW, Opener
+from oocgemm.stores import files
+from oocgemm.stores.files import MAX_SLOW, Opener, OpenFile
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("library", [True, False], ids=["C library", "no C library"])
 def test_a_file_is_read_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(opener, "_library", None)
+        monkeypatch.setattr(files, "_library", None)
     path = tmp_path / "é file"
     path.write_bytes(b"12345")
     with OpenFile(path, Opener()) as file:
@@ -40,7 +39,7 @@ def test_a_file_is_read_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("library", [True, False], ids=["C library", "no C library"])
 def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(opener, "_library", None)
+        monkeypatch.setattr(files, "_library", None)
     with pytest.raises(FileNotFoundError) as raised:
         Opener().open(tmp_path / "missing")
     assert raised.value.filename in (tmp_path / "missing", str(tmp_path / "missing"))
@@ -55,7 +54,7 @@ def test_the_gil_is_released_once_files_open_slowly(
     for _ in range(2 * MAX_SLOW):
         fast.close(fast.open(path)[0])
     assert counted == []
-    monkeypatch.setattr(opener, "SLOW", -1.0)
+    monkeypatch.setattr(files, "SLOW", -1.0)
     for number in range(2 * MAX_SLOW):
         descriptor, size = slow.open(path)
         slow.close(descriptor)

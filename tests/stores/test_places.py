@@ -15,7 +15,7 @@ import zarr
 import oocgemm
 from oocgemm import InputError, Transform
 from oocgemm.cli.output import EXIT_USAGE
-from oocgemm.stores.genetics.bed import BedMatrix
+from oocgemm.stores.plink import BedMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.command import command, contents
 from tests.support.plink import genotypes, write_bed

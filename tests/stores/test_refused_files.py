@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 from oocgemm.errors import OocGemmError
-from oocgemm.stores import cached, opener
+from oocgemm.stores import cached, files
 from oocgemm.stores.opening import open_matrix
 
 EXTENT, CHUNK = 32, 16
@@ -115,9 +115,9 @@ def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def _confined(place: Path) -> Iterator[None]:
-    opener.confine([str(place / "root")])
+    files.confine([str(place / "root")])
     yield
-    opener.confine([])
+    files.confine([])
 
 
 def _read(path: Path) -> Any:

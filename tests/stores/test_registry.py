@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.stores import open_matrix, registry
+from oocgemm.stores import open_matrix, opening
 from oocgemm.stores.npy import NpyMatrix
 from tests.support.command import run
 
@@ -104,13 +104,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     def name(store: str) -> None:
         (information / "entry_points.txt").write_text(f"[oocgemm.stores]\nfake = fakestore:{store}\n")
-        registry.installed.cache_clear()
+        opening.installed.cache_clear()
 
     for path, array in (("a.fake", A), ("b.fake", B)):
         with open(path, "wb") as file:
             np.save(file, array)
     yield name
-    registry.installed.cache_clear()
+    opening.installed.cache_clear()
 
 
 def test_a_store_of_another_package_serves_all_operands(install: Install) -> None:
@@ -143,12 +143,12 @@ def test_a_dtype_in_another_store_is_refused_with_a_remedy(install: Install) -> 
 def test_a_store_that_cannot_be_loaded_is_ignored(install: Install) -> None:
     install("Broken")
     with pytest.warns(UserWarning, match=r"the store fake \(fakestore:Broken\) .* its library is missing"):
-        assert registry.installed() == ()
+        assert opening.installed() == ()
 
 
 def test_another_package_cannot_take_over_npy_files(install: Install) -> None:
     install("Greedy")
     np.save("a.npy", A)
     assert isinstance(open_matrix("A", "a.npy"), NpyMatrix)
-    assert registry.store_of("a.zarr").kind == "fake"
-    assert registry.store_of(A).kind == "memory"
+    assert opening.store_of("a.zarr").kind == "fake"
+    assert opening.store_of(A).kind == "memory"

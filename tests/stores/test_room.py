@@ -17,7 +17,7 @@ import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.stores import open_matrix, zarr_chunks
-from oocgemm.stores.publish import publish
+from oocgemm.stores.files import publish
 from tests.support.command import contents, run
 
 _rng = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from oocgemm import stores
 from oocgemm.planning import GemmProblem, TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import TileGrid, length
-from oocgemm.stores.sliced import SlicedMatrix
+from oocgemm.stores.view import SlicedMatrix
 
 EXTENT = st.integers(1, 30)
 

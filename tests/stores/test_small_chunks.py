@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import aio, files, native, zarr_chunks
-from oocgemm.stores.gather import read_ranges
+from oocgemm.stores import compressors, files, lines, zarr_chunks
+from oocgemm.stores.lines import read_ranges
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.problems import integers
@@ -103,10 +103,10 @@ def test_other_systems_read_the_same(
 
     monkeypatch.setattr(files, "MAPPING_CORES", 0)
     if lacking == "io_submit":
-        monkeypatch.setattr(aio, "_free_context", refuse)
+        monkeypatch.setattr(lines, "_free_context", refuse)
     else:
-        monkeypatch.setattr(native, "_library", lambda name: None)
-        monkeypatch.setattr(native, "_of_thread", threading.local())
+        monkeypatch.setattr(compressors, "_library", lambda name: None)
+        monkeypatch.setattr(compressors, "_of_thread", threading.local())
     values = integers(rng, SHAPE, "float64")
     np.testing.assert_array_equal(read(opened(tmp_path, values, **ARRAYS[name])), values)
 
@@ -150,8 +150,8 @@ def test_a_thread_keeps_its_context() -> None:
 
     def decompress() -> None:
         for _ in range(2):
-            assert native.decompress("zstd", stored, out)
-            found.append(native.decompresser("zstd"))
+            assert compressors.decompress("zstd", stored, out)
+            found.append(compressors.decompresser("zstd"))
 
     decompress()
     other = threading.Thread(target=decompress)
@@ -165,15 +165,15 @@ def test_a_thread_keeps_its_context() -> None:
 
 def test_contexts_are_freed_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = list[int]()
-    right = native._Context.__del__
+    right = compressors._Context.__del__
 
     def count(context: Any) -> None:
         freed.append(context.address)
         right(context)
 
-    monkeypatch.setattr(native._Context, "__del__", count)
+    monkeypatch.setattr(compressors._Context, "__del__", count)
     for _ in range(3):
-        thread = threading.Thread(target=native.decompresser, args=("zstd",))
+        thread = threading.Thread(target=compressors.decompresser, args=("zstd",))
         thread.start()
         thread.join()
     gc.collect()
@@ -193,7 +193,7 @@ def test_damaged_data_fills_nothing_else(
     elif damaged == "cut":
         del stored[data.draw(st.integers(0, len(stored) - 1)) :]
     memory = np.full(asked + 64, 7, np.uint8)
-    filled = native.decompress(codec.codec_id, np.frombuffer(stored, np.uint8), memory[32 : asked + 32])
+    filled = compressors.decompress(codec.codec_id, np.frombuffer(stored, np.uint8), memory[32 : asked + 32])
     assert (memory[:32] == 7).all()
     assert (memory[asked + 32 :] == 7).all()
     if filled and (damaged != "flipped" or codec.codec_id == "zstd"):

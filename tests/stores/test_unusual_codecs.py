@@ -12,7 +12,7 @@ import zarr
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.stores import open_matrix
-from oocgemm.stores.hdf5.filters import pipeline
+from oocgemm.stores.hdf5_filters import pipeline
 from tests.support.command import run
 from tests.support.hdf5_files import DTYPES, opened, whole, write
 from tests.support.suite import thinned

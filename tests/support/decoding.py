@@ -8,7 +8,7 @@ import numpy as np
 from numcodecs import LZ4, Blosc, Zstd
 from numpy.typing import NDArray
 
-from oocgemm.stores.frames import BITS, BYTES, Codec, Frame, Stream
+from oocgemm.stores.compressors import BITS, BYTES, Codec, Frame, Stream
 
 Array = NDArray[Any]
 # Names of numcodecs' shuffles: none, by bytes, by bits.

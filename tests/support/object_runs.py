@@ -9,7 +9,7 @@ import numpy as np
 import zarr
 from zarr.storage import ObjectStore
 
-from oocgemm.stores.objects.bucket import Bucket
+from oocgemm.stores.objects import Bucket
 from tests.support import TOP
 from tests.support.object_server import BUCKET
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from oocgemm.backends.encoding import Strip, batches
 from oocgemm.planning.cost.encoding import Division, frames_bytes
-from oocgemm.stores.frames import index_of
+from oocgemm.stores.compressors import index_of
 from tests.support.decoding import Array
 from tests.support.native import built
 

@@ -13,7 +13,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import ceil_div
-from oocgemm.stores.frames import NUMBERS, Codec
+from oocgemm.stores.compressors import NUMBERS, Codec
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
 _STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10

@@ -21,7 +21,7 @@ from oocgemm.integrity.rounding import add_product, block_norms, block_squares, 
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
 from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
 from oocgemm.planning.tiling import Range, Tile
-from oocgemm.stores.scratch import scratch_array
+from oocgemm.stores.arrays import scratch_array
 from oocgemm.timeline.spans import BusyTime
 
 

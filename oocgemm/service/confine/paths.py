@@ -107,8 +107,9 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
             `write` is false; or `write` is true and the root is read-only.
     """
     # This imports NumPy, which starts threads. A process must confine itself before that.
-    from oocgemm.stores.genetics.bed import COMPANIONS, is_bed
-    from oocgemm.stores.hdf5.address import MARK, split
+    from oocgemm.stores.formats import MARK
+    from oocgemm.stores.hdf5 import split
+    from oocgemm.stores.plink import COMPANIONS, is_bed
 
     root, parts = _parsed(roots, text)
     address = split(f"{root.folder}/{text.partition(':')[2]}")

@@ -16,6 +16,6 @@ def restrict_to(allowed: Mapping[str, Sequence[str]], *own: Path) -> None:
     """
     read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
     restrict(read, [*write, *own])
-    from oocgemm.stores.opener import confine  # this imports NumPy
+    from oocgemm.stores.files import confine  # this imports NumPy
 
     confine([*allowed["read"], *allowed["write"]])

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.frames import NUMBERS, Codec, Frame, frame_of
+from oocgemm.stores.compressors import NUMBERS, Codec, Frame, frame_of
 from oocgemm.stores.zarr_codecs import checked_content
 from tests.support.decoding import Array, decompressed
 from tests.support.fake_cuda.memory import Block, Memory

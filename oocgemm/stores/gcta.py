@@ -19,12 +19,18 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, is_path, refuse_zarr_options
-from oocgemm.stores.durable import DATA, SIDECAR, fingerprints, found_locally, sync_files, sync_path
-from oocgemm.stores.files import OpenFile
+from oocgemm.stores.durable import (
+    DATA,
+    SIDECAR,
+    check_room,
+    fingerprints,
+    found_locally,
+    sync_files,
+    sync_path,
+)
+from oocgemm.stores.files import OpenFile, open_regular
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.opener import open_regular
-from oocgemm.stores.space import check_room
 
 SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
 _STORED = np.dtype("<f4")

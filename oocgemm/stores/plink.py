@@ -13,9 +13,16 @@ number in a byte is j has the bits 2 j and 2 j + 1. The .fam and .bim files besi
 per individual and per variant. Only their lines are counted.
 
 https://www.cog-genomics.org/plink/1.9/formats#bed describes the format.
+
+`on_chromosomes` finds variants by the names of chromosomes in the .bim file. PLINK writes these names in
+several ways. "X", "x", "chrX" and "23" are equal, and so are Y and 24, XY and 25, MT and 26. The numbers are
+those of humans. So they are not equal in a file with numbers above 26, or with names of both kinds.
 """
 
 import os
+import re
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,16 +30,120 @@ from typing import Any, Self
 
 import numpy as np
 
-from oocgemm.errors import ExecutionError, InputError, NotFoundError
+from oocgemm.errors import DataWarning, ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, pieces
 from oocgemm.stores.durable import fingerprints, found_locally
-from oocgemm.stores.files import OpenFile, worth_caching
+from oocgemm.stores.files import Opener, OpenFile, open_regular, read_regular, worth_caching
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.opener import Opener, open_regular, read_regular
+
+# What a caller may pass: a text such as "1-22,X", a number, or several of them.
+Chromosomes = str | int | Sequence[str | int]
+
+AUTOSOMES, LAST_AUTOSOME, LAST_OF_HUMANS = "autosomes", 22, 26
+ALL, UNPLACED = "all", "0"
+_NUMBERS = {"X": "23", "Y": "24", "XY": "25", "MT": "26"}
+_SYNONYMS = {"M": "MT", "PAR1": "XY", "PAR2": "XY"}
+# Names that a message shows, at most.
+_SHOWN = 12
+
+
+def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
+    """Return whether each variant of a .bed file is on one of the given chromosomes.
+
+    Args:
+        path: of the .bed file.
+        given: the chromosomes. None: the autosomes, or all if the .bim file names no chromosome, but has 0 in
+            each line.
+
+    Raises:
+        InputError: the .bim file cannot be read, or names no variant on a chromosome that is given.
+    """
+    place = path.with_suffix(".bim")
+    names, inverse = np.unique(_first_words(place), return_inverse=True)
+    codes = [_code(str(name)) for name in names]
+    if given is None and set(codes) <= {UNPLACED}:
+        given = ALL
+    numbers = {int(code) for code in codes if code.isdigit()}
+    highest = max(numbers, default=0)
+    both = numbers & {int(x) for x in _NUMBERS.values()} and set(codes) & _NUMBERS.keys()
+    human = highest <= LAST_OF_HUMANS and not both
+    if given is None and highest > LAST_OF_HUMANS:
+        warnings.warn(
+            f"{place} names chromosome {highest}, and the variants on chromosomes 1 to {LAST_AUTOSOME}, the "
+            f"autosomes of humans, are used: pass those of this species as chromosomes (--chromosomes), such "
+            f"as 1-{highest}, or {ALL}",
+            DataWarning,
+            stacklevel=2,
+        )
+    known = [_numbered(code) if human else code for code in codes]
+    wanted = np.zeros(len(known), bool)
+    for entry in _entries(AUTOSOMES if given is None else given):
+        matching = _matching(entry, known, human=human)
+        if not any(matching):
+            shown = ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+            raise InputError(
+                f"no variant of {path} is on chromosome {entry}: {place.name} names {shown}; pass some of "
+                f"these as chromosomes (--chromosomes), or {ALL}"
+            )
+        wanted |= matching
+    return np.asarray(wanted[inverse])
+
+
+def _matching(entry: str, known: Sequence[str], *, human: bool) -> list[bool]:
+    """Return which of the known codes an entry stands for."""
+    if entry == ALL:
+        return [True] * len(known)
+    span = re.fullmatch(r"(\d+)-(\d+)", f"1-{LAST_AUTOSOME}" if entry == AUTOSOMES else entry)
+    if span:
+        first, last = map(int, span.groups())
+        return [code.isdigit() and first <= int(code) <= last for code in known]
+    code = _code(entry)
+    return [(_numbered(code) if human else code) == other for other in known]
+
+
+def _entries(given: Chromosomes) -> Iterable[str]:
+    """Return the names and ranges that a caller passed. Raises `InputError` for anything else."""
+    parts = [given] if isinstance(given, str | int | np.integer) else given
+    found = list[str]()
+    if isinstance(parts, Iterable):
+        for part in parts:
+            if isinstance(part, bool) or not isinstance(part, str | int | np.integer):
+                break
+            found += [word.strip() for word in str(part).split(",")]
+        else:
+            if found and all(found):
+                return found
+    raise InputError(
+        f"chromosomes = {given!r}: pass names, numbers or ranges, such as '1-22,X', '{AUTOSOMES}' or '{ALL}'"
+    )
+
+
+def _first_words(place: Path) -> list[str]:
+    """Return the first word of each line of a file."""
+    try:
+        with open(place, encoding="utf-8", errors="surrogateescape") as file:
+            return [(line.split(maxsplit=1) or [UNPLACED])[0] for line in file]
+    except OSError as error:
+        raise InputError(f"{place} cannot be read: {error.strerror}") from error
+
+
+def _code(name: str) -> str:
+    """Return the name of a chromosome without "chr", leading zeros and lower case.
+
+    >>> _code("chr01"), _code("chrM"), _code("x")
+    ('1', 'MT', 'X')
+    """
+    short = name.upper().removeprefix("CHR")
+    return str(int(short)) if short.isascii() and short.isdigit() else _SYNONYMS.get(short, short)
+
+
+def _numbered(code: str) -> str:
+    return _NUMBERS.get(code, code)
+
 
 SUFFIX = ".bed"
 # Files beside a .bed file, with the same name but for the suffix, and what each of their lines describes.

@@ -20,17 +20,13 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.stores import declared
 from oocgemm.stores.base import checked
-from oocgemm.stores.files import worth_caching
-from oocgemm.stores.formats import dense_conversion, is_sparse
-from oocgemm.stores.hdf5 import listing
-from oocgemm.stores.hdf5.address import MARK, has_signature
-from oocgemm.stores.hdf5.chunks import Chunks
-from oocgemm.stores.hdf5.filters import Pipeline, pipeline
-from oocgemm.stores.hdf5.index import Index, listed
-from oocgemm.stores.hdf5.matrix import Fill, HDF5Matrix, Reader
+from oocgemm.stores.files import RefusedFileError, check_regular, open_regular, worth_caching
+from oocgemm.stores.formats import MARK, dense_conversion, is_sparse
+from oocgemm.stores.hdf5 import has_signature
+from oocgemm.stores.hdf5_chunks import Chunks, Fill, HDF5Matrix, Index, Reader, listed
+from oocgemm.stores.hdf5_filters import Pipeline, pipeline
 from oocgemm.stores.lazy import LazyMatrix
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.opener import RefusedFileError, check_regular, open_regular
 
 with suppress(ImportError):  # registers filters with h5py, which reads datasets that have them
     import hdf5plugin  # noqa: F401
@@ -143,31 +139,27 @@ def _check_writers(name: str, file: "h5py.File", path: str) -> None:
 def _dataset(name: str, file: "h5py.File", path: str, dataset: str) -> "h5py.Dataset":
     """Return the dataset. Raises `InputError` for anything else; the message lists the file's datasets."""
     if not dataset.strip("/"):
-        raise InputError(
-            f"{name}: {path} is an HDF5 file, which can contain many arrays: {listing.hint(file, path)}"
-        )
+        raise InputError(f"{name}: {path} is an HDF5 file, which can contain many arrays: {hint(file, path)}")
     if ".." in dataset.split("/") or "\0" in dataset:
-        raise InputError(f"{name}: {dataset!r} is not the name of a dataset: {listing.hint(file, path)}")
+        raise InputError(f"{name}: {dataset!r} is not the name of a dataset: {hint(file, path)}")
     try:
         found = file[_resolved(name, file, path, dataset)]
     except KeyError as error:
-        raise NotFoundError(
-            f"{name}: there is no dataset {dataset} in {path}: {listing.hint(file, path)}"
-        ) from error
+        raise NotFoundError(f"{name}: there is no dataset {dataset} in {path}: {hint(file, path)}") from error
     if isinstance(found, h5py.Dataset):
         return found
     kind = "a group"
     if isinstance(found, h5py.Group) and is_sparse(found):
         opened = f"__import__('h5py').File({json.dumps(path)}, 'r')[{json.dumps(found.name)}]"
         stem = f"{os.path.splitext(path)[0]}{found.name.replace('/', '-')}"
-        dense = listing.hint(file, path)
+        dense = hint(file, path)
         raise InputError(
             f"{name}: {path}{MARK}{dataset} is a sparse matrix, and a product needs a dense one: "
             f"{dense_conversion(name, found, opened, stem)}{f'; or {dense}' if 'pass' in dense else ''}"
         )
     if isinstance(found, h5py.Datatype):
         kind = "a type"
-    raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {listing.hint(file, path)}")
+    raise InputError(f"{name}: {path}{MARK}{dataset} is {kind}, not a dataset: {hint(file, path)}")
 
 
 def _resolved(name: str, file: "h5py.File", path: str, dataset: str) -> str:
@@ -325,3 +317,25 @@ def _fill(found: "h5py.Dataset", plist: Any) -> Any:
 def _first_line(error: BaseException) -> str:
     """Return the first line of the message of an exception."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# A message names at most this many datasets.
+MAX_LISTED = 8
+
+
+def hint(file: "h5py.File", path: str) -> str:
+    """Return the last part of a message: which datasets of two dimensions and of numbers a file has."""
+    found: list[str] = []
+
+    def look(name: str, thing: Any) -> bool | None:
+        with suppress(Exception):  # a damaged dataset is not listed
+            if isinstance(thing, h5py.Dataset) and len(thing.shape or ()) == 2 and thing.dtype.kind in "fciu":
+                found.append(f"{path}{MARK}/{name} ({thing.shape[0]} x {thing.shape[1]} {thing.dtype})")
+        return True if len(found) > MAX_LISTED else None
+
+    with suppress(Exception):  # h5py raises exceptions of many types for damaged metadata
+        file.visititems(look)
+    if not found:
+        return "it has no dataset of two dimensions with numbers"
+    more = ", and more" if len(found) > MAX_LISTED else ""
+    return f"pass one of {', '.join(found[:MAX_LISTED])}{more}"

@@ -1,23 +1,111 @@
-"""Read and write the objects of one array, by the package obstore.
+"""Objects: their URLs, the requests for them, the folder of a journal, and the store that opens zarr arrays.
 
-obstore repeats a request that fails with HTTP status 5xx, 429 or 408, or with a broken or timed-out
-connection, also amid a response. Only when it gives up does an error reach this module.
+Requests are made by the package obstore, which repeats a request that fails with HTTP status 5xx, 429 or 408,
+or with a broken or timed-out connection, also amid a response. Only when it gives up does an error reach this
+module. obstore and zarr are imported only for operands at such URLs.
 """
 
+import importlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
-from oocgemm.errors import ExecutionError, InputError
-from oocgemm.stores.base import Array, ChangedError
-from oocgemm.stores.objects.address import check_url, is_web, redacted, scrubbed
+from oocgemm.errors import ExecutionError, InputError, NotFoundError
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.stores.base import Array, ChangedError, Folder, Matrix, Store, is_path
+from oocgemm.stores.durable import SIDECAR
+from oocgemm.stores.formats import check_new_format
+from oocgemm.stores.zarr_matrix import new_zarr_layout
+
+if TYPE_CHECKING:
+    from oocgemm.stores.object_matrix import ObjectMatrix
+
+
+# Requests in flight per operand, unless the user chooses another number.
+REQUESTS = 64
+WEB = ("http", "https")
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", *WEB, "memory")
+_URL = re.compile(r"\b([a-z][a-z0-9]*)://([^\s'\"<>]*)")
+# An error of obstore begins with a line that states the request and the status. Then comes the response body
+# as XML, of which only these elements are worth showing, and the error once more in another form.
+_BODY = re.compile(r"<(Code|Message)>([^<]*)</")
+
+
+def is_object_url(text: str) -> bool:
+    """Return whether a path is a URL that the package obstore opens."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def is_web(url: str) -> bool:
+    """Return whether a URL is read by plain HTTP. Such a place is read-only, and cannot be listed."""
+    return url.partition("://")[0] in WEB
+
+
+def check_url(name: str, url: str) -> None:
+    """Raise `InputError` for a URL that contains credentials, or a query that its store would ignore.
+
+    `name` is the name of the operand in the message.
+    """
+    parts = _parsed(url)
+    if parts is None or not is_object_url(url):
+        return
+    if "@" in parts.netloc and parts.scheme not in ("abfs", "abfss", "adl", "azure"):
+        raise InputError(
+            f"{name}: {redacted(url)} contains a user name or password, which is not used: drop it, and set "
+            "the environment variables of the store, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if parts.fragment or (parts.query and not is_web(url)):
+        raise InputError(f"{name}: {redacted(url)} has a query or fragment, which is not used: drop it")
+
+
+def redacted(url: str) -> str:
+    """Return a URL without user name, password, query, fragment and trailing slashes. Others are unchanged.
+
+    >>> redacted("https://me:secret@host/a.zarr/?sig=secret")
+    'https://host/a.zarr'
+    >>> redacted("abfss://container@account.dfs.core.windows.net/x"), redacted("dir/a.zarr")
+    ('abfss://container@account.dfs.core.windows.net/x', 'dir/a.zarr')
+    """
+    if "://" not in url:
+        return url
+    scheme, _, rest = url.partition("://")
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    host, slash, path = place.partition("/")
+    user, at, server = host.rpartition("@")
+    # In Azure's addresses, the part before "@" is the container. A colon there begins a password.
+    host = host if at and scheme in ("abfs", "abfss", "adl", "azure") and ":" not in user else server
+    return f"{scheme}://{host}{slash}{path}".rstrip("/")
+
+
+def scrubbed(text: str) -> str:
+    """Return the message of an error without credentials: its first line, with all URLs redacted.
+
+    >>> scrubbed("GET http://h/a?sig=x in 3ms - 403 Forbidden: <E><Code>No</Code></E>")
+    'GET http://h/a in 3ms - 403 Forbidden: No'
+    """
+    text = text.partition("\n\nDebug source:")[0]
+    start, bracket, body = text.partition("<")
+    start = _URL.sub(lambda found: redacted(found[0]), " ".join(start.split()))
+    found = [value for _, value in _BODY.findall(bracket + body)]
+    return " ".join([start, *found]).strip().rstrip(":")
+
+
+def _parsed(url: str) -> SplitResult | None:
+    try:
+        return urlsplit(url)
+    except ValueError:  # for example an invalid IPv6 address: the store refuses it
+        return None
+
 
 # How long obstore repeats a failed request: at most RETRIES times, and for RETRY_SECONDS. It waits for
 # FIRST_WAIT seconds, then twice as long each time, up to LONGEST_WAIT, all with jitter.
@@ -247,3 +335,140 @@ def _version(meta: Any) -> dict[str, str]:
 
 def _tag(meta: Any) -> str:
     return str(meta.get("e_tag") or meta.get("version") or "")
+
+
+class ObjectFolder:
+    """A folder of objects below a URL. No request is made before a method is called.
+
+    Methods raise `StoreError`.
+    """
+
+    def __init__(self, url: str, path: str) -> None:
+        """Name the folder `path` in the array at a URL."""
+        self._url, self._path = url, path
+
+    def __truediv__(self, name: str) -> "ObjectFolder":
+        return ObjectFolder(self._url, f"{self._path}/{name}")
+
+    def __str__(self) -> str:
+        return f"{self.bucket.url}/{self._path}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._path.rpartition("/")[2]
+
+    @property
+    def path(self) -> str:
+        """The path below the URL of the array."""
+        return self._path
+
+    @cached_property
+    def bucket(self) -> Bucket:
+        """The objects of the array."""
+        return Bucket(self._url)
+
+    def get(self, name: str) -> tuple[bytes, dict[str, str]] | None:
+        """Return the content and the version of an object in this folder; None if there is none."""
+        found = self.bucket.get(f"{self._path}/{name}")
+        return None if found is None else (found[0].tobytes(), found[1])
+
+    def replace(self, name: str, content: bytes, version: dict[str, str] | None) -> dict[str, str]:
+        """Replace a version of an object in this folder, or with None create it (`Bucket.replace`)."""
+        return self.bucket.replace(f"{self._path}/{name}", content, version)
+
+    def exists(self) -> bool:
+        """Return whether the folder contains any object."""
+        return bool(self.bucket.listing(self._path, limit=1))
+
+    def array_exists(self) -> bool:
+        """Return whether the array has any object outside this folder."""
+        # A page of the listing may contain only objects of the journal, which are few.
+        return any(not key.startswith(f"{self._path}/") for key in self.bucket.listing(limit=1000))
+
+    def clear(self, keep: Collection[str] = (), *, array: bool) -> None:
+        """Delete the objects in this folder, except those in `keep`, and with `array` those of the array.
+
+        The journal itself is deleted last: an interrupted call can then be repeated.
+        """
+        kept, inside = tuple(f"{self._path}/{name}" for name in keep), f"{self._path}/"
+        found = [
+            key
+            for key in self.bucket.listing("" if array else self._path)
+            if not (kept and key.startswith(kept))
+        ]
+        self.bucket.delete([key for key in found if not key.startswith(inside)])
+        self.bucket.delete([key for key in found if key.startswith(inside)])
+
+
+class ObjectStores(Store):
+    """Open and create zarr arrays at URLs of S3, Google Cloud Storage and Azure, or read them by HTTP.
+
+    Arrays at memory:// URLs live in this process, for tests.
+    """
+
+    kind = "an object store"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand) and is_object_url(str(operand))
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable and is_web(operand):
+            raise self._read_only(redacted(operand))
+        return self._opened(name, operand, writable=writable)
+
+    def _opened(self, name: str, url: str, *, writable: bool) -> "ObjectMatrix":
+        bucket = Bucket(url)
+        from oocgemm.stores.object_matrix import open_array
+
+        return open_array(name, bucket, writable=writable)
+
+    def prepare(self, operand: Any) -> None:
+        """Import obstore and zarr."""
+        for package in ("obstore", "oocgemm.stores.object_matrix"):
+            with suppress(ImportError):
+                importlib.import_module(package)
+
+    def exists(self, path: str) -> bool:
+        if is_web(path):
+            with suppress(NotFoundError):
+                self._opened("C", path, writable=False)
+                return True
+            return False
+        return ObjectFolder(path, SIDECAR).array_exists()
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        if is_web(path):
+            raise self._read_only(redacted(path))
+        check_new_format("C", redacted(path))
+        return new_zarr_layout(problem, chunks, compressor, requests=REQUESTS)
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        bucket = Bucket(path)
+        from oocgemm.stores.object_matrix import create_array
+
+        return create_array(name, bucket, shape, dtype, chunks, compressor)
+
+    def journal_folder(self, operand: Any) -> Folder | None:
+        return None if is_web(operand) else ObjectFolder(operand, SIDECAR)
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return self.kind, redacted(operand)
+
+    def _read_only(self, path: str) -> InputError:
+        return InputError(
+            f"C at {path}: a web server is read-only; give a URL of an object store, such as "
+            "s3://bucket/C.zarr, or a local path"
+        )

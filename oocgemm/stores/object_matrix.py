@@ -1,0 +1,537 @@
+"""Use a zarr array in an object store as a matrix: open and create it, and read and write its chunks.
+
+Chunks are read and written without zarr, one request each. Small chunks of a shard that are close to each
+other in it are read by one request.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import zarr
+from zarr.storage import ObjectStore
+
+from oocgemm.errors import ExecutionError, InputError, NotFoundError
+from oocgemm.planning import Layout
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, pieces
+from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
+from oocgemm.stores.formats import check_url_format
+from oocgemm.stores.objects import (
+    REQUESTS,
+    STREAMED_BYTES,
+    Bucket,
+    DeniedError,
+    ObjectFolder,
+    StoreError,
+    is_web,
+    scrubbed,
+)
+from oocgemm.stores.zarr_chunks import MISSING, Shards
+from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding
+from oocgemm.stores.zarr_matrix import ZarrMatrix, reason
+from oocgemm.stores.zarr_metadata import (
+    METADATA,
+    V2,
+    V2_ATTRIBUTES,
+    V2_GROUP,
+    V3,
+    Metadata,
+    check_sizes,
+    keys_of_first,
+)
+from oocgemm.stores.zarr_through import check_array, new_array
+
+# A part of a sharded array that is read by one task has at most this many bytes before compression.
+GROUP_BYTES = 2 << 20
+# Chunks of a shard with at most this many bytes between them are read by one request. It has at most
+# GROUP_BYTES, or one chunk.
+MAX_GAP = 64 << 10
+Place = tuple[int, int]
+Block = tuple[Range, Range]
+# Stored bytes of a shard: where they begin and end, and whose they are: the row and column of their chunk in
+# the grid of chunks, the rows and columns of the matrix that are needed, and the destination of these.
+Span = tuple[int, int, Place, Block, Array]
+
+
+@dataclass(frozen=True)
+class ObjectChunks:
+    """The chunks of a zarr array in an object store, and how to read and write them.
+
+    - `bucket`: contains the objects of the array.
+    - `key`: returns the key of a chunk or shard, given its indices in the grid.
+    - `chunk`: the shape of a chunk.
+    - `encoding`: the format of a chunk's bytes.
+    - `fill`: the value of all elements of a chunk that is not stored.
+    - `shards`: the format of the shards; None if each chunk is an object.
+    - `prefix`: what is prepended to the key when a chunk is written.
+    """
+
+    bucket: Bucket
+    key: Callable[[Place], str]
+    chunk: tuple[int, int]
+    encoding: Encoding
+    fill: Any
+    shards: Shards | None = None
+    prefix: str = ""
+    # The indexes of shards, which do not change while an operand is read.
+    _indexes: dict[Place, Array | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def below(self, prefix: str) -> "ObjectChunks":
+        """Return the same chunks, but written to keys with this prefix."""
+        return replace(self, prefix=prefix)
+
+    @property
+    def request_bytes(self) -> int:
+        """The bytes of host memory that reading or writing one chunk takes, besides its source or target."""
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize + CHECKSUM_BYTES
+        stored = GROUP_BYTES if self.group != (1, 1) else size
+        return max(2 * STREAMED_BYTES, stored + self.encoding.encode_bytes(size))
+
+    @cached_property
+    def group(self) -> tuple[int, int]:
+        """The rows and columns of chunks that a task reads together; (1, 1) unless shards have small chunks.
+
+        zarr stores the chunks of a shard in Morton order: squares of 2, 4, 8, ... chunks are contiguous.
+        """
+        down = across = 1
+        size = self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
+        rows, columns = self.shards.chunks if self.shards else (1, 1)
+        while 2 * down * across * size <= GROUP_BYTES and (2 * down <= rows or 2 * across <= columns):
+            wider = 2 * across <= columns and (across <= down or 2 * down > rows)
+            down, across = (down, 2 * across) if wider else (2 * down, across)
+        return down, across
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        """Read the block at these rows and columns into `out`, chunk by chunk.
+
+        Raises `ExecutionError` for a damaged chunk, and `StoreError` for a request that fails.
+        """
+        if self.group != (1, 1):
+            self._read_group((rows, cols), out)
+            return
+        for number, block, target in self._cut((rows, cols), out):
+            place = self._place(number)
+            try:
+                if place is None:
+                    target[...] = self.fill
+                elif self.encoding.raw:
+                    self._read_raw(number, place, block, target)
+                else:
+                    self._read_encoded(number, place, block, target)
+            except FileNotFoundError:
+                target[...] = self.fill  # zarr need not store a chunk of fill values
+            except EOFError as error:
+                self._damaged(number, str(error), error)
+
+    def _read_group(self, block: Block, out: Array) -> None:
+        """Read a block of an array with small chunks in shards into `out`."""
+        spans: dict[str, list[Span]] = {}
+        for number, part, target in self._cut(block, out):
+            place = self._place(number)
+            if place is None:
+                target[...] = self.fill
+                continue
+            key, offset, length = place
+            lines = 0, length
+            if self.encoding.raw:
+                lines = self._lines(number, length, part)
+            spans.setdefault(key, []).append((offset + lines[0], offset + lines[1], number, part, target))
+        for key, found in spans.items():
+            for run in runs(sorted(found, key=lambda span: span[:2])):
+                first, number = run[0][0], run[0][2]
+                try:
+                    stored = self.bucket.get_part(key, first, max(span[1] for span in run) - first)
+                except FileNotFoundError:
+                    self._damaged(number, "the shard is missing")
+                except EOFError as error:
+                    self._damaged(number, str(error), error)
+                for start, end, at, part, target in run:
+                    self._decode(at, part, stored[start - first : end - first], target)
+
+    def write(self, rows: Range, cols: Range, data: Array) -> dict[str, str]:
+        """Write a block that consists of whole chunks. Return the ETags of the new objects by their keys."""
+        tags = {}
+        for number, _, part in self._cut((rows, cols), data):
+            stored, size = self.encoding.encode(part, self.chunk, self.fill)
+            content = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)[:size]
+            tags[self.key(number)] = self.bucket.put(self.prefix + self.key(number), content)
+        return tags
+
+    def _cut(self, block: Block, array: Array) -> Iterator[tuple[Place, Block, Array]]:
+        """Cut a block, whose elements are in `array`, along chunk borders.
+
+        For each part, yield the row and column of its chunk in the grid of chunks, the rows and columns of
+        the part, and the view of its elements.
+        """
+        (top, _), (left, _) = block
+        for (r0, r1), (c0, c1) in pieces(*block, self.chunk, 1):
+            number = r0 // self.chunk[0], c0 // self.chunk[1]
+            yield number, ((r0, r1), (c0, c1)), array[r0 - top : r1 - top, c0 - left : c1 - left]
+
+    def _place(self, number: Place) -> tuple[str, int, int] | None:
+        """Return where a chunk is: the key of its object, the offset in it, and the bytes; None if nowhere.
+
+        The number of bytes is -1 for the whole object.
+        """
+        if self.shards is None:
+            return self.key(number), 0, -1
+        down, across = self.shards.chunks
+        shard = number[0] // down, number[1] // across
+        if shard not in self._indexes:
+            self._indexes[shard] = self._index(shard)
+        index = self._indexes[shard]
+        if index is None:
+            return None
+        offset, length = map(int, index[number[0] % down, number[1] % across])
+        return None if offset == length == MISSING else (self.key(shard), offset, length)
+
+    def _index(self, shard: Place) -> Array | None:
+        """Read the index of a shard; None if the shard is not stored."""
+        assert self.shards is not None
+        size, start = self.shards.index_bytes, -1 if self.shards.at_end else 0
+        try:
+            return self.shards.parsed(self.bucket.get_part(self.key(shard), start, size))
+        except FileNotFoundError:
+            return None
+        except (EOFError, ValueError) as error:
+            raise ExecutionError(
+                f"{self.bucket.url}/{self.key(shard)} is a shard whose index cannot be read ({error}): it is "
+                "damaged or truncated"
+            ) from error
+
+    def _read_raw(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
+        """Read a part of an uncompressed chunk: the lines that contain it, in one request."""
+        key, offset, length = place
+        start, end = (offset + at for at in self._lines(number, length, block))
+        target = out if self.encoding.order == "C" else out.T
+        whole = target.nbytes == end - start
+        if whole and target.flags.c_contiguous and self.encoding.dtype.isnative:
+            self.bucket.read_into(key, start, target.reshape(-1).view(np.uint8))
+        else:
+            self._decode(number, block, self.bucket.get_part(key, start, end - start), out)
+
+    def _read_encoded(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
+        """Read and decode a chunk, and copy the part that is wanted."""
+        key, offset, length = place
+        if length < 0:
+            found = self.bucket.get(key)
+            if found is None:
+                raise FileNotFoundError(key)
+            stored = found[0]
+        else:
+            stored = self.bucket.get_part(key, offset, length)
+        self._decode(number, block, stored, out)
+
+    def _lines(self, number: Place, length: int, block: Block) -> tuple[int, int]:
+        """Return where the lines of an uncompressed chunk that contain a block begin and end in the chunk.
+
+        Its rows are its lines, or its columns if it is stored in Fortran order.
+        """
+        itemsize = self.encoding.dtype.itemsize
+        size = self.chunk[0] * self.chunk[1] * itemsize
+        if length not in (-1, size):
+            self._damaged(number, f"it has {length} bytes instead of {size}")
+        axis = self.encoding.order == "F"
+        lines, line = self._inside(number, block)[axis], self.chunk[1 - axis] * itemsize
+        return lines.start * line, lines.stop * line
+
+    def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
+        """Decode the bytes of a chunk, or the lines of an uncompressed one, and copy what is wanted."""
+        wanted = self._inside(number, block)
+        if self.encoding.raw:
+            axis = self.encoding.order == "F"
+            target, part = out.T if axis else out, wanted[1 - axis]
+            found = stored.view(self.encoding.dtype).reshape(-1, self.chunk[1 - axis])
+            np.copyto(target, found[:, part], casting="equiv")
+            return
+        try:
+            self.encoding.decode_part(stored, self.chunk, wanted, out)
+        except ValueError as error:
+            self._damaged(number, f"it {error}", error)
+
+    def _inside(self, number: Place, block: Block) -> tuple[slice, slice]:
+        """Return the rows and columns of a block of the matrix, counted from the first ones of its chunk."""
+        (r0, r1), (c0, c1) = block
+        top, left = number[0] * self.chunk[0], number[1] * self.chunk[1]
+        return slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+
+    def _damaged(self, number: Place, how: str, error: Exception | None = None) -> NoReturn:
+        """Raise the `ExecutionError` for a damaged chunk. `how` says what is wrong with it."""
+        raise ExecutionError(
+            f"chunk {number[0]}/{number[1]} in {self.bucket.url} is damaged or truncated: {how}"
+        ) from error
+
+
+def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Split spans, in the order of their starts, into runs that are read by one request each."""
+    run: list[Span] = []
+    end = 0
+    for span in spans:
+        if run and (span[0] > end + MAX_GAP or max(end, span[1]) > run[0][0] + GROUP_BYTES):
+            yield run
+            run = []
+        end = max(end, span[1]) if run else span[1]
+        run.append(span)
+    if run:
+        yield run
+
+
+class ObjectMatrix(ZarrMatrix):
+    """A matrix in a zarr array of format 2 or 3 in an object store.
+
+    Chunks whose encoding the module `oocgemm.stores.zarr_codecs` supports are read and written by this
+    package, each in a request of its own. zarr writes sharded arrays, and reads and writes all others.
+
+    A PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.
+
+    `guard` is called before each write. It raises an error if this run may no longer write.
+    """
+
+    def __init__(
+        self, name: str, bucket: Bucket, array: "zarr.Array[Any]", *, unchanging: bool = False
+    ) -> None:
+        """Wrap an array that zarr opened in `bucket`. `name` is its name in messages."""
+        super().__init__(name, array, unchanging=unchanging)
+        self._bucket = bucket
+        self._chunks = _chunks(bucket, self._metadata)
+        self._redo = ""
+        self._tags: dict[str, str] = {}
+        self._listed = False
+        self.guard: Callable[[], None] = lambda: None
+        self.layout = self._remote_layout()
+
+    def _keys_found(self) -> Iterator[str]:
+        with suppress(DeniedError):  # to list objects needs a permission of its own
+            if not is_web(self._bucket.url):
+                yield from self._bucket.keys()
+                return
+        yield from keys_of_first(self._metadata.key, self._bucket.exists)
+
+    def _remote_layout(self) -> Layout:
+        through, chunks = self.layout, self._chunks
+        if chunks is None:
+            # zarr's event loop makes the requests, and copies all chunks in one thread.
+            size = max(through.decode_bytes, through.encode_bytes)
+            return Layout(
+                read_chunk=through.read_chunk,
+                write_chunk=through.write_chunk,
+                partial_reads=False,
+                itemsize=through.itemsize,
+                encodes=True,
+                requests=REQUESTS,
+                request_bytes=size,
+            )
+        encoding, sharded = chunks.encoding, chunks.shards is not None
+        return Layout(
+            read_chunk=through.read_chunk,
+            write_chunk=through.write_chunk,
+            partial_reads=encoding.raw,
+            contiguous=0 if encoding.raw and encoding.order == "F" else 1,
+            itemsize=through.itemsize,
+            encodes=sharded or not encoding.raw,
+            requests=REQUESTS,
+            request_bytes=max(chunks.request_bytes, through.encode_bytes if sharded else 0),
+            request_chunk=(chunks.group[0] * chunks.chunk[0], chunks.group[1] * chunks.chunk[1]),
+        )
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        if self._chunks is None:
+            self._read_by_zarr(rows, cols, out)
+            return
+        if out.dtype != self.dtype:
+            raise ExecutionError(f"{self.name} has dtype {self.dtype}, but the buffer for it has {out.dtype}")
+        self._chunks.read(rows, cols, out)
+
+    def _read_by_zarr(self, rows: Range, cols: Range, out: Array) -> None:
+        try:
+            super().read(rows, cols, out)
+        except ExecutionError as error:
+            raise ExecutionError(scrubbed(str(error))) from None
+
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        self.guard()
+        if self._chunks is not None and self._chunks.shards is None and self._owns(rows, cols):
+            tags = self._chunks.write(rows, cols, data)
+        elif self._redo:
+            raise ExecutionError(
+                f"{self.name} at {self._bucket.url} is sharded, or has codecs that only zarr knows: "
+                "with beta != 0 it cannot be written in an object store; store it in plain chunks"
+            )
+        else:
+            with self._bucket.errors(""):
+                super().write(rows, cols, data)
+            tags = {}
+            for key in self._names(rows, cols):
+                with suppress(FileNotFoundError):  # zarr does not store a chunk of fill values
+                    tags[key] = self._bucket.tag(key)
+        self._tags.update(tags)
+
+    def redirect_writes(self, folder: Any) -> None:
+        assert isinstance(folder, ObjectFolder)
+        self._redo = f"{folder.path}/"
+        if self._chunks is not None:
+            self._chunks = self._chunks.below(self._redo)
+
+    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
+        """Do nothing: a PUT is durable when it returns."""
+
+    def apply_redo(self, rows: Range, cols: Range) -> None:
+        """Copy the new content of a block from its redo objects to the matrix, within the store.
+
+        After a crash the call can be repeated. The redo objects stay until all tiles are done.
+        """
+        self.guard()
+        for key in self._names(rows, cols):
+            with suppress(FileNotFoundError):  # an earlier process copied it, and deleted it after that
+                self._bucket.copy(self._redo + key, key)
+            self._tags[key] = self._bucket.tag(key)
+
+    def set_finished(self, finished: bool) -> None:
+        """Mark the array in its metadata.
+
+        With `finished`, first check that the objects are those written here. Raises `ExecutionError` if
+        another process has overwritten some.
+        """
+        if finished:
+            self._check_untouched()
+        self.guard()
+        with self._bucket.errors(""):
+            super().set_finished(finished)
+
+    def _check_untouched(self) -> None:
+        present = self._listing()
+        wrong = [key for key, tag in self._tags.items() if present.get(key) != tag]
+        if wrong:
+            raise ExecutionError(
+                f"{len(wrong)} objects of C at {self._bucket.url} were changed by another process during the "
+                f"run, for example {wrong[0]}: C is not complete; run again with --overwrite, and write C "
+                "by one process"
+            )
+
+    def delete_partial_files(self) -> None:
+        """Do nothing: a PUT leaves either the old object or the new one."""
+
+    def files_fingerprint(self) -> str:
+        return _digest(self._listing())
+
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
+        names = self._names(rows, cols)
+        if not self._listed and not all(name in self._tags for name in names):
+            self._tags, self._listed = self._listing() | self._tags, True
+        return _digest({name: self._tags.get(name, "") for name in names})
+
+    def reserve(self) -> None:
+        """Do nothing: an object store has no limit that could be checked."""
+
+    def missing_bytes(self) -> int:
+        return 0
+
+    def fingerprint(self) -> dict[str, object]:
+        """Return the URL, and digests of the metadata and of the ETags. A web server gives no ETags."""
+        stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
+        content = "" if is_web(self._bucket.url) else _digest(self._listing(MAX_FINGERPRINTED))
+        digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
+        return {"path": self._bucket.url, "metadata": digest, "content": content, "changes": ""}
+
+    def describe(self) -> dict[str, object]:
+        facts = {"path": self._bucket.url, "direct": self._chunks is not None}
+        return super().describe() | facts
+
+    def identities(self) -> set[object]:
+        return {("objects", self._bucket.url.replace("s3a://", "s3://"))}
+
+    def _listing(self, limit: int | None = None) -> dict[str, str]:
+        """Return the ETags of the chunks or shards, by key: of all, or of about `limit`."""
+        found = self._bucket.listing(limit=limit)
+        apart = (f"{SIDECAR}/", *METADATA)
+        return {key: tag for key, (_, tag) in found.items() if not key.startswith(apart)}
+
+
+def _digest(tags: dict[str, str]) -> str:
+    text = "\n".join(f"{key} {tag}" for key, tag in sorted(tags.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _chunks(bucket: Bucket, found: Metadata) -> ObjectChunks | None:
+    """Return an object that reads and writes chunks; None if zarr must do so."""
+    if 0 in found.shape or found.encoding is None:
+        return None
+    return ObjectChunks(
+        bucket=bucket,
+        key=found.key,
+        chunk=(int(found.chunks[0]), int(found.chunks[1])),
+        encoding=found.encoding,
+        fill=found.fill,
+        shards=found.shard_format,
+    )
+
+
+def open_array(name: str, bucket: Bucket, *, writable: bool = False) -> ObjectMatrix:
+    """Open the zarr array in a bucket. `name` is its name in messages.
+
+    Raises `InputError` if there is none, or if the store refuses access or does not answer.
+    """
+    try:
+        # Requests of our own, because zarr hides the reason of a failure, and reads files of any size.
+        zarr_format = _format(f"{name} at {bucket.url}", bucket)
+    except StoreError as error:
+        raise InputError(f"{name}: {error}") from None
+    if not zarr_format:
+        check_url_format(name, bucket.url)
+        raise NotFoundError(f"{name}: there is no zarr array at {bucket.url}")
+    try:
+        store = ObjectStore(bucket.store, read_only=not writable)
+        found = zarr.open(store, mode="r+" if writable else "r", zarr_format=zarr_format)
+    except MemoryError:
+        raise
+    except Exception as error:  # zarr raises exceptions of many types
+        raise InputError(f"{name}: no zarr array at {bucket.url}: {scrubbed(reason(error))}") from None
+    matrix = _matrix(name, bucket, found, writable=writable)
+    try:
+        matrix.check_chunks()
+    except StoreError as error:
+        raise InputError(f"{name}: {error}") from None
+    return matrix
+
+
+def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:
+    """Return the format of the array in a bucket; None if there is none.
+
+    Raises `InputError` for a group of format 2, and for metadata that is too large. zarr reads only the
+    metadata of the returned format.
+    """
+    if check_sizes(place, bucket.size, [V3]):
+        return 3
+    if V2 in check_sizes(place, bucket.size, [V2, V2_ATTRIBUTES]):
+        return 2
+    if bucket.size(V2_GROUP) is not None:
+        raise InputError(f"{place} is a zarr group, not an array")
+    return None
+
+
+def create_array(
+    name: str,
+    bucket: Bucket,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+) -> ObjectMatrix:
+    """Create a zarr array in a bucket. `name` is its name in messages. Raises `InputError` if that fails."""
+    try:
+        array = new_array(ObjectStore(bucket.store), shape, dtype, chunks, compressor)
+    except Exception as error:  # zarr and obstore raise exceptions of many types
+        text = scrubbed(reason(error))
+        raise InputError(f"{name}: cannot create a zarr array at {bucket.url}: {text}") from None
+    return _matrix(name, bucket, array, writable=True)
+
+
+def _matrix(name: str, bucket: Bucket, found: Any, *, writable: bool) -> ObjectMatrix:
+    check_array(name, found, bucket.url, writable=writable)
+    return ObjectMatrix(name, bucket, found, unchanging=not writable)
