@@ -10,12 +10,13 @@ from oocgemm.backends import registry
 from oocgemm.planning.search import planner
 from tests.support.command import forget_threads, own_threads
 from tests.support.object_server import Proxy
+from tests.support.suite import leave_pairs
 
 pytest_plugins = ["tests.support.missing"]
 # No deadline: the time of an example depends on the load of the machine more than on the code.
-settings.register_profile("all", deadline=None)
-# `tests.support.suite.examples` scales numbers of examples by this
-settings.register_profile("quick", deadline=None, max_examples=10)
+settings.register_profile("all", deadline=None, print_blob=True)
+# The quick suite draws the same examples in each run. `tests.support.suite.examples` scales their numbers.
+settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True, database=None)
 
 QUICK = "not slow"
 SECONDS_TO_END = 10.0  # time in which the threads of a test must end, on a busy machine
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not (option.all or option.markexpr or option.keyword or by_path):
         option.markexpr = QUICK  # pytest-xdist passes this option to its workers
     settings.load_profile("quick" if option.markexpr == QUICK else "all")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr == QUICK:
+        leave_pairs(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from hypothesis import settings
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, Layout, MachineModel, Plan, TileShape, default_model, make_plan
@@ -16,11 +17,12 @@ from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, UNSURE, Partition,
 from oocgemm.planning.parts.storage import Storage
 from tests.support.part_runs import simulated_seconds
 from tests.support.plan_cases import GIB, STORED, problem
+from tests.support.suite import ALL, examples, slow
 
 CPU = default_model("host", 16)
 # A GPU whose storage reads and writes 20 GB/s.
 GPU = replace(default_model("cuda", 16), read=20e9, write=20e9)
-TABLE = range(1, 65)
+TABLE = range(1, 65) if settings().max_examples >= ALL else (1, 2, 3, 5, 8, 13, 24, 64)
 
 
 def plan_for(
@@ -74,7 +76,7 @@ def test_the_table_agrees_with_the_simulated_workers(case: str) -> None:
 def test_most_random_products_agree_with_the_simulated_workers() -> None:
     """The model takes workers to be in step, so that it errs where they wait for C or for a slot by turns."""
     draw, errors = random.Random(28), list[float]()
-    while len(errors) < 20:
+    while len(errors) < examples(20, quick=10):
         size = tuple(int(4000 * 2 ** draw.uniform(0, 4)) for _ in range(3))
         read = 10 ** draw.uniform(9, 10.5)
         machine = replace(GPU, read=read, write=read * draw.uniform(0.1, 1))
@@ -87,7 +89,7 @@ def test_most_random_products_agree_with_the_simulated_workers() -> None:
     assert max(errors) <= 0.1
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", *slow(["float16"])])
 def test_reading_c_or_sharing_cores_costs_accuracy_only_if_the_storage_limits(dtype: str) -> None:
     """With one slot for C, the model of a worker takes its tiles to be up to 7% faster than they are."""
     for machine, beta in ((GPU, 1), (CPU, 0), (CPU, 1)):
@@ -114,14 +116,14 @@ def test_no_grid_is_faster_than_the_chosen_one() -> None:
     storage, found = Storage.of(plan.machine, rate), partition(plan, 6, rate)
     best = simulated_seconds(found, storage)
     tried = 0
-    for workers in range(1, 7):
+    for workers in range(1, 7) if settings().max_examples >= ALL else (1, 2, 6):
         for grid in grids(workers):
             for division in divisions(plan, grid):
                 parts = _parts(division.plan, grid)
                 other = replace(found, plan=division.plan, grid=grid, parts=parts, workers=workers)
                 assert best <= simulated_seconds(other, storage) * (1 + CLOSE + 0.03) + MIN_GAIN
                 tried += 1
-    assert tried > 20
+    assert tried > 10
 
 
 def _parts(plan: Plan, grid: tuple[int, int, int]) -> tuple[Part, ...]:

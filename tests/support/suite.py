@@ -1,6 +1,11 @@
-"""Reduce the quick test suite: fewer examples of properties, and no slow cases. `--all` runs all of them."""
+"""Reduce the quick test suite: fewer examples of properties, fewer combinations of parameters, no slow cases.
 
+`--all` runs all of them.
+"""
+
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -29,3 +34,46 @@ def slow(*cases: Sequence[Any]) -> list[Any]:
 def thinned(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
     """Mark the values of one parameter as slow, except those in `quick`."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def leave_pairs(items: Iterable[pytest.Item]) -> None:
+    """Leave few combinations of three or more parameters in the quick suite: those with all pairs of values.
+
+    Arguments that one `parametrize` lists together are one parameter.
+    """
+    by_test = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        # Tests on a GPU are skipped without one, so they stand for no others.
+        marked = any(item.iter_markers("slow")) or any(item.iter_markers("gpu"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marked:
+            by_test[item.nodeid.partition("[")[0]].append(item)
+    for items_of_test in by_test.values():
+        cases = [_values(item) for item in items_of_test]
+        if len(cases[0]) > 2:
+            for number in set(range(len(cases))) - pairs(cases):
+                items_of_test[number].add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Function) -> dict[str, Any]:
+    """Return what identifies the value of each parameter of a test."""
+    values: dict[str, Any] = {name: id(value) for name, value in item.callspec.params.items()}
+    listed = (mark.args[0] for mark in item.iter_markers("parametrize"))
+    together = [names.replace(",", " ").split() if isinstance(names, str) else names for names in listed]
+    for names in together:
+        values[" ".join(names)] = tuple(values.pop(name) for name in names)
+    return values
+
+
+def pairs(cases: Sequence[dict[str, Any]]) -> set[int]:
+    """Return the numbers of few cases in which each pair of values occurs that occurs in any case.
+
+    The choice is greedy: next is the case with the most new pairs, the first one of several.
+    """
+    found = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    missing = set().union(*found)
+    kept = set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda number: (len(found[number] & missing), -number))
+        kept.add(best)
+        missing -= found[best]
+    return kept
