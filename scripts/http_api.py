@@ -12,10 +12,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from oocgemm.service.confine.paths import Root
-from oocgemm.service.http import app, machine, problems
-from oocgemm.service.http.config import Config
-from oocgemm.service.http.service import open_service
+from oocgemm.service.http import app, routes
+from oocgemm.service.http.service import Config, open_service
+from oocgemm.service.protocol import PROBLEMS
+from oocgemm.service.roots import Root
 
 MARK = re.compile(r"<!-- http-api: (\w+) -->")
 Plain = Mapping[str, Any]
@@ -131,9 +131,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def listed_problems() -> str:
     """Return a table of the types of errors."""
-    rows = [
-        (f"`/problems/{slug}`", str(status), title) for slug, (status, title) in problems.PROBLEMS.items()
-    ]
+    rows = [(f"`/problems/{slug}`", str(each.status), each.title) for slug, each in PROBLEMS.items()]
     return table(("type", "status", "title"), rows)
 
 
@@ -149,7 +147,7 @@ def metrics() -> str:
         service = open_service(config)
         try:
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(machine._Figures(service))
+            registry.register(routes._Figures(service))
             found = list(registry.collect())
         finally:
             service.close()

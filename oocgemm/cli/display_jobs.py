@@ -12,7 +12,7 @@ from oocgemm.cli.output import print_note
 from oocgemm.cli.plain import escape
 from oocgemm.cli.tables import print_table, table_of
 from oocgemm.planning.units import format_size, format_time
-from oocgemm.service.states import State
+from oocgemm.service.protocol import State
 
 Info = Mapping[str, Any]
 # What a job in one of these states waits for.

@@ -14,8 +14,7 @@ from click.shell_completion import CompletionItem
 from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.errors import InputError, OocGemmError
 from oocgemm.service.client import Client, Job
-from oocgemm.service.errors import UnknownJobError
-from oocgemm.service.states import State
+from oocgemm.service.protocol import State, UnknownJobError
 from oocgemm.system.text import plain
 
 # Characters of an id, and how many of its last ones lists show at least.

@@ -11,7 +11,7 @@ from oocgemm.cli.jobs import SERVICE, JobId, continuing, exit_code_of, find, wai
 from oocgemm.cli.output import JSON, exit_code, print_error, print_json, print_note, taking
 from oocgemm.errors import OocGemmError
 from oocgemm.service.client import Client, Job
-from oocgemm.service.states import ACTIVE, FINAL, State
+from oocgemm.service.protocol import ACTIVE, FINAL, State
 from oocgemm.system.text import LINES, plain
 
 _IDS = click.argument("ids", nargs=-1, required=True, type=JobId(), metavar="ID...")

@@ -13,6 +13,7 @@ import click
 
 from oocgemm.cli.output import JSON, print_json, taking
 from oocgemm.errors import InputError
+from oocgemm.service.transport import default_socket, default_state
 from oocgemm.system.text import plain
 
 _STATE = click.option(
@@ -96,11 +97,11 @@ def serve(
     """
     try:
         from oocgemm.service.http import server
-        from oocgemm.service.http.config import Config, default_state, make_state, parse_address
+        from oocgemm.service.http.service import Config, make_state, parse_address
     except ImportError as error:
         raise _missing(error) from error
     from oocgemm.cli.plain import use_plain_log
-    from oocgemm.service.confine.paths import Root
+    from oocgemm.service.roots import Root
 
     parsed = [Root.parse(text) for text in roots]
     if len({root.name for root in parsed}) < len(parsed):
@@ -124,8 +125,6 @@ def serve(
 
 
 def _ready(service: Any, addresses: list[str]) -> None:
-    from oocgemm.service.client.address import default_socket
-
     devices = ", ".join(f"{each.number}: {each.name}" for each in service.devices)
     click.echo(f"devices: {devices} ({service.backend})")
     for root in service.roots.values():
@@ -181,7 +180,7 @@ def token() -> None:
 @taking(_STATE, JSON)
 def create(name: str, scope: str, days: float | None, state: Path | None, as_json: bool) -> None:
     """Make a token for the user NAME, and print it. It cannot be shown again."""
-    from oocgemm.service.http.identity import Scope
+    from oocgemm.service.http.security import Scope
 
     with _tokens(state) as tokens:
         expires = None if days is None else time.time() + days * 86400
@@ -221,9 +220,8 @@ def _tokens(state: Path | None) -> Any:
     from contextlib import closing
 
     try:
-        from oocgemm.service.http.config import default_state, make_state
-        from oocgemm.service.http.service import DATABASE
-        from oocgemm.service.http.tokens import Tokens
+        from oocgemm.service.http.security import Tokens
+        from oocgemm.service.http.service import DATABASE, make_state
     except ImportError as error:
         raise _missing(error) from error
     folder = (state or default_state()).expanduser().absolute()

@@ -3,7 +3,7 @@
 The dispatcher may die at any point. What it does is ordered so that the next one can go on:
 
 1. It commits ``starting``, with the number of the attempt.
-2. It writes this number into the lock file of the job, and sends the job to a worker (`worker`), new or
+2. It writes this number into the lock file of the job, and sends the job to a worker (`job_worker`), new or
    idle. The worker takes the lock. If the dispatcher dies before the worker has the lock, the next dispatcher
    queues the job again. The late worker finds another number in the lock file, or another process with the
    lock, and ends.
@@ -13,7 +13,7 @@ The dispatcher may die at any point. What it does is ordered so that the next on
 
 A worker has one job at a time, and holds its lock exactly while it computes it. To the next dispatcher, it is
 no matter how many jobs a worker had before: it asks who has the lock of a job, and waits for the end of that
-process. Workers end after their job if their dispatcher has died, since the socket between them is closed.
+process. WorkerPool end after their job if their dispatcher has died, since the socket between them is closed.
 """
 
 import fcntl
@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import InputError
-from oocgemm.service import launch
-from oocgemm.service.errors import ServiceError, StaleError
-from oocgemm.service.job import BUSY, STOPPED
-from oocgemm.service.schedule import Limits, Running, Waiting, decide
-from oocgemm.service.schema import Job
-from oocgemm.service.states import State
-from oocgemm.service.store import Store
-from oocgemm.service.workers import KEEP, Workers
+from oocgemm.service import worker_pool
+from oocgemm.service.backfill import Limits, Running, Waiting, decide
+from oocgemm.service.confinement import Confinement
+from oocgemm.service.job_store import JobRecord, JobStore
+from oocgemm.service.job_worker import BUSY, STOPPED
+from oocgemm.service.protocol import ServiceError, StaleError, State
+from oocgemm.service.worker_pool import KEEP, WorkerPool
 
 # Seconds between two passes of the loop if nothing happens: deadlines and delays of retries are seen so late.
 # Seconds until a process that was asked to end is killed.
@@ -58,11 +57,11 @@ class Dispatcher:
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         folder: Path,
         limits: Callable[[], Limits],
         clock: Callable[[], float] = time.time,
-        confine: launch.Confinement | None = None,
+        confine: Confinement | None = None,
         keep: float = KEEP,
     ) -> None:
         """Take over a state folder.
@@ -81,17 +80,17 @@ class Dispatcher:
         self.draining = False
         self.starts: dict[str, float] = {}
         self._store, self._folder, self._limits, self._clock = store, folder, limits, clock
-        self._processes: dict[str, launch.Process] = {}
+        self._processes: dict[str, worker_pool.Process] = {}
         self._asked: dict[str, tuple[State, float]] = {}  # jobs whose process was asked to end, and when
         self._decided: tuple[Any, ...] = ()
         self._lock = _take(folder / "server.lock")
-        self.workers = Workers(folder / "workers", confine, keep)
+        self.workers = WorkerPool(folder / "workers", confine, keep)
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = 0  # that runs the loop
         store.observers.append(self._wake)
 
     def close(self) -> None:
-        """Give the state folder to another server. Workers go on until their jobs have ended."""
+        """Give the state folder to another server. WorkerPool go on until their jobs have ended."""
         self._store.observers.remove(self._wake)
         for process in self._processes.values():
             process.close()
@@ -153,32 +152,32 @@ class Dispatcher:
 
     # Processes
 
-    def _look_after(self, job: Job) -> None:
+    def _look_after(self, job: JobRecord) -> None:
         """Notice that the process of a job has begun or ended, and ask it to end if a user wants that."""
         folder = self.folder_of(job.id)
         process = self._processes.get(job.id)
-        if process is not None and process.ended and launch.is_alive(folder):
+        if process is not None and process.ended and worker_pool.is_alive(folder):
             # An earlier attempt's process has the lock, so this one has ended at once.
             self._forget(job)
             process = None
-        if process is None and launch.is_alive(folder):
-            process = launch.attach(folder)
+        if process is None and worker_pool.is_alive(folder):
+            process = worker_pool.attach(folder)
             if process is None:
                 return  # it has just taken the lock
             self._processes[job.id] = process
         if process is None or process.ended:
             # A worker may die between two jobs. That is no failure of the second one.
-            known = process is not None and (process.jobs < 2 or launch.has_begun(folder, job.attempt))
+            known = process is not None and (process.jobs < 2 or worker_pool.has_begun(folder, job.attempt))
             code = process.code if process is not None else None
-            self._finish(job, launch.result_of(folder, job.attempt), code, known=known)
+            self._finish(job, worker_pool.result_of(folder, job.attempt), code, known=known)
             self._forget(job)
         elif job.state is State.STARTING:
-            if launch.has_begun(folder, job.attempt) or not process.started:
+            if worker_pool.has_begun(folder, job.attempt) or not process.started:
                 self._store.move(job, State.RUNNING, started=self._clock())
         elif job.state in (State.CANCELLING, State.PAUSING):
             self._end(job, process)
 
-    def _end(self, job: Job, process: launch.Process) -> None:
+    def _end(self, job: JobRecord, process: worker_pool.Process) -> None:
         """Ask a process to end; kill it if it does not end within `GRACE` seconds."""
         now = time.monotonic()
         asked = self._asked.get(job.id)
@@ -188,14 +187,16 @@ class Dispatcher:
         elif now - asked[1] > GRACE:
             process.send(signal.SIGKILL)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: JobRecord) -> None:
         """Take the process of a job back. It gets no other job if it has got a signal for this one."""
         asked = self._asked.pop(job.id, None)
         process = self._processes.pop(job.id, None)
         if process is not None:
             self.workers.rest(process, job.device or 0, job.spec, reuse=asked is None)
 
-    def _finish(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
+    def _finish(
+        self, job: JobRecord, result: dict[str, Any] | None, code: int | None, *, known: bool
+    ) -> None:
         """Commit the state that follows when the process of a job has ended.
 
         Args:
@@ -205,7 +206,7 @@ class Dispatcher:
             known: whether it was alive when this dispatcher last looked.
         """
         with self._store.together():
-            if job.state is State.STARTING and launch.has_begun(self.folder_of(job.id), job.attempt):
+            if job.state is State.STARTING and worker_pool.has_begun(self.folder_of(job.id), job.attempt):
                 # The process has begun and ended the job since the last call of `_look_after`.
                 own = result if result is not None and result["attempt"] == job.attempt else {}
                 started = self._clock() - own.get("seconds", 0.0)
@@ -214,7 +215,9 @@ class Dispatcher:
                 self._store.charge(job.owner, max(0.0, self._clock() - job.started))
             self._conclude(job, result, code, known=known)
 
-    def _conclude(self, job: Job, result: dict[str, Any] | None, code: int | None, *, known: bool) -> None:
+    def _conclude(
+        self, job: JobRecord, result: dict[str, Any] | None, code: int | None, *, known: bool
+    ) -> None:
         status = result["exit_code"] if result is not None else code
         new = [] if result is None else result.get("warnings", [])
         warned = {"warnings": list(dict.fromkeys([*job.warnings, *new]))}
@@ -279,7 +282,7 @@ class Dispatcher:
             self._store.explain(changed)
         self._decided = () if starting else state
 
-    def _start(self, job: Job, device: int) -> None:
+    def _start(self, job: JobRecord, device: int) -> None:
         """Start a queued job."""
         if job.state is not State.QUEUED:
             return
@@ -293,7 +296,7 @@ class Dispatcher:
         logger.info("job %s: attempt %d on device %d", job.id, job.attempt, device)
 
 
-def _running(job: Job, now: float, device: int | None = None) -> Running:
+def _running(job: JobRecord, now: float, device: int | None = None) -> Running:
     since = now if job.started is None else min(job.started, now)
     place = device if device is not None else job.device or 0
     return Running(job.id, job.owner, place, job.need, since + job.predicted_s)

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 
 from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.planning.units import format_size, parse_size
-from oocgemm.service.confine.paths import Root
-from oocgemm.service.schedule import Limits
+from oocgemm.service.backfill import Limits
+from oocgemm.service.roots import Root
 from oocgemm.system.memory import memory_limit
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceInfo:
     """A device: its number, its name, and its memory in bytes. The host backend has one with no memory."""
 
     number: int
@@ -27,7 +27,7 @@ class Device:
     memory: int
 
 
-def find_devices(backend: str = "auto") -> tuple[str, list[Device]]:
+def find_devices(backend: str = "auto") -> tuple[str, list[DeviceInfo]]:
     """Return the backend that a name stands for, and its devices. On a GPU, this takes seconds.
 
     Raises:
@@ -44,11 +44,11 @@ def find_devices(backend: str = "auto") -> tuple[str, list[Device]]:
         ) from None
     if "error" in found:
         raise BackendError(found["error"])
-    return found["backend"], [Device(**each) for each in found["devices"]]
+    return found["backend"], [DeviceInfo(**each) for each in found["devices"]]
 
 
 def limits(
-    devices: Sequence[Device],
+    devices: Sequence[DeviceInfo],
     roots: Iterable[Root],
     *,
     device_memory: str | int | None = None,
@@ -114,7 +114,7 @@ def _answer(backend: str) -> dict[str, object]:
     return {
         "backend": first.name,
         "devices": [
-            asdict(Device(number, each["device"], parse_size(each["memory"]) if "memory" in each else 0))
+            asdict(DeviceInfo(number, each["device"], parse_size(each["memory"]) if "memory" in each else 0))
             for number, each in enumerate(described)
         ],
     }

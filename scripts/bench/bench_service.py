@@ -31,8 +31,8 @@ import zarr
 from keeping import keep, output, work
 
 from oocgemm import Client
-from oocgemm.service.job import OWNER, RESULT, TIMELINE
-from oocgemm.service.store import Store
+from oocgemm.service.job_store import JobStore
+from oocgemm.service.job_worker import OWNER, RESULT, TIMELINE
 
 MODES = {"warm": 300, "cold": 0}  # seconds for which a worker is kept
 PHASES = ("decide", "start", "begin", "close", "notice")
@@ -81,7 +81,7 @@ def finished(job: Any) -> Any:
     return job
 
 
-def times_of(folder: Path, state: Store, job: str) -> dict[str, float]:
+def times_of(folder: Path, state: JobStore, job: str) -> dict[str, float]:
     """Return when each phase of a job ended, in seconds since 1970, and its T."""
     at = {one["kind"]: one["at"] for one in state.events(job=job)}
     with open(folder / "state/jobs" / job / TIMELINE) as log:
@@ -159,7 +159,7 @@ def measure(folder: Path, mode: str, backend: str, jobs: int, options: Sequence[
         devices = [each["name"] for each in client.devices()["devices"]]
         owner = json.loads((folder / "state/jobs" / queue[-1].id / OWNER).read_bytes())
         idle = {"gpu": gpu_memory(), "gpu before": before, "resident": resident(owner["pid"])}
-    state = Store(folder / "state/service.db")
+    state = JobStore(folder / "state/service.db")
     alone = times_of(folder, state, first.id)
     found = sorted((times_of(folder, state, job.id) for job in queue), key=lambda each: each["decide"])
     state.close()

@@ -15,7 +15,7 @@ import pytest
 
 from oocgemm.cli.jobs import Deadline, JobId
 from oocgemm.cli.main import cli
-from oocgemm.service.client import transport
+from oocgemm.service import transport
 from tests.support import TOP
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from oocgemm.cli import display_jobs
-from oocgemm.service.client import transport
+from oocgemm.service import transport
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service
 

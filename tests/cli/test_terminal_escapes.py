@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm.service.client import transport
+from oocgemm.service import transport
 from oocgemm.system.text import plain
 from tests.support.command import command
 from tests.support.stub_service import Stub, stub_service

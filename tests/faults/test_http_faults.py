@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.service import launch
+from oocgemm.service import worker_pool
 from oocgemm.service.http.service import DATABASE
-from oocgemm.service.job import OWNER
-from oocgemm.service.schema import VERSION
+from oocgemm.service.job_store import VERSION
+from oocgemm.service.job_worker import OWNER
 from tests.support.real_server import JOB, SECONDS, RealServer, running_server
 
 HOUR = 3600.0
@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    quickly = {"oocgemm.service.reading:BUSY_SECONDS": 0.2}
+    quickly = {"oocgemm.service.job_store:BUSY_SECONDS": 0.2}
     with running_server(tmp_path_factory.mktemp("server"), "--share-device", set=quickly) as found:
         yield found
 
@@ -160,13 +160,13 @@ def test_jobs_go_on_when_the_server_ends_and_the_next_one_finds_them(
         queued = server.submit("queued.npy", needs=[number])["id"]
         folder = server.state / "jobs" / number
         server.until(number, "running")
-        process = launch.attach(folder)
+        process = worker_pool.attach(folder)
         assert process is not None
         process.send(signal.SIGSTOP)  # so that the job cannot end before the server does
         assert server.end(signum) == (0 if signum == signal.SIGTERM else -signum)
         assert server.socket.exists() == (signum == signal.SIGKILL)
         owner = (folder / OWNER).read_bytes()
-        assert launch.is_alive(folder)
+        assert worker_pool.is_alive(folder)
         server.start()
         found = server.job(number)
         assert (found["state"], found["attempt"]) == ("running", 1)
@@ -184,7 +184,7 @@ def test_a_job_that_died_while_no_server_ran_is_started_again(tmp_path: Path) ->
         number = server.submit("C.npy", options={"tile": "8x8x8"})["id"]
         folder = server.state / "jobs" / number
         server.until(number, "running")
-        process = launch.attach(folder)
+        process = worker_pool.attach(folder)
         assert process is not None
         process.send(signal.SIGSTOP)
         server.end(signal.SIGKILL)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.service import launch
+from oocgemm.service import worker_pool
 from oocgemm.service.client import Job
-from oocgemm.service.job import TILES
-from oocgemm.service.states import State
+from oocgemm.service.job_worker import TILES
+from oocgemm.service.protocol import State
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import slow
 
@@ -21,8 +21,8 @@ TILE_COUNT = 16
 
 def kill_a_job(server: RealServer, rng: random.Random) -> bool:
     """Kill the process of a random job that runs. Return False if there is none."""
-    alive = [folder for folder in (server.state / "jobs").glob("*") if launch.is_alive(folder)]
-    process = launch.attach(rng.choice(alive)) if alive else None
+    alive = [folder for folder in (server.state / "jobs").glob("*") if worker_pool.is_alive(folder)]
+    process = worker_pool.attach(rng.choice(alive)) if alive else None
     if process is None:
         return False
     found = not process.ended

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.service import launch
-from oocgemm.service.job import TILES
-from oocgemm.service.schema import Job
-from oocgemm.service.states import FINAL, State
-from oocgemm.service.store import Store
+from oocgemm.service import worker_pool
+from oocgemm.service.job_store import JobRecord, JobStore
+from oocgemm.service.job_worker import TILES
+from oocgemm.service.protocol import FINAL, State
 from tests.support.service_server import POINTS
 from tests.support.services import product_job, product_of, store_operands
 from tests.support.suite import slow
@@ -45,7 +44,7 @@ class Victims:
         self.kills: Counter[str] = Counter()
         self.server: subprocess.Popen[bytes] | None = None
         store_operands(folder)
-        self.store = Store(folder / "db")
+        self.store = JobStore(folder / "db")
         self.submitted = 0
 
     def submit(self, count: int) -> None:
@@ -86,14 +85,14 @@ class Victims:
         active = self.store.active()
         if not active:
             return
-        process = launch.attach(self.folder / "jobs" / self.rng.choice(active).id)
+        process = worker_pool.attach(self.folder / "jobs" / self.rng.choice(active).id)
         if process is not None:
             if not process.ended:
                 process.send(signal.SIGKILL)
                 self.kills["job"] += 1
             process.close()
 
-    def finish(self, server_kills: int, job_kills: int, seconds: float) -> list[Job]:
+    def finish(self, server_kills: int, job_kills: int, seconds: float) -> list[JobRecord]:
         """Kill at random until there were so many kills; return all jobs when they have ended."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -121,7 +120,7 @@ class Victims:
                 time.sleep(0.1)
         raise AssertionError(Counter(job.state for job in self.store.jobs()))
 
-    def check(self, jobs: list[Job]) -> None:
+    def check(self, jobs: list[JobRecord]) -> None:
         """Check that every product is right, and that no finished tile was computed again."""
         right = product_of(self.folder)
         for job in jobs:
@@ -214,10 +213,10 @@ def test_the_lock_of_a_job_is_free_when_its_process_is_dead(tmp_path: Path) -> N
     try:
         (job,) = victims.store.jobs()
         folder = tmp_path / "jobs" / job.id
-        while not launch.has_begun(folder, 1):
+        while not worker_pool.has_begun(folder, 1):
             time.sleep(0.001)
         victims.kill_server()
         victims.check(victims.finish(1, 0, 60))
-        assert not launch.is_alive(folder)
+        assert not worker_pool.is_alive(folder)
     finally:
         victims.close()

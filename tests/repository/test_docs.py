@@ -19,7 +19,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.main import cli
-from oocgemm.service.confine import landlock
+from oocgemm.service import confinement
 from tests.support import TOP
 
 README = TOP / "README.md"
@@ -81,7 +81,7 @@ def serving(arguments: list[str]) -> Iterator[None]:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     command = [sys.executable, "-m", "oocgemm", *(each.replace(":8642", f":{port}") for each in arguments)]
-    command += [] if landlock.abi() else ["--no-confine"]
+    command += [] if confinement.abi() else ["--no-confine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 from oocgemm import BudgetError, Client, InputError, OocGemmError, TileShape
-from oocgemm.service.client import transport
-from oocgemm.service.client.address import Address
-from oocgemm.service.client.problems import error_of
-from oocgemm.service.client.transport import Backoff
-from oocgemm.service.errors import (
+from oocgemm.service import transport
+from oocgemm.service.protocol import (
     AccessError,
     ConflictError,
     ServiceError,
@@ -23,6 +20,7 @@ from oocgemm.service.errors import (
     UnavailableError,
     UnknownJobError,
 )
+from oocgemm.service.transport import Address, Backoff, error_of
 from tests.support.stub_service import Stub, stub_service
 
 

@@ -11,22 +11,18 @@ import pytest
 
 import oocgemm
 from oocgemm import Client, InputError
-from oocgemm.service.client import job as job_module
-from oocgemm.service.client import transport
-from oocgemm.service.client.job import Progress
-from oocgemm.service.client.stream import parse
-from oocgemm.service.errors import (
-    ConflictError,
-    UnknownJobError,
-    WaitTimeoutError,
-)
+from oocgemm.service import client as client_module
+from oocgemm.service import transport
+from oocgemm.service.client import Progress
+from oocgemm.service.protocol import ConflictError, UnknownJobError, WaitTimeoutError
+from oocgemm.service.transport import parse
 from tests.support.stub_service import Stub, stub_service
 
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     monkeypatch.setattr(transport, "FIRST_DELAY", 0.002)
-    monkeypatch.setattr(job_module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "PAUSE_SECONDS", 0.01)
     with stub_service(tmp_path) as found:
         yield found
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from oocgemm import Client, InputError
-from oocgemm.service.client import transport
-from oocgemm.service.client.operands import operand, plain_options
+from oocgemm.service import transport
+from oocgemm.service.client import operand, plain_options
 from tests.support.stub_service import Stub, stub_service
 
 

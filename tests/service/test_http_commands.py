@@ -14,8 +14,7 @@ import pytest
 
 import oocgemm
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.service.errors import AccessError, ConflictError, UnknownJobError
-from oocgemm.service.states import State
+from oocgemm.service.protocol import AccessError, ConflictError, State, UnknownJobError
 from tests.support.command import Finished, command
 from tests.support.real_server import SECONDS, RealServer, running_server
 

@@ -9,12 +9,11 @@ import pytest
 
 from oocgemm.errors import InputError
 from oocgemm.service.client import Client
-from oocgemm.service.confine.paths import Root
-from oocgemm.service.errors import AccessError
-from oocgemm.service.http import config as configuration
 from oocgemm.service.http import service as opening
-from oocgemm.service.http.config import Config, parse_address
-from oocgemm.service.limits import Device
+from oocgemm.service.http.service import Config, parse_address
+from oocgemm.service.limits import DeviceInfo
+from oocgemm.service.protocol import AccessError
+from oocgemm.service.roots import Root
 from tests.support.command import command
 from tests.support.real_server import SECONDS, running_server
 
@@ -86,7 +85,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_addresses() -> None:
     assert parse_address("127.0.0.1:8642") == ("127.0.0.1", 8642)
     assert parse_address("[::1]:0") == ("::1", 0)
-    assert configuration._is_loopback("LOCALHOST")
+    assert opening._is_loopback("LOCALHOST")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_addresses() -> None:
 def test_a_server_that_cannot_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(opening, "find_devices", lambda backend: ("host", [Device(0, "host", 0)]))
+    monkeypatch.setattr(opening, "find_devices", lambda backend: ("host", [DeviceInfo(0, "host", 0)]))
     (tmp_path / "out").mkdir()
     state = tmp_path / "state"
     done = command("serve", "--root", f"out={tmp_path / 'out'}:rw", "--state", state, *options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.service import live
+from oocgemm.service import job_worker
 from oocgemm.timeline import Span
 from tests.support.real_server import RealServer, running_server
 
@@ -79,20 +79,20 @@ def test_the_queue_is_in_the_order_of_starts_with_held_jobs_last(server: RealSer
 
 
 def test_a_job_says_what_it_does_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / live.LIVE
+    path = tmp_path / job_worker.LIVE
     path.write_text("of an earlier attempt")
 
     class Plan:
         flops = 16
 
-    monkeypatch.setattr(live, "SECONDS", 0.0)
-    observe = live.observer(Plan(), path)
-    assert live.read(path) is None
+    monkeypatch.setattr(job_worker, "LIVE_SECONDS", 0.0)
+    observe = job_worker.live_observer(Plan(), path)
+    assert job_worker.read_json(path) is None
     observe(Span(0, "read", "A", "read", "read", 0, (0, 0), 0, 0, 50, 8, 0))
-    assert live.read(path) == {"busy": {"read": 1.0}, "limit": None}
+    assert job_worker.read_json(path) == {"busy": {"read": 1.0}, "limit": None}
     observe(Span(1, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 50, 100, 0, 16))
-    found = live.read(path)
+    found = job_worker.read_json(path)
     limit = "compute-bound, 50.0%; largest stall: start-up 50.0%"
     assert found == {"busy": {"read": 0.5, "compute": 0.5}, "limit": limit}
     observe(Span(2, "read", "A", "read", "read", 0, (0, 0), 0, 100, 100, 0, 0))  # the lines differ in length
-    assert live.read(path) is not None
+    assert job_worker.read_json(path) is not None

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.service.confine import landlock
+from oocgemm.service import confinement
 from tests.service.test_service_confined_jobs import load, store_zarr
 from tests.support.confined import swapping
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import slow
 
-needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.abi(), reason="this kernel has no Landlock")
 
 SECRET = 1234567.0
 OPTIONS = {"tile": "16x16x16"}

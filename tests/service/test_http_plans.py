@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.service.errors import UnavailableError
-from oocgemm.service.http.plans import MAX_PLANS_OF_USER, Turns
+from oocgemm.service.http.turns import MAX_PLANS_OF_USER, Turns
+from oocgemm.service.protocol import UnavailableError
 from tests.support.real_server import JOB, RealServer, running_server
 
 BODY = json.dumps(JOB | {"c": "out:C.npy"})
@@ -144,9 +144,9 @@ def test_a_turn_that_is_dropped_is_not_taken() -> None:
 @pytest.mark.timeout(60)
 def test_a_planner_that_waits_for_an_array_ends_with_its_server() -> None:
     script = (
-        "import time\nfrom oocgemm.service import planner\n"
+        "import time\nfrom oocgemm.service import job_planner\n"
         "def _answer(request):\n    print('planning', flush=True)\n    time.sleep(600)\n"
-        "planner._answer = _answer\nplanner.main(None)"
+        "job_planner._answer = _answer\njob_planner.main(None)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -19,15 +19,14 @@ import pytest
 import oocgemm
 from oocgemm.cli import serve
 from oocgemm.errors import InputError
-from oocgemm.service import job as jobs
+from oocgemm.service import job_worker
 from oocgemm.service.client import Job
-from oocgemm.service.confine.paths import Root, display_all
+from oocgemm.service.http.security import LOGIN_SECONDS, LoginCode, Tokens
 from oocgemm.service.http.service import DATABASE
-from oocgemm.service.http.tokens import LOGIN_SECONDS, LoginCode, Tokens
-from oocgemm.service.schema import VERSION
-from oocgemm.service.spec import checked, planned
-from oocgemm.service.states import State
-from oocgemm.service.store import Store
+from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_store import VERSION, JobStore
+from oocgemm.service.protocol import State
+from oocgemm.service.roots import Root, display_all
 from tests.support.real_server import JOB, RealServer, running_server
 from tests.support.services import LIMITS, plain_job, store_operands
 
@@ -77,10 +76,10 @@ def test_nobody_else_reads_the_database(server: RealServer) -> None:
 
 def test_a_database_that_others_could_read_becomes_private(tmp_path: Path) -> None:
     path = tmp_path / "db"
-    with closing(Store(path)):
+    with closing(JobStore(path)):
         pass
     path.chmod(0o644)
-    with closing(Store(path)) as store:
+    with closing(JobStore(path)) as store:
         store.submit([plain_job()])
         assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
 
@@ -172,10 +171,10 @@ def test_an_error_of_a_job_advises_options_that_it_takes(tmp_path: Path, options
     store_operands(tmp_path)
     spec = {"a": str(tmp_path / "A.npy"), "b": str(tmp_path / "B.npy"), "c": str(tmp_path / "C.zarr")}
     oocgemm.gemm(*spec.values(), backend="host")
-    for name in jobs.FILES:
+    for name in job_worker.FILES:
         (tmp_path / name).touch()
     order = {"attempt": 1, "spec": spec | {"options": options | {"backend": "host"}}, "device": 0}
-    found = jobs._compute(tmp_path, order)
+    found = job_worker._compute(tmp_path, order)
     assert found["exit_code"] == 2
     assert "--overwrite" in found["error"]
     assert "--resume" not in found["error"]
@@ -191,15 +190,15 @@ def test_a_job_keeps_its_warnings_about_data(tmp_path: Path, monkeypatch: pytest
         warnings.warn("not about data", UserWarning, stacklevel=1)
         return {"exit_code": 0, "error": None}
 
-    monkeypatch.setattr(jobs, "_compute", compute)
+    monkeypatch.setattr(job_worker, "_compute", compute)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for name in jobs.FILES:
+    for name in job_worker.FILES:
         (tmp_path / name).touch()
-    assert jobs._attempt(tmp_path, {"attempt": 1}, lambda: None) == (0, True)
+    assert job_worker._attempt(tmp_path, {"attempt": 1}, lambda: None) == (0, True)
     expected = ["3 rows of A [2J are constant"]
-    assert json.loads((tmp_path / jobs.RESULT).read_text())["warnings"] == expected
+    assert json.loads((tmp_path / job_worker.RESULT).read_text())["warnings"] == expected
     assert Job(None, {"warnings": expected}).warnings == expected  # type: ignore[arg-type]
-    with closing(Store(tmp_path / "db")) as store:
+    with closing(JobStore(tmp_path / "db")) as store:
         (job,) = store.submit([plain_job()])
         assert job.warnings == []
         job = store.move(job, State.STARTING, attempt=1)
@@ -208,11 +207,11 @@ def test_a_job_keeps_its_warnings_about_data(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_database_of_the_version_before_is_brought_up_to_date(tmp_path: Path) -> None:
-    with closing(Store(tmp_path / "db")) as store:
+    with closing(JobStore(tmp_path / "db")) as store:
         store.submit([plain_job()])
     with closing(sqlite3.connect(tmp_path / "db")) as db:
         db.executescript(f"ALTER TABLE jobs DROP COLUMN warnings; PRAGMA user_version = {VERSION - 1};")
-    with closing(Store(tmp_path / "db")) as store:
+    with closing(JobStore(tmp_path / "db")) as store:
         assert [job.warnings for job in store.jobs()] == [[]]
 
 

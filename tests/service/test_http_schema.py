@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from oocgemm.service.states import Action
+from oocgemm.service.protocol import Action
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import examples
 

@@ -11,21 +11,19 @@ import pytest
 import zarr
 
 from oocgemm.errors import InputError
-from oocgemm.service import launch
-from oocgemm.service.confine import landlock
-from oocgemm.service.confine.paths import Root, confinement
+from oocgemm.service import confinement, worker_pool
+from oocgemm.service.backfill import Limits
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.planner import Planner
-from oocgemm.service.schedule import Limits
-from oocgemm.service.spec import checked, planned
-from oocgemm.service.states import State
-from oocgemm.service.store import Store
+from oocgemm.service.job_planner import Planner, checked, planned
+from oocgemm.service.job_store import JobStore
+from oocgemm.service.protocol import State
+from oocgemm.service.roots import Root, allowed_folders
 from tests.support import TOP
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.confined import swapping
 from tests.support.services import LIMITS, product_job, run_all, start_job
 
-needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.abi(), reason="this kernel has no Landlock")
 
 EXTENT, CHUNK = 64, 16
 
@@ -70,10 +68,10 @@ def run_job(base: Path, backend: str, name: str, c: str = "out/C.zarr", **option
 
 def run_planned(base: Path, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     folder = base / "state" / name
-    process = start_job(folder, 1, spec, confinement(roots_of(base)))
+    process = start_job(folder, 1, spec, allowed_folders(roots_of(base)))
     while not process.ended:
         time.sleep(0.005)
-    result = launch.result_of(folder, 1)
+    result = worker_pool.result_of(folder, 1)
     assert result is not None, (folder / "log").read_text()
     assert process.code is None or result["exit_code"] == process.code
     process.close()
@@ -172,8 +170,8 @@ def test_a_job_whose_chunks_are_exchanged_computes_no_secret(arrays: Path, count
 @needs_landlock
 @pytest.mark.usefixtures("_one_thread")
 def test_a_dispatcher_confines_its_jobs(arrays: Path) -> None:
-    store = Store(arrays / "db")
-    dispatcher = Dispatcher(store, arrays, lambda: LIMITS, confine=confinement(roots_of(arrays)))
+    store = JobStore(arrays / "db")
+    dispatcher = Dispatcher(store, arrays, lambda: LIMITS, confine=allowed_folders(roots_of(arrays)))
     for name in "AB":
         np.save(arrays / f"data/{name}.npy", load(arrays / f"data/{name}.zarr"))
     try:
@@ -195,7 +193,7 @@ def test_a_job_that_cannot_be_confined_is_not_run(tmp_path: Path) -> None:
     while not process.ended:
         time.sleep(0.005)
     process.close()
-    result = launch.result_of(folder, 1)
+    result = worker_pool.result_of(folder, 1)
     assert result is not None
     assert result["exit_code"] == 2
     assert "cannot be" in result["error"]
@@ -208,7 +206,7 @@ def test_a_job_with_a_defect_ends_with_status_1(tmp_path: Path) -> None:
     while not process.ended:
         time.sleep(0.005)
     process.close()
-    result = launch.result_of(folder, 1)
+    result = worker_pool.result_of(folder, 1)
     assert result is not None
     assert (result["exit_code"], result["error"]) == (1, "KeyError: 'a'")
     assert "Traceback" in (folder / "log").read_text()
@@ -273,7 +271,7 @@ def test_workers_and_planners_get_only_the_listed_environment(
     monkeypatch.setenv(name, SECRET)
     monkeypatch.setenv("TZ", "Antarctica/Troll")
     (tmp_path / "workers").mkdir()
-    process = launch.spawn(tmp_path / "workers", tmp_path / "log")
+    process = worker_pool.spawn(tmp_path / "workers", tmp_path / "log")
     planner = Planner(None)
     with pytest.raises(InputError):  # it has started then
         planner.plan({"a": "/absent"}, LIMITS, "host")

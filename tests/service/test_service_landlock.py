@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from oocgemm.errors import InputError
-from oocgemm.service.confine import landlock
+from oocgemm.service import confinement
 from tests.support import TOP
 from tests.support.confined import as_abi, attempts, confined, race, swapping, threaded
 
-needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.abi(), reason="this kernel has no Landlock")
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_folders_of_modules_are_allowed_but_for_the_working_folder(
     (base / "lib" / "file").touch()
     repository = TOP
     script = (
-        "from oocgemm.service.confine.landlock import restrict\n"
+        "from oocgemm.service.confinement import restrict\n"
         f"restrict([], [])\nopen({str(base / file / 'file')!r})\n"
     )
     done = subprocess.run(
@@ -151,11 +151,11 @@ def test_restricting_needs_a_process_with_one_thread() -> None:
 def test_missing_folders_and_a_kernel_without_landlock_are_named(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    monkeypatch.setattr(confinement, "abi", lambda: 0)
     with pytest.raises(InputError, match=r"this kernel has no Landlock.*pass --no-confine"):
-        landlock.restrict([], [])
+        confinement.restrict([], [])
     monkeypatch.undo()
-    if landlock.abi():
+    if confinement.abi():
         with pytest.raises(AssertionError, match=f"a job cannot be given {base}/absent: No such file"):
             confined([base / "absent"], [], attempts, [])
 
@@ -164,14 +164,14 @@ def test_missing_folders_and_a_kernel_without_landlock_are_named(
     ("version", "count"), [(0, 0), (1, 13), (2, 14), (3, 15), (4, 15), (5, 16), (6, 16), (7, 16), (99, 16)]
 )
 def test_each_version_of_landlock_is_asked_for_the_rights_that_it_knows(version: int, count: int) -> None:
-    assert landlock.known(version) == (1 << count) - 1
+    assert confinement.known(version) == (1 << count) - 1
 
 
 @needs_landlock
 @pytest.mark.parametrize("version", [1, 2, 3, 5, 99])
 def test_rights_of_an_older_kernel_confine_a_process_too(base: Path, version: int) -> None:
-    if 99 > version > landlock.abi():
-        pytest.skip(f"this kernel has version {landlock.abi()}")
+    if 99 > version > confinement.abi():
+        pytest.skip(f"this kernel has version {confinement.abi()}")
     read, write = [str(base / "data")], [str(base / "out")]
     commands = [
         ["read", f"{base}/data/file"],

@@ -9,13 +9,13 @@ import pytest
 
 from oocgemm.errors import BackendError, InputError
 from oocgemm.service import limits as limiting
-from oocgemm.service.confine.paths import Root
-from oocgemm.service.limits import Device, find_devices, free_space, limits
-from oocgemm.service.schedule import Limits
+from oocgemm.service.backfill import Limits
+from oocgemm.service.limits import DeviceInfo, find_devices, free_space, limits
+from oocgemm.service.roots import Root
 from tests.support.backends_here import CUDA, REAL_BACKENDS
 
-GPUS = [Device(0, "big", 80 << 30), Device(1, "small", 40 << 30)]
-HOST = [Device(0, "8 cores", 0)]
+GPUS = [DeviceInfo(0, "big", 80 << 30), DeviceInfo(1, "small", 40 << 30)]
+HOST = [DeviceInfo(0, "8 cores", 0)]
 
 
 @pytest.fixture(autouse=True)

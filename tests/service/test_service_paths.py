@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.service.confine.paths import PathError, Root, confinement, display, resolve
+from oocgemm.service.roots import PathError, Root, allowed_folders, display, resolve
 from tests.support.suite import examples
 
 # Links in the tree, in both roots: what each points to. Those of `OUT` lead out of the root.
@@ -175,7 +175,7 @@ def test_the_deepest_root_is_displayed(tmp_path: Path) -> None:
     path = resolve(roots, "out:C.npy", write=True)
     assert display(roots, path) == "out:C.npy"
     assert display(roots, "/elsewhere/C.npy") == "/elsewhere/C.npy"
-    assert confinement(roots.values()) == {"read": [str(tmp_path)], "write": [str(tmp_path / "out")]}
+    assert allowed_folders(roots.values()) == {"read": [str(tmp_path)], "write": [str(tmp_path / "out")]}
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.service import planner as planning
-from oocgemm.service.confine import landlock
-from oocgemm.service.errors import UnavailableError
-from oocgemm.service.planner import Planner
-from oocgemm.service.schedule import Limits
-from oocgemm.service.spec import checked, planned
+from oocgemm.service import confinement, job_planner
+from oocgemm.service.backfill import Limits
+from oocgemm.service.job_planner import Planner, checked, planned
+from oocgemm.service.protocol import UnavailableError
 from tests.support.services import LIMITS, store_operands
 
-needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.abi(), reason="this kernel has no Landlock")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planner(base: Path) -> Iterator[Planner]:
-    allowed = {"read": [str(base / "data")], "write": []} if landlock.abi() else None
+    allowed = {"read": [str(base / "data")], "write": []} if confinement.abi() else None
     found = Planner(allowed)
     yield found
     found.close()
@@ -108,7 +106,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(
     assert planner.plan(spec(base), LIMITS, "host").summary["m"] == 64
     pid = planner._process.pid
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(planning, "SECONDS", 0.05)
+    monkeypatch.setattr(job_planner, "SECONDS", 0.05)
     with pytest.raises(UnavailableError, match=r"did not answer in 0\.05 s"):
         planner.plan(spec(base), LIMITS, "host")
     monkeypatch.undo()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.service.schedule import Decision, Limits, Need, Running, Waiting, decide
-from oocgemm.service.states import ACTIVE, FINAL, FOLLOWING, Action, Reason, State, possible, requested
+from oocgemm.service.backfill import Decision, Limits, Need, Running, Waiting, decide
+from oocgemm.service.protocol import ACTIVE, FINAL, FOLLOWING, Action, Reason, State, possible, requested
 
 ONE = Limits({0: 100}, 1000, 1000)
 TWO = Limits({0: 100, 1: 50}, 1000, 1000)

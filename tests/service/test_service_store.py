@@ -16,23 +16,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from oocgemm.service.errors import ConflictError, KeyReusedError, StaleError, StoreError, UnknownJobError
-from oocgemm.service.reading import HALF_LIFE
-from oocgemm.service.schedule import MAX_CONSIDERED, Limits, Need, Running, decide
-from oocgemm.service.schema import Job
-from oocgemm.service.states import ACTIVE, FINAL, FOLLOWING, Action, Reason, State, requested
-from oocgemm.service.store import Store
+from oocgemm.service.backfill import MAX_CONSIDERED, Limits, Need, Running, decide
+from oocgemm.service.job_store import HALF_LIFE, JobRecord, JobStore
+from oocgemm.service.protocol import (
+    ACTIVE,
+    FINAL,
+    FOLLOWING,
+    Action,
+    ConflictError,
+    DatabaseError,
+    KeyReusedError,
+    Reason,
+    StaleError,
+    State,
+    UnknownJobError,
+    requested,
+)
 from tests.support.services import plain_job
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = Store(tmp_path / "db")
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    found = JobStore(tmp_path / "db")
     yield found
     found.close()
 
 
-def test_a_job_is_stored_with_its_event(store: Store) -> None:
+def test_a_job_is_stored_with_its_event(store: JobStore) -> None:
     (job,) = store.submit([plain_job("/c", name="first", need=Need(1, 2, 3), priority=4)])
     assert store.get(job.id) == job
     assert (job.state, job.need, job.priority, job.version) == (State.QUEUED, Need(1, 2, 3), 4, 1)
@@ -40,7 +50,7 @@ def test_a_job_is_stored_with_its_event(store: Store) -> None:
     assert len(job.id) == 26
 
 
-def test_a_batch_is_stored_whole_or_not_at_all(store: Store) -> None:
+def test_a_batch_is_stored_whole_or_not_at_all(store: JobStore) -> None:
     with pytest.raises(ConflictError, match=r"queued, writes the same C: cancel it"):
         store.submit([plain_job("/c"), plain_job("/d"), plain_job("/c")])
     with pytest.raises(UnknownJobError):
@@ -48,11 +58,11 @@ def test_a_batch_is_stored_whole_or_not_at_all(store: Store) -> None:
     assert store.jobs() == []
     assert store.events() == []
     first, second = store.submit([plain_job("/c"), plain_job("/d", needs=("#0",))])
-    assert store.needs(second.id) == [first.id]
+    assert store.needs_of([second.id]) == {second.id: [first.id]}
     assert {job.id for job, _ in store.waiting() if job.blocked} == {second.id}
 
 
-def test_two_live_jobs_never_share_a_c(store: Store) -> None:
+def test_two_live_jobs_never_share_a_c(store: JobStore) -> None:
     (job,) = store.submit([plain_job("/c")])
     with pytest.raises(ConflictError, match=job.id):
         store.submit([plain_job("/c")])
@@ -62,8 +72,8 @@ def test_two_live_jobs_never_share_a_c(store: Store) -> None:
         store.request(job.id, Action.RETRY)
 
 
-def test_one_key_gives_one_job_whoever_comes_first(store: Store) -> None:
-    def submit(number: int) -> list[Job]:
+def test_one_key_gives_one_job_whoever_comes_first(store: JobStore) -> None:
+    def submit(number: int) -> list[JobRecord]:
         return store.submit([plain_job("/c")], key="k", body_sha256="body", owner="user")
 
     with ThreadPoolExecutor(20) as pool:
@@ -74,7 +84,7 @@ def test_one_key_gives_one_job_whoever_comes_first(store: Store) -> None:
     assert store.submit([plain_job("/d")], key="k", body_sha256="another", owner="other")
 
 
-def test_a_late_change_does_nothing(store: Store) -> None:
+def test_a_late_change_does_nothing(store: JobStore) -> None:
     (job,) = store.submit([plain_job()])
     store.move(job, State.STARTING, attempt=1)
     with pytest.raises(StaleError):
@@ -82,7 +92,7 @@ def test_a_late_change_does_nothing(store: Store) -> None:
     assert store.get(job.id).attempt == 1
 
 
-def test_versions_protect_changes_by_users(store: Store) -> None:
+def test_versions_protect_changes_by_users(store: JobStore) -> None:
     (job,) = store.submit([plain_job()])
     assert store.update(job.id, job.version, priority=3).priority == 3
     with pytest.raises(StaleError, match="has version 2, not 1"):
@@ -92,7 +102,7 @@ def test_versions_protect_changes_by_users(store: Store) -> None:
         store.update(job.id, priority=4)
 
 
-def test_records_of_ended_jobs_can_be_deleted(store: Store) -> None:
+def test_records_of_ended_jobs_can_be_deleted(store: JobStore) -> None:
     first, second = store.submit([plain_job("/c"), plain_job("/d", needs=("#0",))])
     with pytest.raises(ConflictError, match="cancel it"):
         store.delete(first.id)
@@ -105,7 +115,7 @@ def test_records_of_ended_jobs_can_be_deleted(store: Store) -> None:
         store.get(first.id)
 
 
-def test_pages_of_jobs_have_all_jobs_once(store: Store) -> None:
+def test_pages_of_jobs_have_all_jobs_once(store: JobStore) -> None:
     ids = [store.submit([plain_job(f"/{number}")])[0].id for number in range(10)]
     seen: list[str] = []
     while page := store.jobs(after=seen[-1] if seen else None, limit=3):
@@ -115,7 +125,7 @@ def test_pages_of_jobs_have_all_jobs_once(store: Store) -> None:
 
 def test_usage_counts_half_after_a_day(tmp_path: Path) -> None:
     now = 1e9
-    store = Store(tmp_path / "db", lambda: now)
+    store = JobStore(tmp_path / "db", lambda: now)
     store.charge("user", 100)
     now += HALF_LIFE
     store.charge("user", 10)
@@ -127,7 +137,7 @@ def test_usage_counts_half_after_a_day(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_set_delays_no_retry_for_long(tmp_path: Path, hours: int) -> None:
     now = 1e9
-    store = Store(tmp_path / "db", lambda: now)
+    store = JobStore(tmp_path / "db", lambda: now)
     (job,) = store.submit([plain_job()])
     job = store.move(job, State.STARTING, attempt=1)
     store.move(job, State.QUEUED, not_before=now + 80)
@@ -139,37 +149,37 @@ def test_a_clock_that_is_set_delays_no_retry_for_long(tmp_path: Path, hours: int
 def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "db") as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="database format 99, this one has format 2"):
-        Store(tmp_path / "db")
+    with pytest.raises(DatabaseError, match="database format 99, this one has format 2"):
+        JobStore(tmp_path / "db")
 
 
-def test_a_locked_database_is_an_error_that_says_so(store: Store, tmp_path: Path) -> None:
+def test_a_locked_database_is_an_error_that_says_so(store: JobStore, tmp_path: Path) -> None:
     store._db.execute("PRAGMA busy_timeout = 50")
     other = sqlite3.connect(tmp_path / "db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match=r"database is locked: check the space"):
+    with pytest.raises(DatabaseError, match=r"database is locked: check the space"):
         store.submit([plain_job()])
     other.execute("ROLLBACK")
     assert store.submit([plain_job()])
 
 
-def test_a_full_disk_is_an_error_and_nothing_is_stored(store: Store) -> None:
+def test_a_full_disk_is_an_error_and_nothing_is_stored(store: JobStore) -> None:
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {pages + 2}")
-    with pytest.raises(StoreError, match=r"disk is full"):
+    with pytest.raises(DatabaseError, match=r"disk is full"):
         store.submit([plain_job("/c", spec={"big": "x" * 100_000})])
     store._db.execute("PRAGMA max_page_count = 1000000")
     assert store.jobs() == []
 
 
-def test_a_database_that_cannot_be_written_is_an_error(store: Store) -> None:
+def test_a_database_that_cannot_be_written_is_an_error(store: JobStore) -> None:
     store._db.execute("PRAGMA query_only = 1")
-    with pytest.raises(StoreError, match="readonly"):
+    with pytest.raises(DatabaseError, match="readonly"):
         store.submit([plain_job()])
 
 
 @pytest.mark.slow
-def test_submissions_stay_fast_with_many_queued_jobs(store: Store) -> None:
+def test_submissions_stay_fast_with_many_queued_jobs(store: JobStore) -> None:
     """The time is compared with that in an empty database, since it is mostly that of the disk."""
 
     def times(first: int, count: int) -> list[float]:
@@ -187,7 +197,7 @@ def test_submissions_stay_fast_with_many_queued_jobs(store: Store) -> None:
     print(statistics.median(few), sorted(many)[-2])
 
 
-def test_the_first_jobs_of_each_owner_that_can_start_are_considered(store: Store) -> None:
+def test_the_first_jobs_of_each_owner_that_can_start_are_considered(store: JobStore) -> None:
     few = MAX_CONSIDERED // 2
     (held,) = store.submit([plain_job("/held", held=True)])
     needing = store.submit([plain_job(f"/needing{i}", needs=(held.id,)) for i in range(MAX_CONSIDERED + 2)])
@@ -213,7 +223,7 @@ class Model(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.folder = TemporaryDirectory()
-        self.store = Store(Path(self.folder.name) / "db")
+        self.store = JobStore(Path(self.folder.name) / "db")
         self.store._db.execute("PRAGMA synchronous = OFF")  # nothing crashes here
         self.states: dict[str, State] = {}
         self.c: dict[str, str] = {}
@@ -300,7 +310,7 @@ def test_ten_thousand_random_calls_lead_to_legal_states_only() -> None:
     case("runTest").runTest()
 
 
-def test_readers_are_told_about_changes(store: Store) -> None:
+def test_readers_are_told_about_changes(store: JobStore) -> None:
     seen: list[bool] = []
     waiting = threading.Thread(target=lambda: seen.append(store.wait(30)))
     waiting.start()
@@ -311,7 +321,7 @@ def test_readers_are_told_about_changes(store: Store) -> None:
     assert store.wait(0.01) is False
 
 
-def test_changes_made_together_are_one_transaction(store: Store) -> None:
+def test_changes_made_together_are_one_transaction(store: JobStore) -> None:
     changes = store.changes
     told: list[int] = []
     store.observers.append(lambda: told.append(store.changes))

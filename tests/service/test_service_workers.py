@@ -12,27 +12,25 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from oocgemm.service import confinement, worker_pool
 from oocgemm.service import dispatcher as dispatching
-from oocgemm.service import launch
-from oocgemm.service.confine import landlock
-from oocgemm.service.confine.paths import Root, confinement
+from oocgemm.service.backfill import Limits, Need, Running
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.http.machine import devices
-from oocgemm.service.job import LOG, OWNER
-from oocgemm.service.limits import Device
-from oocgemm.service.schedule import Limits, Need, Running
-from oocgemm.service.schema import Job, NewJob
-from oocgemm.service.spec import checked, planned
-from oocgemm.service.states import Action, State
-from oocgemm.service.store import Store
-from oocgemm.service.workers import KEEP, KEPT, Workers
+from oocgemm.service.http.routes import devices
+from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_store import JobRecord, JobStore, NewJob
+from oocgemm.service.job_worker import LOG, OWNER
+from oocgemm.service.limits import DeviceInfo
+from oocgemm.service.protocol import Action, State
+from oocgemm.service.roots import Root, allowed_folders
+from oocgemm.service.worker_pool import KEEP, KEPT, WorkerPool
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.fake_cuda import fake_cuda
 from tests.support.services import product_job, product_of, start_job, store_operands
 
 # One device: jobs run one after the other.
 LIMITS = Limits({0: 1 << 30}, 4 << 30, 1 << 40)
-needs_landlock = pytest.mark.skipif(not landlock.abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.abi(), reason="this kernel has no Landlock")
 
 
 class Service:
@@ -43,13 +41,13 @@ class Service:
         self.open()
 
     def open(self) -> None:
-        self.store = Store(self.folder / "db")
+        self.store = JobStore(self.folder / "db")
         self.dispatcher = Dispatcher(
             self.store, self.folder, lambda: LIMITS, confine=self._confine, keep=self._keep
         )
         self.dispatcher.workers._clock = lambda: self.now
 
-    def submit(self, *names: str, **options: Any) -> list[Job]:
+    def submit(self, *names: str, **options: Any) -> list[JobRecord]:
         return self.store.submit([product_job(self.folder, name, **options) for name in names])
 
     def until(self, ready: Callable[[], bool]) -> None:
@@ -60,23 +58,23 @@ class Service:
             self.dispatcher.step()
             self.dispatcher.wait(0.01)
 
-    def ended(self, job: Job, state: State = State.SUCCEEDED) -> Job:
+    def ended(self, job: JobRecord, state: State = State.SUCCEEDED) -> JobRecord:
         """Wait until a job has ended in a state."""
         self.until(lambda: self.store.get(job.id).ended is not None)
         found = self.store.get(job.id)
         assert found.state is state, found.error
         return found
 
-    def owner(self, job: Job) -> int:
+    def owner(self, job: JobRecord) -> int:
         """Return the pid of the process that has computed a job, or computes it."""
         found: int = json.loads((self.dispatcher.folder_of(job.id) / OWNER).read_bytes())["pid"]
         return found
 
-    def stopped(self, name: str) -> tuple[Job, launch.Process]:
+    def stopped(self, name: str) -> tuple[JobRecord, worker_pool.Process]:
         """Submit a job, and stop its process as soon as it has begun."""
         (job,) = self.submit(name)
         self.until(
-            lambda: launch.has_begun(self.dispatcher.folder_of(job.id), self.store.get(job.id).attempt)
+            lambda: worker_pool.has_begun(self.dispatcher.folder_of(job.id), self.store.get(job.id).attempt)
         )
         process = self.dispatcher._processes[job.id]
         process.send(signal.SIGSTOP)
@@ -107,7 +105,7 @@ def wait_for_the_end(pid: int) -> None:
 
 def state_of_the_device(service: Service) -> str:
     """Return what the device view says."""
-    device = Device(0, "device", 1 << 30)
+    device = DeviceInfo(0, "device", 1 << 30)
     shared = SimpleNamespace(
         limits=lambda: LIMITS, store=service.store, dispatcher=service.dispatcher, devices=[device]
     )
@@ -259,8 +257,8 @@ def test_an_idle_worker_ends_with_its_server(service: Service) -> None:
 
 def test_a_job_gets_the_memory_of_workers_that_wait(tmp_path: Path) -> None:
     """A job that needs the memory of an idle worker waits until that worker has ended."""
-    workers = Workers(tmp_path / "workers")
-    process = launch.spawn(tmp_path / "workers", tmp_path / LOG)
+    workers = WorkerPool(tmp_path / "workers")
+    process = worker_pool.spawn(tmp_path / "workers", tmp_path / LOG)
     process.idle = True
     workers.rest(process, 0, {"options": {"backend": "cuda"}}, reuse=True)
     limits = Limits({0: 1 << 30, 1: 1 << 30}, 4 << 30, 1 << 40)
@@ -301,8 +299,8 @@ def test_a_confined_worker_reads_nothing_of_its_earlier_jobs(
     store_operands(tmp_path / "data")
     (tmp_path / "state/secret.npy").write_bytes((tmp_path / "data/A.npy").read_bytes())
     limits = Limits({0: 0 if backend == "host" else 1 << 30}, 4 << 30, 1 << 40)
-    confine = confinement([Root.parse(f"data={tmp_path}/data:rw")])
-    workers = Workers(tmp_path / "state/workers", confine)
+    confine = allowed_folders([Root.parse(f"data={tmp_path}/data:rw")])
+    workers = WorkerPool(tmp_path / "state/workers", confine)
 
     def run(name: str, a: str) -> dict[str, Any]:
         spec = {"a": str(tmp_path / f"data/{a}.npy"), "b": str(tmp_path / "data/B.npy")}
@@ -314,7 +312,7 @@ def test_a_confined_worker_reads_nothing_of_its_earlier_jobs(
             time.sleep(0.005)
         pids.append(process.pid)
         workers.rest(process, 0, found.spec, reuse=True)
-        result = launch.result_of(folder, 1)
+        result = worker_pool.result_of(folder, 1)
         assert result is not None, (folder / LOG).read_text()
         return result
 
@@ -345,8 +343,8 @@ def test_a_job_whose_folder_was_removed_ends_without_a_result(tmp_path: Path) ->
     process = start_job(tmp_path / "state/job", 1, job.spec)
     process.send(signal.SIGSTOP)
     assert process.folder is not None
-    if not launch.is_alive(tmp_path / "state/job"):
-        launch.remove_folders(tmp_path / "workers")
+    if not worker_pool.is_alive(tmp_path / "state/job"):
+        worker_pool.remove_folders(tmp_path / "workers")
     process.send(signal.SIGCONT)
     while not process.ended:
         time.sleep(0.005)
@@ -357,9 +355,9 @@ def test_a_job_whose_folder_was_removed_ends_without_a_result(tmp_path: Path) ->
 def test_the_death_of_a_new_worker_before_its_order_is_a_failure_to_repeat(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn, dead = launch.spawn, list[int]()
+    spawn, dead = worker_pool.spawn, list[int]()
 
-    def killed_once(workers: Path, log: Path) -> launch.Process:
+    def killed_once(workers: Path, log: Path) -> worker_pool.Process:
         process = spawn(workers, log)
         if not dead:
             dead.append(process.pid)
@@ -367,7 +365,7 @@ def test_the_death_of_a_new_worker_before_its_order_is_a_failure_to_repeat(
             wait_for_the_end(process.pid)
         return process
 
-    monkeypatch.setattr(launch, "spawn", killed_once)
+    monkeypatch.setattr(worker_pool, "spawn", killed_once)
     (job,) = service.submit("C.npy")
     found = service.ended(job)
     assert len(dead) == 1

@@ -14,7 +14,7 @@ import oocgemm
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs import genotypes as counting
 from oocgemm.jobs import streaming
-from oocgemm.service.confine.paths import PathError, Root, resolve
+from oocgemm.service.roots import PathError, Root, resolve
 from oocgemm.stores import plink
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command

@@ -19,7 +19,7 @@ import oocgemm
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, read
 from oocgemm.reports import advice
-from oocgemm.service.confine.paths import PathError, Root, display, resolve
+from oocgemm.service.roots import PathError, Root, display, resolve
 from oocgemm.timeline import read_log
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.command import command, run

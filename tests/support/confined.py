@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service.confine import landlock
-from oocgemm.service.confine.paths import PathError, Root, resolve
+from oocgemm.service import confinement
+from oocgemm.service.roots import PathError, Root, resolve
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -100,7 +100,7 @@ def threaded() -> str:
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        landlock.restrict([], [])
+        confinement.restrict([], [])
     except RuntimeError as error:
         return str(error)
     finally:
@@ -111,8 +111,8 @@ def threaded() -> str:
 
 def as_abi(version: int, read: Sequence[str], write: Sequence[str], commands: Any) -> list[str]:
     """Restrict this process as on a kernel with another version of Landlock; return as `attempts` does."""
-    landlock.abi = lambda: version
-    landlock.restrict([Path(path) for path in read], [Path(path) for path in write])
+    confinement.abi = lambda: version
+    confinement.restrict([Path(path) for path in read], [Path(path) for path in write])
     return attempts(commands)
 
 
@@ -165,5 +165,5 @@ def swap(one: str, other: str) -> None:
 if __name__ == "__main__":
     read, write = (json.loads(each) for each in sys.argv[1:3])
     if read is not None:
-        landlock.restrict([Path(path) for path in read], [Path(path) for path in write])
+        confinement.restrict([Path(path) for path in read], [Path(path) for path in write])
     print(json.dumps(globals()[sys.argv[3]](*json.loads(sys.argv[4]))))

@@ -27,12 +27,12 @@ def main(changes: dict[str, Any]) -> None:
         from tests.support.service_server import arm
 
         arm(*changes["die"])
-    from oocgemm.service.reading import Reader
+    from oocgemm.service.job_store import JobStore
 
-    opened: list[Reader] = []
-    right_open = Reader.__init__
+    opened: list[JobStore] = []
+    right_open = JobStore.__init__
 
-    def recorded(self: Reader, *arguments: Any, **options: Any) -> None:
+    def recorded(self: JobStore, *arguments: Any, **options: Any) -> None:
         right_open(self, *arguments, **options)
         opened.append(self)
 
@@ -40,7 +40,7 @@ def main(changes: dict[str, Any]) -> None:
         for one in opened:
             one._db.execute(f"PRAGMA query_only = {int(signum == signal.SIGUSR1)}")
 
-    Reader.__init__ = recorded  # type: ignore[method-assign]
+    JobStore.__init__ = recorded  # type: ignore[method-assign]
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, switch)
     from oocgemm.__main__ import process

@@ -24,12 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.service import launch
+from oocgemm.service import confinement, worker_pool
 from oocgemm.service.client import Client
-from oocgemm.service.confine import landlock
-from oocgemm.service.http.identity import Scope
+from oocgemm.service.http.security import Scope, Tokens
 from oocgemm.service.http.service import DATABASE
-from oocgemm.service.http.tokens import Tokens
 from tests.support.services import product_of, store_operands
 
 SECONDS = 200.0  # within which an answer must begin, or a job end, on a busy machine
@@ -94,7 +92,7 @@ class RealServer:
     def command(self) -> list[str]:
         """Return the command that starts the server."""
         roots = ["--root", f"data={self.data}:ro", "--root", f"out={self.out}:rw"]
-        confined = [] if landlock.abi() else ["--no-confine"]
+        confined = [] if confinement.abi() else ["--no-confine"]
         where = ["--state", str(self.state), "--listen", "127.0.0.1:0", "--backend", "host"]
         program = ["tests.support.odd_server", json.dumps(self.changes)] if self.changes else ["oocgemm"]
         return [sys.executable, "-m", *program, "serve", *where, *roots, *confined, *self.options]
@@ -141,7 +139,7 @@ class RealServer:
         if self.process is not None and self.process.poll() is None:
             self.end(signal.SIGKILL)
         for folder in (self.state / "jobs").glob("*"):
-            if launch.is_alive(folder) and (process := launch.attach(folder)) is not None:
+            if worker_pool.is_alive(folder) and (process := worker_pool.attach(folder)) is not None:
                 process.send(signal.SIGKILL)
                 process.close()
 

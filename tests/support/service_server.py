@@ -12,22 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service import dispatcher, environment, job, launch
+from oocgemm.service import confinement, dispatcher, job_worker, worker_pool
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.store import Store
-from oocgemm.service.workers import KEEP
+from oocgemm.service.job_store import JobStore
+from oocgemm.service.worker_pool import KEEP
 from tests.support.services import LIMITS
 
 # Functions that the server calls on the way of a job, in this order. It dies before or after the call.
 FUNCTIONS: dict[str, tuple[Any, str]] = {
-    "commit": (Store, "move"),
+    "commit": (JobStore, "move"),
     "spawn": (os, "posix_spawn"),
-    "order": (launch, "hand"),
+    "order": (worker_pool, "hand"),
     "links": (os, "link"),
-    "clear": (launch, "clear"),
-    "attach": (launch, "attach"),
-    "result": (launch, "result_of"),
-    "charge": (Store, "charge"),
+    "clear": (worker_pool, "clear"),
+    "attach": (worker_pool, "attach"),
+    "result": (worker_pool, "result_of"),
+    "charge": (JobStore, "charge"),
 }
 POINTS = [f"{when} {name}" for name in FUNCTIONS for when in ("before", "after")]
 
@@ -58,14 +58,14 @@ def arm(point: str, number: int) -> None:
 
 def main(folder: Path, keep: float) -> None:
     # Workers get the variables by which tests/dying kills them.
-    environment.ALLOWED |= {"OOCGEMM_DIE", "OOCGEMM_DEAD", "OOCGEMM_JOBS"}
+    confinement.VARIABLES |= {"OOCGEMM_DIE", "OOCGEMM_DEAD", "OOCGEMM_JOBS"}
     dispatcher.RETRY, dispatcher.RETRY_FACTOR = 0.05, 1.0  # however often a job is killed
-    store = Store(folder / "db")
+    store = JobStore(folder / "db")
     Dispatcher(store, folder, lambda: LIMITS, keep=keep).run(threading.Event())
 
 
 if __name__ == "__main__":
-    assert job  # imported, so that a job's module is compiled before the first job
+    assert job_worker  # imported, so that a job's module is compiled before the first job
     if len(sys.argv) > 2:
         arm(f"{sys.argv[2]} {sys.argv[3]}", int(sys.argv[4]))
     # Without warm workers, each job spawns a process.

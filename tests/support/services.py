@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.service import launch
+from oocgemm.service import worker_pool
+from oocgemm.service.backfill import Limits, Need
+from oocgemm.service.confinement import Confinement
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.job import LOG
-from oocgemm.service.schedule import Limits, Need
-from oocgemm.service.schema import Job, NewJob
-from oocgemm.service.spec import checked, planned
-from oocgemm.service.states import FINAL
-from oocgemm.service.store import Store
+from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_store import JobRecord, JobStore, NewJob
+from oocgemm.service.job_worker import LOG
+from oocgemm.service.protocol import FINAL
 
 # Two devices: two jobs run at a time. On the host backend, a job needs no device memory.
 LIMITS = Limits({0: 0, 1: 0}, 4 << 30, 1 << 40)
@@ -48,17 +48,17 @@ def product_job(folder: Path, c: str, owner: str = "user", **options: Any) -> Ne
 
 
 def start_job(
-    folder: Path, attempt: int, spec: dict[str, Any], confine: launch.Confinement | None = None
-) -> launch.Process:
+    folder: Path, attempt: int, spec: dict[str, Any], confine: Confinement | None = None
+) -> worker_pool.Process:
     """Start an attempt of a job in a new worker, as a dispatcher does."""
     for made in (folder, folder.parent.parent / "workers"):
         made.mkdir(parents=True, exist_ok=True)
-    process = launch.spawn(folder.parent.parent / "workers", folder / LOG)
-    launch.hand(process, folder, attempt, spec, 0, confine)
+    process = worker_pool.spawn(folder.parent.parent / "workers", folder / LOG)
+    worker_pool.hand(process, folder, attempt, spec, 0, confine)
     return process
 
 
-def run_all(dispatcher: Dispatcher, store: Store, passes: int = 6000) -> list[Job]:
+def run_all(dispatcher: Dispatcher, store: JobStore, passes: int = 6000) -> list[JobRecord]:
     """Repeat passes until all jobs have ended; return them."""
     for _ in range(passes):
         dispatcher.step()

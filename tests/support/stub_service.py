@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from oocgemm.service.states import Action, State, requested
+from oocgemm.service.protocol import Action, State, requested
 
 
 class Stub:

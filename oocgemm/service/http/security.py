@@ -1,4 +1,7 @@
-"""What a request passes before its route, in this order.
+"""Who sends a request, and what it passes before its route.
+
+Users of the TCP socket identify themselves by tokens. The cookie of a browser has one, too. A request passes,
+in this order:
 
 1. The Host header must be allowed, so that no page of another site reaches the service by DNS rebinding.
 2. The requests at a time are limited, and the body of each one, in size and in time.
@@ -11,8 +14,17 @@ from another origin.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import hmac
+import os
+import pwd
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Set
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
@@ -20,13 +32,21 @@ from fastapi import HTTPException
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from oocgemm.service.errors import StoreError
-from oocgemm.service.http.identity import Identity, Scope, own_name
-from oocgemm.service.http.page import COOKIE
-from oocgemm.service.http.problems import problem, problem_of
-from oocgemm.service.http.requests import OPEN
-from oocgemm.service.http.service import Service
+from oocgemm.errors import InputError
+from oocgemm.service.http.views import problem, problem_of
+from oocgemm.service.job_store import JobRecord, JobStore
+from oocgemm.service.protocol import AccessError, DatabaseError
 
+# A secret starts with this, so that scanners of source code recognise it.
+PREFIX = "oocgemm"
+# The time of the last use of a token is stored to so many seconds.
+USE_SECONDS = 60.0
+# The code of the URL that the server prints is valid for so many seconds.
+LOGIN_SECONDS = 600.0
+# A browser is signed in for so many seconds.
+SESSION_SECONDS = 7 * 86400.0
+# The cookie of a browser that is signed in.
+COOKIE = "oocgemm"
 # The largest body, in bytes, and the seconds in which all of it must come.
 MAX_BODY, BODY_SECONDS = 1 << 20, 30.0
 # Requests at a time, of each socket. Streams of events and long polls count.
@@ -45,6 +65,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+# What anyone may read. The page has no data of its own.
+OPEN = frozenset({"/", "/livez", "/readyz", "/login"})
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,12 +74,165 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
-class Guard:
+class Scope(IntEnum):
+    """What a user may do. Each scope includes the ones before."""
+
+    READ = 1
+    SUBMIT = 2
+    ADMIN = 3
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A user: the owner of the jobs that they submit. `local` users have connected to the unix socket.
+
+    `token` is the id of the token with which they have identified themselves.
+    """
+
+    name: str
+    scope: Scope
+    local: bool = False
+    token: str | None = None
+
+    def may_change(self, job: JobRecord) -> bool:
+        """Return whether the user may change a job: their own, or any as an admin."""
+        return self.scope >= Scope.ADMIN or (self.scope >= Scope.SUBMIT and job.owner == self.name)
+
+    def check_change(self, job: JobRecord) -> None:
+        """Raise `AccessError` if the user may not change a job."""
+        if not self.may_change(job):
+            raise AccessError(
+                f"job {job.id} belongs to {job.owner}, and you are {self.name}: ask its owner, or use a "
+                "token with the scope admin"
+            )
+
+
+def own_name() -> str:
+    """Return the name of the user of this process; the number if it has none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+@dataclass(frozen=True)
+class AccessToken:
+    """A token without its secret. Times are in seconds since 1970."""
+
+    id: str
+    name: str
+    scope: Scope
+    expires: float | None
+    last_used: float | None
+
+
+class Tokens(JobStore):
+    """The tokens in the database of a service. Only their SHA-256 is stored."""
+
+    def create(self, name: str, scope: Scope, expires: float | None = None) -> tuple[AccessToken, str]:
+        """JobStore a new token; return it and its secret, which cannot be read again. Delete expired ones.
+
+        Args:
+            name: the owner of the jobs that are submitted with it.
+            scope: what its holder may do.
+            expires: when it ends, in seconds since 1970; None for never.
+
+        Raises:
+            InputError: the name is empty, longer than 64 characters, or cannot be printed.
+        """
+        if not 0 < len(name) <= 64 or not name.isprintable():
+            raise InputError(f"the name of a token must be 1 to 64 printable characters, not {name!r}")
+        number = secrets.token_hex(4)
+        secret = f"{PREFIX}_{number}_{secrets.token_urlsafe(32)}"
+        with self._writing() as db:
+            db.execute("DELETE FROM tokens WHERE expires < ?", (self._clock(),))
+            db.execute(
+                "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, NULL)",
+                (number, name, _digest(secret), scope.name.lower(), expires),
+            )
+        return AccessToken(number, name, scope, expires, None), secret
+
+    def open_session(self) -> str:
+        """Return the secret of a new token of the user of the server, for a browser."""
+        return self.create(own_name(), Scope.ADMIN, self._clock() + SESSION_SECONDS)[1]
+
+    def list(self) -> list[AccessToken]:
+        """Return all tokens, sorted by name."""
+        return [
+            AccessToken(
+                row["id"], row["name"], Scope[row["scopes"].upper()], row["expires"], row["last_used"]
+            )
+            for row in self._read("SELECT * FROM tokens ORDER BY name, id")
+        ]
+
+    def revoke(self, number: str) -> None:
+        """Delete a token. Raises `InputError` if there is none with this id."""
+        with self._writing() as db:
+            if not db.execute("DELETE FROM tokens WHERE id = ?", (number,)).rowcount:
+                raise InputError(f"there is no token {number}: list the tokens with oocgemm token list")
+
+    def identify(self, secret: str) -> Identity | None:
+        """Return who has a secret; None if it is wrong, revoked or has expired."""
+        prefix, _, rest = secret.partition("_")
+        if prefix != PREFIX:
+            return None
+        # The id finds the row. Only the comparison of the digests depends on the secret.
+        found = self._read("SELECT * FROM tokens WHERE id = ?", rest.partition("_")[0])
+        stored = found[0]["sha256"] if found else ""
+        if not hmac.compare_digest(stored.encode(), _digest(secret).encode()):
+            return None
+        row, now = found[0], self._clock()
+        if row["expires"] is not None and row["expires"] <= now:
+            return None
+        if row["last_used"] is None or now - row["last_used"] > USE_SECONDS:
+            with suppress(DatabaseError), self._writing() as db:  # a full disk does not keep readers out
+                db.execute("UPDATE tokens SET last_used = ? WHERE id = ?", (now, row["id"]))
+        return Identity(row["name"], Scope[row["scopes"].upper()], token=row["id"])
+
+    def is_valid(self, user: Identity) -> bool:
+        """Return whether the token of a user has neither been revoked nor expired since they used it."""
+        if user.token is None:
+            return True
+        query = "SELECT 1 FROM tokens WHERE id = ? AND (expires IS NULL OR expires > ?)"
+        return bool(self._read(query, user.token, self._clock()))
+
+
+class LoginCode:
+    """The code with which the user of the server signs in in a browser.
+
+    It is valid once, for `LOGIN_SECONDS`.
+    `changed` is called with the next code after each use, also after one that came too late.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changed: Callable[[str], None] = lambda code: None
+        self._clock, self._lock = clock, threading.Lock()
+        self._renew()
+
+    def use(self, code: str) -> bool:
+        """Return whether a code is right. It is replaced then."""
+        with self._lock:
+            if not hmac.compare_digest(code.encode(errors="replace"), self.code.encode()):
+                return False
+            in_time = self._clock() < self._end
+            self._renew()
+        self.changed(self.code)
+        return in_time
+
+    def _renew(self) -> None:
+        self.code, self._end = secrets.token_urlsafe(32), self._clock() + LOGIN_SECONDS
+
+
+def _digest(secret: str) -> str:
+    return sha256(secret.encode(errors="surrogateescape")).hexdigest()
+
+
+class RequestGuard:
     """Checks all requests of an application. `local` requests come by the unix socket, from its user."""
 
-    def __init__(self, app: App, service: Service, *, local: bool) -> None:
-        """Guard an application."""
-        self._app, self._service, self._local = app, service, local
+    def __init__(self, app: App, tokens: Tokens, hosts: Set[str], *, local: bool) -> None:
+        """Guard an application that is reached by the host names `hosts`, with the tokens of a database."""
+        self._app, self._tokens, self._hosts, self._local = app, tokens, hosts, local
         self._requests = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -81,7 +256,7 @@ class Guard:
             return refused
         try:
             user = await self._identify(headers)
-        except StoreError as error:
+        except DatabaseError as error:
             return problem_of(error)
         scope["identity"] = user
         if user is None:
@@ -89,12 +264,12 @@ class Guard:
         return _wrong_scope(scope, user) or _wrong_site(scope, headers)
 
     def _wrong_host(self, headers: dict[str, str]) -> Response | None:
-        host, allowed = headers.get("host", ""), self._service.config.allowed_hosts
-        if _name(host) in allowed:
+        host = headers.get("host", "")
+        if _name(host) in self._hosts:
             return None
         return problem(
             "host-refused",
-            f"the Host header {host!r} is not one of {', '.join(sorted(allowed))}: "
+            f"the Host header {host!r} is not one of {', '.join(sorted(self._hosts))}: "
             "use one of these, or start the server with --allow-host",
         )
 
@@ -108,12 +283,12 @@ class Guard:
             return Identity(own_name(), Scope.ADMIN, local=True)
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
-            return await run_in_threadpool(self._service.store.identify, secret.strip())
+            return await run_in_threadpool(self._tokens.identify, secret.strip())
         try:
             cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         except CookieError:
             return None
-        return None if cookie is None else await run_in_threadpool(self._service.store.identify, cookie.value)
+        return None if cookie is None else await run_in_threadpool(self._tokens.identify, cookie.value)
 
 
 class _Receiving:

@@ -18,10 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oocgemm.errors import InputError
 from oocgemm.service.http.app import create
-from oocgemm.service.http.config import Config
-from oocgemm.service.http.problems import problem
-from oocgemm.service.http.security import Guard
-from oocgemm.service.http.service import Service, open_service
+from oocgemm.service.http.security import RequestGuard
+from oocgemm.service.http.service import Config, Service, open_service
+from oocgemm.service.http.views import problem
 
 # Seconds in which a client must send the head of a request. Seconds for which requests go on at the end.
 HEAD_SECONDS, END_SECONDS = 10.0, 3
@@ -131,7 +130,7 @@ async def _serve(
     servers = [
         _Server(
             uvicorn.Config(
-                Guard(app, service, local=local),
+                RequestGuard(app, service.store, config.allowed_hosts, local=local),
                 http=_Protocol,
                 ws="none",
                 lifespan="off",

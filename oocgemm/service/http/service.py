@@ -1,35 +1,39 @@
-"""What all requests share, and the thread that runs the dispatcher."""
+"""What all requests share: the configuration, the database, the dispatcher, and the feed of changes."""
 
 import asyncio
+import errno
 import logging
 import math
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from ipaddress import ip_address
 from pathlib import Path
 from shutil import disk_usage
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
 
 from oocgemm.errors import InputError
-from oocgemm.service import live
-from oocgemm.service.confine.landlock import abi
-from oocgemm.service.confine.paths import Root, confinement, display, display_all, replace_folder
+from oocgemm.service.backfill import Limits
+from oocgemm.service.confinement import abi
 from oocgemm.service.dispatcher import Dispatcher
-from oocgemm.service.errors import StoreError
-from oocgemm.service.http.config import Config
-from oocgemm.service.http.plans import Plans
-from oocgemm.service.http.tokens import LoginCode, Tokens
+from oocgemm.service.http.security import Identity, LoginCode, Tokens
+from oocgemm.service.http.turns import Plans
 from oocgemm.service.http.views import ActivityView, JobView, ProgressView, QueueView
-from oocgemm.service.job import TILES
-from oocgemm.service.limits import Device, find_devices, free_space, limits
-from oocgemm.service.planner import Planner
-from oocgemm.service.schedule import Limits
-from oocgemm.service.schema import Job
-from oocgemm.service.states import State, possible
+from oocgemm.service.job_planner import Planner
+from oocgemm.service.job_store import JobRecord
+from oocgemm.service.job_worker import LIVE, TILES, read_json
+from oocgemm.service.limits import DeviceInfo, find_devices, free_space, limits
+from oocgemm.service.protocol import DatabaseError, State, possible
+from oocgemm.service.roots import Root, allowed_folders, display, display_all, replace_folder
+from oocgemm.service.worker_pool import KEEP
 
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 # The database in the state folder.
 DATABASE = "service.db"
 # Bytes that must be free on the disks of the writable roots and of the state folder.
@@ -38,6 +42,112 @@ MIN_FREE = 64 << 20
 CHECK_PAUSE = 20.0
 
 logger = logging.getLogger("oocgemm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The configuration of a server.
+
+    Attributes:
+        state: the state folder. It is created with mode 0700.
+        roots: the folders of operands and results, by name.
+        socket: the path of the unix socket.
+        listen: host and port of the TCP socket; None for none. Port 0 is any free port.
+        allow_remote: whether `listen` may be beyond loopback.
+        behind_proxy: whether a proxy in front of this server ends TLS.
+        certificate, key: PEM files for TLS; None for plain HTTP.
+        hosts: further host names that a request may have in its Host header.
+        confine: whether jobs are restricted to the roots by Landlock.
+        backend: ``auto``, ``cuda`` or ``host``.
+        device_memory, host_memory, disk_quota: limits for all running jobs, in bytes or as "8GiB"; None for
+            the defaults of `limits.limits`.
+        share_device: whether several jobs run on a device at a time.
+        keep_warm: seconds for which the process of a job is kept for the next one; 0 for no time.
+        max_jobs: jobs of one owner that have not ended. More are refused.
+    """
+
+    state: Path
+    roots: Mapping[str, Root]
+    socket: Path
+    listen: tuple[str, int] | None = None
+    allow_remote: bool = False
+    behind_proxy: bool = False
+    certificate: Path | None = None
+    key: Path | None = None
+    hosts: frozenset[str] = field(default=frozenset())
+    confine: bool = True
+    backend: str = "auto"
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    disk_quota: str | int | None = None
+    share_device: bool = False
+    keep_warm: float = KEEP
+    max_jobs: int = 100_000
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` if the configuration is unsafe or incomplete."""
+        if not self.roots:
+            raise InputError("no root: jobs need a folder, such as --root data=/data:ro --root out=/out:rw")
+        state = self.state.resolve()
+        for root in self.roots.values():
+            if root.folder == state or root.folder in state.parents or state in root.folder.parents:
+                raise InputError(
+                    f"root {root.name}, {root.folder}, and the state folder {state} contain one another, so "
+                    "jobs could change the queue: pass another --root or --state"
+                )
+        if (self.certificate is None) != (self.key is None):
+            raise InputError("TLS needs both --tls-cert and --tls-key")
+        if self.listen is None or _is_loopback(self.listen[0]):
+            return
+        where = f"{self.listen[0]}:{self.listen[1]}"
+        if not self.allow_remote:
+            raise InputError(
+                f"{where} is reachable from other machines: pass --allow-remote, or listen on 127.0.0.1"
+            )
+        if self.certificate is None and not self.behind_proxy:
+            raise InputError(
+                f"{where} would receive tokens unencrypted: pass --tls-cert and --tls-key, or --behind-proxy "
+                "if a proxy ends TLS"
+            )
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether browsers reach the TCP socket by HTTPS."""
+        return self.certificate is not None or self.behind_proxy
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The host names that a request may have in its Host header, without port, in lower case."""
+        own = {self.listen[0]} if self.listen is not None else set[str]()
+        return frozenset(name.lower() for name in LOOPBACK | self.hosts | own)
+
+
+def make_state(folder: Path) -> None:
+    """Create a state folder if it does not exist. Raises `InputError` if it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InputError(
+            f"the state folder {folder} cannot be written ({error.strerror}): pass --state with another one"
+        ) from error
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of a text such as ``127.0.0.1:8642`` or ``[::1]:8642``. Raises `InputError`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise InputError(f"cannot read {text!r} as an address: write HOST:PORT, such as 127.0.0.1:8642")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class Feed:
@@ -83,7 +193,7 @@ class Service:
     dispatcher: Dispatcher
     planner: Planner
     backend: str
-    devices: Sequence[Device]
+    devices: Sequence[DeviceInfo]
     fixed: Limits
     login: LoginCode = field(default_factory=LoginCode)
     feed: Feed = field(default_factory=Feed)
@@ -132,7 +242,7 @@ class Service:
                 loop.call_soon_threadsafe(self.feed.wake)
             self.store.wait(0.5, seen)
 
-    def view(self, job: Job, needs: Sequence[str] = ()) -> JobView:
+    def view(self, job: JobRecord, needs: Sequence[str] = ()) -> JobView:
         """Return the JSON of a job."""
         spec = job.spec
         starts = self.dispatcher.starts if job.state is State.QUEUED else {}
@@ -160,7 +270,7 @@ class Service:
         """Return a text for users: paths in roots as they write them, and no other path of the service."""
         return replace_folder(display_all(self.roots, text), self.config.state, "STATE/")
 
-    def views(self, jobs: Sequence[Job]) -> list[JobView]:
+    def views(self, jobs: Sequence[JobRecord]) -> list[JobView]:
         """Return the JSON of several jobs."""
         needs = self.store.needs_of([job.id for job in jobs])
         return [self.view(job, needs[job.id]) for job in jobs]
@@ -182,7 +292,7 @@ class Service:
             active=self.views(self.store.active()), waiting=self.views(waiting), counts=self.store.counts()
         )
 
-    def progress(self, job: Job) -> ProgressView | None:
+    def progress(self, job: JobRecord) -> ProgressView | None:
         """Return how many tiles of C have been written; None before the first attempt."""
         if not job.attempt:
             return None
@@ -190,14 +300,14 @@ class Service:
         done = rows * columns if job.state is State.SUCCEEDED else len(self.tiles(job))
         return ProgressView(done=done, total=rows * columns)
 
-    def activity(self, job: Job) -> ActivityView | None:
+    def activity(self, job: JobRecord) -> ActivityView | None:
         """Return what a running job has done in the last seconds; None if that is unknown."""
         if job.state is not State.RUNNING:
             return None
-        found = live.read(self.dispatcher.folder_of(job.id) / live.LIVE)
+        found = read_json(self.dispatcher.folder_of(job.id) / LIVE)
         return None if found is None else ActivityView.model_validate(found)
 
-    def tiles(self, job: Job) -> frozenset[tuple[int, int]]:
+    def tiles(self, job: JobRecord) -> frozenset[tuple[int, int]]:
         """Return row and column of the tiles of C that have been written."""
         rows, columns = job.plan["tiles"]
         if job.state is State.SUCCEEDED:
@@ -214,11 +324,11 @@ class Service:
         found = []
         try:
             self.store.check_writable()
-        except StoreError:
+        except DatabaseError:
             found.append("the database cannot be written: see the log of the server")
         try:
             self._check_database()
-        except StoreError as error:
+        except DatabaseError as error:
             logger.error("%s", error)
             found.append("the database is damaged: see the log of the server")
         try:
@@ -263,7 +373,7 @@ def open_service(config: Config) -> Service:
         BackendError: a device cannot be opened.
         InputError: a limit exceeds what the machine has, jobs cannot be confined, or another server uses
             the state folder.
-        StoreError: the database cannot be opened.
+        DatabaseError: the database cannot be opened.
     """
     if config.confine and not abi():
         raise InputError(
@@ -281,7 +391,7 @@ def open_service(config: Config) -> Service:
     )
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Tokens(config.state / DATABASE)
-    confine = confinement(config.roots.values()) if config.confine else None
+    confine = allowed_folders(config.roots.values()) if config.confine else None
     try:
         dispatcher = Dispatcher(
             store, config.state, lambda: _current(config, fixed), confine=confine, keep=config.keep_warm
@@ -290,3 +400,18 @@ def open_service(config: Config) -> Service:
         store.close()
         raise
     return Service(config, store, dispatcher, Planner(confine), backend, devices, fixed)
+
+
+def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+def _user(request: Request) -> Identity:
+    found: Identity = request.scope["identity"]
+    return found
+
+
+# The service, and who sends the request (`security.RequestGuard` finds that out).
+Shared = Annotated[Service, Depends(_service)]
+User = Annotated[Identity, Depends(_user)]

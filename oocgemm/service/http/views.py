@@ -1,11 +1,27 @@
-"""The JSON of requests and answers."""
+"""The JSON of requests, of answers, and of errors: problem documents of RFC 9457."""
 
+import json
 from typing import Annotated, Any, Literal
 
+from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 from typing_extensions import TypedDict
 
-from oocgemm.service.states import Action, State
+from oocgemm.errors import BackendError, BudgetError, InputError
+from oocgemm.service.protocol import (
+    PROBLEMS,
+    AccessError,
+    Action,
+    ConflictError,
+    DatabaseError,
+    KeyReusedError,
+    StaleError,
+    State,
+    TooManyJobsError,
+    UnavailableError,
+    UnknownJobError,
+)
+from oocgemm.service.roots import PathError
 
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 # A size as `oocgemm run` takes it, such as 1073741824 or "1GiB".
@@ -279,3 +295,58 @@ class ProblemView(BaseModel):
     title: str
     status: int
     detail: str
+
+
+# The slug of a problem for each class of errors. The first class that fits decides.
+_SLUGS: tuple[tuple[type[Exception], str], ...] = (
+    (UnknownJobError, "not-found"),
+    (StaleError, "stale"),
+    (ConflictError, "conflict"),
+    (KeyReusedError, "key-reused"),
+    (TooManyJobsError, "too-many-jobs"),
+    (AccessError, "forbidden"),
+    (DatabaseError, "unavailable"),
+    (UnavailableError, "unavailable"),
+    (BackendError, "unavailable"),
+    (PathError, "path-refused"),
+    (BudgetError, "budget-too-small"),
+    (InputError, "invalid-request"),
+)
+MEDIA_TYPE = "application/problem+json"
+# Statuses with which a client may try again after so many seconds.
+RETRY_SECONDS = {429: 60, 503: 1}
+
+
+def problem(
+    slug: str, detail: str, status: int | None = None, headers: dict[str, str] | None = None, **more: Any
+) -> Response:
+    """Return the response for a problem.
+
+    Args:
+        slug: a key of `PROBLEMS`.
+        detail: what is wrong in this case, and the remedy.
+        status: another status than that of the slug.
+        headers: of the response.
+        more: further members of the document.
+    """
+    kind = PROBLEMS[slug]
+    status = status or kind.status
+    sent = dict(headers or {})
+    if status in RETRY_SECONDS:
+        sent.setdefault("Retry-After", str(RETRY_SECONDS[status]))
+    if status == 401:
+        sent.setdefault("WWW-Authenticate", "Bearer")
+    body = {"type": f"/problems/{slug}", "title": kind.title, "status": status, "detail": detail} | more
+    content = json.dumps(body, ensure_ascii=True)
+    return Response(content, status_code=status, headers=sent, media_type=MEDIA_TYPE)
+
+
+def problem_of(error: Exception) -> Response:
+    """Return the response for an error. One that is not of this package is a defect."""
+    for kind, slug in _SLUGS:
+        if isinstance(error, kind):
+            more: dict[str, Any] = {}
+            if isinstance(error, BudgetError) and error.needed is not None:
+                more["smallest"] = dict(zip(("device_memory", "host_memory"), error.needed, strict=True))
+            return problem(slug, str(error), **more)
+    return problem("internal", f"{type(error).__name__}: see the log of the server")

@@ -48,6 +48,6 @@ def _wrapped(right: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-if WHEN and "oocgemm.service.worker" in sys.orig_argv:  # not the server
+if WHEN and "oocgemm.service.job_worker" in sys.orig_argv:  # not the server
     os.write = _wrapped(os.write)
     fcntl.fcntl = _wrapped(fcntl.fcntl)

@@ -1,7 +1,29 @@
-"""One job of a worker: it computes the product with ``resume=True`` and leaves a result.
+"""A process that runs jobs, one after the other: ``python -m oocgemm.service.job_worker FOLDER``.
 
-The files of a job lie in its folder. The worker sees them by hard links in its own folder (`launch.hand`), so
-nothing is renamed: every file is written in place, by the process that has the lock.
+It keeps between jobs what takes long to make: imported modules, the CUDA context, cuBLAS, loaded kernels,
+streams, and a little pinned memory (`oocgemm.release` says how much). Its standard input is a socket to the
+server. Messages of the server are orders: JSON objects with ``attempt``, ``spec``, ``device`` and
+``confine``. The worker answers with `BEGUN` when it has the lock of the job, and with `IDLE` when the attempt
+has ended and it waits for another order. It computes each product with ``resume=True``.
+
+A worker ends
+
+- when the server has closed the socket, or has died: after its job, or at once if it has none;
+- after SIGTERM, which stops its job;
+- after a job that has failed, except by wrong input or budgets. Memory may be short or lost then, and a CUDA
+  context is unusable after most errors. The next attempt gets a new process.
+
+The worker restricts itself to its folder, and to the folders that ``confine`` of its first order allows. All
+orders of a server allow the same. NumPy starts threads when it is imported, and Landlock would not restrict
+them. So NumPy, and every module that uses it, is imported after that.
+
+Jobs of several owners share a worker. What one leaves in memory are parts of arrays in the roots, which all
+owners may read, and its spec. A job runs no code of its owner. So another job could see that only by a defect
+of this package or of a library that decodes chunks.
+
+The files of a job lie in its folder. The worker sees them by hard links in its own folder, which has nothing
+else but temporary files. So nothing is renamed: every file is written in place, by the process that has the
+lock.
 
 - ``lock``: locked while a process computes the job. It contains the number of the latest attempt, which the
   server writes.
@@ -9,7 +31,8 @@ nothing is renamed: every file is written in place, by the process that has the 
 - ``before.json``: what there was at the path of C before the first attempt. Only jobs that replace or change
   an old C have it.
 - ``tiles``: a line for each tile that has been written: the number of the attempt, row and column.
-- ``live.json``: what the process does now (`oocgemm.service.live`).
+- ``live.json``: what the process does now. It is one line, which is overwritten by one write, so a reader
+  sees a complete first line.
 - ``result.json``: how the attempt ended. It is durable when the lock is free.
 - ``timeline``: the timeline of the run. ``log``: what the process printed.
 
@@ -27,23 +50,31 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import struct
 import sys
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from oocgemm.errors import BudgetError, DataWarning, InputError, OocGemmError
-from oocgemm.service import live
+from oocgemm.service.confinement import restrict_to
+from oocgemm.service.job_planner import arguments, needs_before
 from oocgemm.system.text import plain
 
+# Answers of a worker, and the maximum bytes of an order.
+BEGUN, IDLE, MAX_ORDER = b"begun", b"idle", 1 << 18
+# The files of a job.
 LOCK, OWNER, BEFORE, TILES = "lock", "owner.json", "before.json", "tiles"
-RESULT, TIMELINE, LOG = "result.json", "timeline", "log"
-FILES = (LOCK, OWNER, BEFORE, TILES, live.LIVE, RESULT, TIMELINE, LOG)
+LIVE, RESULT, TIMELINE, LOG = "live.json", "result.json", "timeline", "log"
+FILES = (LOCK, OWNER, BEFORE, TILES, LIVE, RESULT, TIMELINE, LOG)
+# Seconds between two updates of the file `LIVE`.
+LIVE_SECONDS = 0.5
 # struct flock of Linux on 64-bit machines: type, whence, start, length, pid.
 FLOCK = "hhqqi0q"
 # Exit statuses beside those of `oocgemm run`: another process has the lock, or SIGTERM stopped the job.
@@ -58,6 +89,66 @@ _ADVICE = (
 MAX_WARNINGS, MAX_WARNING = 100, 2000
 # Statuses after which the process is as before: success, wrong input, and budgets that are too small.
 UNHARMED = frozenset({0, 2, 3})
+
+
+def main(folder: Path) -> int:
+    """Run the orders of a server; return the exit status of the process."""
+    server = socket.socket(fileno=os.dup(0))
+    _close_input()
+    try:
+        # A later server removes the folder if it is not locked. It is locked until this process ends.
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return BUSY
+    confined = False
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        while (order := _receive(server)) is not None:
+
+            def begin(allowed: Any = order["confine"]) -> None:
+                nonlocal confined
+                _tell(server, BEGUN)
+                if allowed is not None and not confined:
+                    restrict_to(allowed, folder)
+                    confined = True
+
+            status, keep = run(folder, order, begin)
+            if not keep:
+                return status
+            from oocgemm.backends import shrink  # imported by the job; this imports NumPy
+
+            shrink()  # frees memory that the server does not count as that of an idle worker
+            signal.signal(signal.SIGTERM, _stop)
+            _tell(server, IDLE)
+    except KeyboardInterrupt:
+        return STOPPED
+    return 0
+
+
+def _stop(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _close_input() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _receive(server: socket.socket) -> dict[str, Any] | None:
+    """Wait for an order; return None if there is no server that could send one."""
+    try:
+        message = server.recv(MAX_ORDER)
+    except ConnectionError:
+        return None
+    found: dict[str, Any] | None = json.loads(message) if message else None
+    return found
+
+
+def _tell(server: socket.socket, message: bytes) -> None:
+    with suppress(OSError):  # the server has died
+        server.send(message)
 
 
 def run(folder: Path, order: Mapping[str, Any], begin: Callable[[], object]) -> tuple[int, bool]:
@@ -116,8 +207,7 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the product; return how that ended."""
     spec = order["spec"]
     try:
-        from oocgemm.jobs import api
-        from oocgemm.service.spec import arguments
+        from oocgemm.jobs import api  # this imports NumPy
 
         options = arguments(spec)
         with open(folder / TILES, "a", buffering=1) as tiles:
@@ -129,7 +219,7 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
                 device=order["device"] if options["backend"] == "cuda" else 0,
                 resume=_resumes(folder, spec["c"], options),
                 timeline=folder / TIMELINE,
-                progress=_noting(order["attempt"], tiles.write, folder / live.LIVE),
+                progress=_noting(order["attempt"], tiles.write, folder / LIVE),
             )
     except (OocGemmError, MemoryError, OSError) as error:
         text = _for_jobs(str(error)) or type(error).__name__
@@ -204,11 +294,6 @@ def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
     return before not in (None, now)
 
 
-def needs_before(options: Mapping[str, Any]) -> bool:
-    """Return whether a job with these options replaces or changes an old C."""
-    return bool(options.get("overwrite") or options.get("beta"))
-
-
 def _state_of(c: str) -> dict[str, list[int] | None]:
     """Return what changes as soon as a run writes to C or to its journal."""
     from oocgemm.jobs.destination import Destination
@@ -232,7 +317,7 @@ def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
 
     def begin(plan: Any) -> Callable[[Any], None]:
         left: Counter[tuple[int, int]] = Counter()
-        watch = live.observer(plan, now)
+        watch = live_observer(plan, now)
 
         def observe(span: Any) -> None:
             watch(span)
@@ -248,6 +333,29 @@ def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
     return begin
 
 
+def live_observer(plan: Any, path: Path) -> Callable[[Any], None]:
+    """Return a callback for finished operations of a plan that keeps the file `LIVE` up to date."""
+    from oocgemm.timeline.series import MAX_RECENT, recent_activity
+
+    recent: deque[Any] = deque(maxlen=MAX_RECENT)
+    flops, written = 0, monotonic()
+    path.write_bytes(b"")  # what an earlier attempt did
+
+    def observe(span: Any) -> None:
+        nonlocal flops, written
+        recent.append(span)
+        flops += span.flops
+        if monotonic() - written < LIVE_SECONDS:
+            return
+        written = monotonic()
+        busy, limit = recent_activity(recent, multiplied=flops >= plan.flops)
+        line = json.dumps({"busy": busy, "limit": limit or None}).encode() + b"\n"
+        with suppress(OSError), open(path, "r+b", buffering=0) as file:  # a full disk must not fail the job
+            file.write(line)
+
+    return observe
+
+
 def start_of(pid: int) -> int | None:
     """Return the start of a process in clock ticks since boot; None if there is no such process.
 
@@ -261,9 +369,9 @@ def start_of(pid: int) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is none, or only a part of one."""
+    """Return the JSON object in the first line of a file; None if there is none, or only a part of one."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
     except (FileNotFoundError, ValueError):
         return None
     return found
@@ -278,3 +386,7 @@ def _write(path: Path, data: Mapping[str, Any], *, durable: bool = False) -> Non
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from oocgemm.service.errors import UnavailableError
+from oocgemm.service.protocol import UnavailableError
 
 # Requests that plan or wait for that, of all users and of one.
 MAX_PLANS, MAX_PLANS_OF_USER = 256, 128

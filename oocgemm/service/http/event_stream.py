@@ -11,11 +11,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from oocgemm.service.errors import StoreError
-from oocgemm.service.http.identity import Identity
-from oocgemm.service.http.requests import Shared, User
-from oocgemm.service.http.service import Service
-from oocgemm.service.states import FINAL, State
+from oocgemm.service.http.security import Identity
+from oocgemm.service.http.service import Service, Shared, User
+from oocgemm.service.protocol import FINAL, DatabaseError, State
 
 # A stream sends at most once in so many seconds: all events since, and the progress of running jobs.
 SEND_SECONDS = 0.5
@@ -94,7 +92,7 @@ async def _events(service: Service, user: Identity, job: str | None, after: int)
                 return  # the client connects again, and is told why that fails
             found = await run_in_threadpool(service.store.events, after, job)
             progress = await run_in_threadpool(_progress, service, job, known)
-        except StoreError as error:
+        except DatabaseError as error:
             logger.error("%s", error)
             return  # the client connects again, and is told why that fails
         for one in found:

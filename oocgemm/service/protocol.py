@@ -1,7 +1,15 @@
-"""The states of a job, which states follow which, and what users may request."""
+"""What the server and its clients agree on: states of jobs, actions on them, errors. Standard library only.
+
+- `State`, `Action` and `Reason`, which state follows which, and what users may request.
+- `ServiceError` and its kinds.
+- `PROBLEMS`: how errors travel, as problem documents of RFC 9457.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+
+from oocgemm.errors import BudgetError, InputError, OocGemmError
 
 
 class State(StrEnum):
@@ -95,3 +103,73 @@ def requested(action: Action, state: State) -> State | None:
 def possible(state: State) -> tuple[Action, ...]:
     """Return the actions that change a job in a state."""
     return tuple(action for action in Action if requested(action, state) not in (None, state))
+
+
+class ServiceError(OocGemmError):
+    """A request to the service failed."""
+
+
+class UnknownJobError(ServiceError):
+    """There is no job with this id."""
+
+
+class ConflictError(ServiceError):
+    """The state of a job does not allow the request, or another live job writes the same C."""
+
+
+class StaleError(ConflictError):
+    """A job has changed since it was read."""
+
+
+class KeyReusedError(ServiceError):
+    """An Idempotency-Key was used before, with another request."""
+
+
+class DatabaseError(ServiceError):
+    """The database cannot be read or written."""
+
+
+class UnavailableError(ServiceError):
+    """No server answers, or the server cannot answer now."""
+
+
+class AccessError(ServiceError):
+    """The server does not allow this user, this token or this host name to do that."""
+
+
+class TooManyJobsError(ServiceError):
+    """The user has as many jobs as the service allows."""
+
+
+class WaitTimeoutError(ServiceError, TimeoutError):
+    """A job has not ended in the given time."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A type of problem: the HTTP status and title of its documents, and the error that a client raises."""
+
+    status: int
+    title: str
+    error: type[OocGemmError] = ServiceError
+
+
+# By slug, the last part of a problem's type.
+PROBLEMS: Mapping[str, Problem] = {
+    "invalid-request": Problem(422, "The request is invalid", InputError),
+    "not-found": Problem(404, "There is no such thing", UnknownJobError),
+    "path-refused": Problem(422, "A path cannot be used", InputError),
+    "budget-too-small": Problem(422, "A memory budget is too small", BudgetError),
+    "conflict": Problem(409, "The state does not allow the request", ConflictError),
+    "stale": Problem(412, "The job has changed since it was read", StaleError),
+    "key-reused": Problem(422, "The Idempotency-Key was used with another request", KeyReusedError),
+    "unauthorized": Problem(401, "The request has no valid token", AccessError),
+    "forbidden": Problem(403, "The user may not do this", AccessError),
+    "host-refused": Problem(403, "The Host header is not allowed", AccessError),
+    "cross-site": Problem(403, "The request comes from another site", AccessError),
+    "too-large": Problem(413, "The request is too large", InputError),
+    "too-slow": Problem(408, "The request comes too slowly", UnavailableError),
+    "too-many-jobs": Problem(429, "The user has too many jobs", TooManyJobsError),
+    "unavailable": Problem(503, "The service cannot answer now", UnavailableError),
+    "internal": Problem(500, "The service has a defect"),
+}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from oocgemm.service.states import Reason
+from oocgemm.service.protocol import Reason
 
 # So many queued jobs of each owner are considered for a start. Starts are predicted for as many jobs.
 MAX_CONSIDERED = 200

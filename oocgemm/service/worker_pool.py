@@ -1,4 +1,10 @@
-"""Start workers, hand jobs to them, and find those that an earlier server has started."""
+"""The server's side of workers: it starts them, hands jobs to them, and keeps idle ones for the next job.
+
+It also finds workers that an earlier server has started, by the files of a job (`job_worker`). At most one
+worker per device waits for a job, so that the next job on the device starts at once. What it keeps is `KEPT`,
+beside the CUDA context. It ends after `KEEP` seconds, and at once if a job elsewhere needs that memory. A
+worker that waits has no state of a job: it may die at any time, and no job is affected.
+"""
 
 import fcntl
 import json
@@ -10,18 +16,23 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oocgemm.service.environment import environment
-from oocgemm.service.job import FILES, FLOCK, LOCK, OWNER, RESULT, needs_before, read_json, start_of
-from oocgemm.service.worker import IDLE
+from oocgemm.service.backfill import Limits, Need, Running
+from oocgemm.service.confinement import Confinement, environment
+from oocgemm.service.job_planner import needs_before
+from oocgemm.service.job_worker import FILES, FLOCK, IDLE, LOCK, LOG, OWNER, RESULT, read_json, start_of
 
-# The folders that jobs may "read", and those that they may "write" too: see `confine.paths.confinement`.
-Confinement = Mapping[str, Sequence[str]]
+# Seconds for which a worker waits for a job.
+KEEP = 300.0
+# What a worker on a GPU keeps between jobs, at most: `oocgemm.release` describes it. It keeps a sixteenth of
+# the device memory, and no GPU has more than 192 GiB.
+KEPT = Need(device=12 << 30, host=(128 + 416) << 20)
 
 
 @dataclass(eq=False)
@@ -123,7 +134,7 @@ def spawn(workers: Path, log: Path) -> Process:
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "oocgemm.service.worker", str(folder)],
+            [sys.executable, "-m", "oocgemm.service.job_worker", str(folder)],
             # Others could replace temporary files in a shared folder by links. The home folder is closed.
             environment(TMPDIR=str(folder), CUPY_CACHE_DIR=f"{folder}/cupy"),
             file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), 0)]
@@ -151,9 +162,9 @@ def hand(
 
     Args:
         process: the worker.
-        folder: the folder of the job. It is created if it does not exist.
+        folder: the folder of the job.
         attempt: the number of the attempt.
-        spec: what to compute (`oocgemm.service.spec`).
+        spec: what to compute (`job_planner`).
         device: the number of the device.
         confine: the folders that the worker may use, the same for all its jobs; None if it is not confined.
     """
@@ -170,8 +181,6 @@ def hand(
 
 def _prepare(folder: Path, attempt: int, spec: dict[str, Any]) -> None:
     """Make the files of a job, and write the number of the attempt. What an attempt has left is kept."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
     for name in FILES:
         os.close(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if needs_before(spec["options"]):
@@ -266,3 +275,115 @@ def result_of(folder: Path, attempt: int) -> dict[str, Any] | None:
     if found is None or (found["attempt"] != attempt and found["exit_code"] != 0):
         return None
     return found
+
+
+class WorkerPool:
+    """The idle workers of a server, and those that end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        confine: Confinement | None = None,
+        keep: float = KEEP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Remove what workers of earlier servers have left.
+
+        Args:
+            folder: in which each worker has a folder. It is created if it does not exist.
+            confine: the folders that jobs may use; None if jobs are not confined.
+            keep: seconds for which a worker waits for a job; 0 if each job gets a new worker.
+            clock: returns the time in seconds.
+        """
+        self._folder, self._confine, self._keep, self._clock = folder, confine, keep, clock
+        self._idle: dict[int, tuple[Process, Need, float]] = {}  # by device: what it keeps, since when
+        self._ending: list[tuple[Process, int, Need]] = []
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_folders(folder)
+
+    @property
+    def warm(self) -> frozenset[int]:
+        """The devices whose worker waits for a job."""
+        return frozenset(self._idle)
+
+    def processes(self) -> list[Process]:
+        """Return all workers without a job."""
+        return [each[0] for each in (*self._idle.values(), *self._ending)]
+
+    def start(self, folder: Path, attempt: int, spec: dict[str, Any], device: int) -> Process:
+        """Start an attempt of a job in the idle worker of a device, or in a new one. See `hand`.
+
+        If the new worker has died before it got its order, it is returned: the attempt has ended.
+        """
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if device in self._idle:
+            process, kept, _ = self._idle.pop(device)
+            try:
+                hand(process, folder, attempt, spec, device, self._confine)
+                return process
+            except OSError:  # it has died
+                self._end(process, device, kept)
+        process = spawn(self._folder, folder / LOG)
+        try:
+            with suppress(ConnectionError):  # it has died
+                hand(process, folder, attempt, spec, device, self._confine)
+        except OSError:
+            self._end(process, device, Need())
+            raise
+        return process
+
+    def rest(self, process: Process, device: int, spec: dict[str, Any], *, reuse: bool) -> None:
+        """Take back a worker whose job has ended. It waits for the next job if `reuse`, or it ends."""
+        kept = KEPT if spec["options"]["backend"] == "cuda" else Need()
+        if process.idle and process.started:
+            clear(process)
+        if reuse and process.idle and self._keep > 0 and device not in self._idle:
+            self._idle[device] = process, kept, self._clock()
+        else:
+            self._end(process, device, kept)
+
+    def make_room(self, need: Need, device: int, running: Iterable[Running], limits: Limits) -> bool:
+        """Return whether a job that fits beside `running` also fits beside the workers without a job.
+
+        If it does not, they are killed, except the one of its device, which the job gets.
+        """
+        others = [(each, kept) for each, (_, kept, _) in self._idle.items() if each != device]
+        others += [(each, kept) for _, each, kept in self._ending]
+        if not others:
+            return True
+        host = need.host + sum(kept.host for _, kept in others)
+        memory = need.device + sum(kept.device for each, kept in others if each == device)
+        for one in running:
+            host += one.need.host
+            memory += one.need.device if one.device == device else 0
+        if host <= limits.host and memory <= limits.devices.get(device, 0):
+            return True
+        for each in [each for each in self._idle if each != device]:
+            self._end_idle(each)
+        return False
+
+    def check(self) -> None:
+        """End the workers that have waited too long, and forget those that have ended."""
+        for device, (process, _, since) in list(self._idle.items()):
+            if not process.ready or self._clock() - since >= self._keep:
+                self._end_idle(device)
+        for each in [each for each in self._ending if each[0].dead]:
+            self._ending.remove(each)
+            bury(each[0])
+
+    def close(self) -> None:
+        """Let all workers end."""
+        for process in self.processes():  # idle ones end since the socket is closed
+            process.close()
+        self._idle.clear()
+        self._ending.clear()
+
+    def _end_idle(self, device: int) -> None:
+        process, kept, _ = self._idle.pop(device)
+        self._end(process, device, kept)
+
+    def _end(self, process: Process, device: int, kept: Need) -> None:
+        process.dismiss()
+        process.send(signal.SIGKILL)  # it has no job, and nothing to finish
+        self._ending.append((process, device, kept))

@@ -1,4 +1,8 @@
-"""Restrict a process to the folders that it needs, with Landlock (landlock(7), Linux 5.13 and later).
+"""What processes that open arrays of users may use: files, by Landlock, and environment variables.
+
+A path that `roots.resolve` has checked can be replaced by a symbolic link before a job opens it. A chunk of
+an array can be such a link from the start. So the check serves clear messages only, and Landlock
+(landlock(7), Linux 5.13 and later) is the boundary. Workers and planners call `restrict_to`.
 
 A restricted process cannot undo this. Its child processes inherit it, but have no part of /proc. Of the
 system, it may read single files, and folders only of code: shared libraries, Python's and its packages. The
@@ -6,13 +10,16 @@ kernel checks a right when a file is opened, on the file to which all symbolic l
 no way out, whenever it was made. These remain possible: to use files that are open already, to call stat(2)
 on any path, and to read a file through a hard link in an allowed folder. Nobody can make such a link to a
 file that they cannot write themselves (``fs.protected_hardlinks``).
+
+Such a process gets the environment variables that are listed here, and no other ones. The environment of the
+server may have tokens. What a process has in its environment, it could be made to write into a result.
 """
 
 import ctypes
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -20,6 +27,9 @@ from pathlib import Path
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.system import cache
+
+# The folders that jobs may "read", and those that they may "write" too: see `roots.allowed_folders`.
+Confinement = Mapping[str, Sequence[str]]
 
 # The numbers of the system calls are the same on all architectures. glibc has no wrappers.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -86,6 +96,28 @@ DEVICES = (
     *("/dev/nvidia*", "/dev/dxg"),
 )
 
+# Environment variables that workers and planners get. Python, the C library and the dynamic loader use these.
+_OF_SYSTEM = (
+    *("HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "LC_NUMERIC", "PATH", "TMPDIR", "TZ"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "PYTHONUTF8", "PYTHONIOENCODING"),
+    *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUNBUFFERED", "PYTHONWARNINGS"),
+    *("PYTHONFAULTHANDLER", "PYTHONMALLOC", "PYTHONNOUSERSITE", "PYTHONUSERBASE"),
+    *("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"),
+)
+# What this package and the libraries that it uses take: none of these values is a secret.
+_OF_LIBRARIES = (
+    *("OOCGEMM_CACHE", "OOCGEMM_DEBUG", "OOCGEMM_PROBE", "XDG_CACHE_HOME", "HDF5_PLUGIN_PATH"),
+    *("HDF5_USE_FILE_LOCKING", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"),
+    *("OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_MAIN_FREE", "GOTO_NUM_THREADS"),
+    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    *("NUMEXPR_NUM_THREADS", "BLOSC_NTHREADS", "RAYON_NUM_THREADS"),
+    *("CUDA_PATH", "CUDA_HOME", "CUDA_ROOT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *("CUDA_CACHE_PATH", "CUDA_CACHE_DISABLE", "CUDA_CACHE_MAXSIZE", "CUDA_LAUNCH_BLOCKING"),
+    *("CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT"),
+    *("CUPY_CACHE_IN_MEMORY", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE"),
+)
+VARIABLES = frozenset((*_OF_SYSTEM, *_OF_LIBRARIES))
+
 
 class _Ruleset(ctypes.Structure):
     """``struct landlock_ruleset_attr``, as far as the first ABI has it."""
@@ -116,6 +148,26 @@ def known(version: int) -> int:
     fail. Before ABI 3 (Linux 6.2), truncate(2) is not restricted, and before ABI 5 (Linux 6.10) ioctl(2).
     """
     return (1 << _KNOWN[min(version, max(_KNOWN))]) - 1
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    """Return the environment of a worker or a planner: the listed variables of this process, and `more`."""
+    return {name: value for name, value in os.environ.items() if name in VARIABLES} | more
+
+
+def restrict_to(allowed: Confinement, *own: Path) -> None:
+    """Restrict this process to the folders that jobs may use, as an order states them, and to folders `own`.
+
+    Symbolic links from a root to anything else are refused by this package too. Landlock alone would let a
+    chunk be a link to a shared library, say, or to a file of another root.
+
+    Raises what `restrict` raises. NumPy, which starts threads, must not have been imported.
+    """
+    read, write = ([Path(each) for each in allowed[mode]] for mode in ("read", "write"))
+    restrict(read, [*write, *own])
+    from oocgemm.stores.files import confine  # this imports NumPy
+
+    confine([*allowed["read"], *allowed["write"]])
 
 
 def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:

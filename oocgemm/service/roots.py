@@ -83,7 +83,7 @@ class Root:
         return cls(name, found, _MODES[mode])
 
 
-def confinement(roots: Iterable[Root]) -> dict[str, list[str]]:
+def allowed_folders(roots: Iterable[Root]) -> dict[str, list[str]]:
     """Return the folders that a job may read, and those that it may also write, as an order states them."""
     found: dict[str, list[str]] = {"read": [], "write": []}
     for root in roots:

@@ -1,0 +1,363 @@
+"""What a job computes, and its plan. The planning process: ``python -m oocgemm.service.job_planner ALLOWED``.
+
+A *spec* is plain data: ``a``, ``b`` and ``c``, paths of arrays, and ``options``.
+
+Planning opens the arrays of a job. The server has checked their paths, but whoever may write in a root can
+put a link in the place of a folder in between, and an array can have such a link from the start. So a process
+that Landlock confines does it, as it does with jobs. An array that makes the process end, or wait for ever,
+does not keep the server from answering. NumPy starts threads when it is imported, and Landlock would not
+restrict them. So functions of this module import what uses NumPy when they are called, which is after the
+process has confined itself. The server calls none of them.
+
+Both sides exchange JSON, one line per job.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from oocgemm.errors import BackendError, BudgetError, InputError
+from oocgemm.planning.units import format_size, parse_size
+from oocgemm.service.backfill import Limits, Need
+from oocgemm.service.confinement import Confinement, environment, restrict_to
+from oocgemm.service.protocol import Reason, UnavailableError
+from oocgemm.system.text import LINES, plain
+
+if TYPE_CHECKING:
+    from oocgemm.jobs.plan import Plan
+
+# Options of a job, with the types of their values. `oocgemm.gemm` describes each.
+OPTIONS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("alpha", "beta"), (int, float, str)),
+    **dict.fromkeys(("trans_a", "trans_b", "kernel", "compute", "out_dtype", "tile", "compressor"), (str,)),
+    "chunks": (list,),
+    **dict.fromkeys(("memory", "device_memory", "host_memory"), (int, str)),
+    **dict.fromkeys(("verify", "decode", "overwrite", "trust_operands"), (bool,)),
+}
+# Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
+# buffers than one that is created.
+MARGIN = 64 << 20
+# Options that only the run takes, not the plan.
+_RUN = frozenset({"overwrite", "trust_operands"})
+# Seconds in which a job must have been planned. Planning takes milliseconds.
+SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job that can be queued.
+
+    `spec` has absolute paths and explicit budgets. `summary` describes the plan, `need` is what the job
+    occupies, `seconds` its predicted time.
+    """
+
+    spec: dict[str, Any]
+    summary: dict[str, Any]
+    need: Need
+    seconds: float
+
+
+def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec with absolute paths.
+
+    Args:
+        spec: ``a``, ``b`` and ``c``, paths of arrays, and ``options``.
+
+    Raises:
+        InputError: a field is missing, unknown or of a wrong type.
+    """
+    options = spec.get("options", {})
+    unknown = sorted({*spec} - {"a", "b", "c", "options"})
+    if unknown:
+        raise InputError(f"unknown fields {', '.join(unknown)}: a job has a, b, c and options")
+    if not isinstance(options, Mapping):
+        raise InputError('options must be an object, such as {"beta": 1}')
+    paths = {}
+    for name in "abc":
+        path = spec.get(name)
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise InputError(f"{name} must be the path of an array")
+        if "://" in path:
+            raise InputError(f"{name} is a URL, and jobs take no URLs: pass the path of an array")
+        paths[name] = os.path.abspath(path)
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise InputError(f"unknown option {name}: a job takes {', '.join(sorted(OPTIONS))}")
+        if type(value) not in OPTIONS[name]:
+            kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
+            raise InputError(f"option {name} must be of type {kinds}, not {type(value).__name__}")
+    return {**paths, "options": dict(options)}
+
+
+def arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a spec as keyword arguments of `oocgemm.gemm`."""
+    options = dict(spec["options"])
+    for name in ("alpha", "beta"):
+        if isinstance(options.get(name), str):
+            options[name] = _number(name, options[name])
+    if "chunks" in options:
+        chunks = options["chunks"]
+        if len(chunks) != 2 or any(type(each) is not int for each in chunks):
+            raise InputError(f"option chunks must be two integers, such as [1024, 1024], not {chunks}")
+        options["chunks"] = tuple(chunks)
+    return options
+
+
+def _number(name: str, text: str) -> complex:
+    try:
+        value = complex(text)
+    except ValueError:
+        raise InputError(f"option {name} must be a number, such as 1.5 or 2+1j, not {text!r}") from None
+    return value if value.imag else value.real
+
+
+def needs_before(options: Mapping[str, Any]) -> bool:
+    """Return whether a job with these options replaces or changes an old C."""
+    return bool(options.get("overwrite") or options.get("beta"))
+
+
+def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
+    """Plan a job.
+
+    The budgets default to the limits: the memory of the largest device, and an equal part of the host memory
+    for each device. They are lowered to what the plan needs, so that other jobs can run beside it.
+
+    Args:
+        spec: as `checked` returns it.
+        limits: what all jobs together may occupy.
+        backend: the backend that computes the job.
+
+    Raises:
+        InputError: the product is impossible.
+        BudgetError: the budgets, or the limits, are too small. The message names the smallest that would do.
+    """
+    from oocgemm.jobs import api
+
+    plan_with = partial(api.plan, *(spec[name] for name in "abc"))
+    options: dict[str, Any] = {"backend": backend} | arguments(spec)
+    _check_incomplete(spec["c"], options)
+    run = {name: options.pop(name) for name in _RUN & {*options}}
+    host = limits.host // max(1, len(limits.devices))
+    if backend == "host":  # both budgets are host memory
+        defaults = {"device_memory": host * 3 // 4, "host_memory": host // 4}
+    else:
+        defaults = {"device_memory": max(limits.devices.values(), default=0), "host_memory": host}
+    if "memory" in options:
+        defaults = {} if backend == "host" else {"device_memory": defaults["device_memory"]}
+    options = defaults | options
+    plan = plan_with(**options)
+    # The job itself gets both budgets, as small as they may be.
+    options.pop("memory", None)
+    options |= {"device_memory": plan.budgets.device, "host_memory": plan.budgets.host}
+    used = {
+        "device_memory": plan.footprint.device_total,
+        "host_memory": min(plan.footprint.host_total + MARGIN, plan.budgets.host),
+    }
+    try:
+        plan = plan_with(**options | used)
+        options |= used
+    except BudgetError:  # the search finds no plan in exactly this memory
+        pass
+    need = _need(plan, options, backend, spec["c"])
+    if (lacking := limits.lacking(need)) is not None:
+        reason, needed, limit = lacking
+        what = {Reason.DEVICE_MEMORY: "device memory", Reason.HOST_MEMORY: "host memory"}.get(reason, "disk")
+        text = f"the job needs {format_size(needed)} of {what}, and the service has {format_size(limit)}: "
+        if reason is Reason.DISK:
+            raise InputError(text + "free space in the folder of C, or raise --disk-quota of the service")
+        text += "pass smaller budgets, or raise the limit of the service"
+        raise BudgetError(text, needed=_smallest(plan_with, options))
+    continues = os.path.exists(spec["c"]) and not (run.get("overwrite") or plan.problem.updates_c)
+    summary = _summary(plan) | {"c_exists": continues}
+    return Planned(dict(spec) | {"options": options | run}, summary, need, plan.prediction.total)
+
+
+def _check_incomplete(c: str, options: Mapping[str, Any]) -> None:
+    """Raise `InputError` if there is a complete C, which a job with these options would leave as it is."""
+    from oocgemm.jobs import journal
+    from oocgemm.jobs.destination import Destination
+    from oocgemm.stores import exists
+
+    if needs_before(options) or not exists(c):
+        return
+    folder = Destination.parse(c).journal_folder
+    record = None if folder is None else journal.read(folder)
+    if record is not None and record.complete is not None and os.path.exists(c):
+        raise InputError(
+            f"C exists at {c}: pass --overwrite (overwrite=True) to compute all of it anew, or give another "
+            "path"
+        )
+
+
+def _smallest(plan_with: Callable[..., object], options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the least device memory and host memory in which a job can run; None if that is unknown."""
+    try:
+        plan_with(**dict(options) | {"device_memory": 1, "host_memory": 1})
+    except BudgetError as error:
+        return error.needed
+    return None
+
+
+def _need(plan: "Plan", options: Mapping[str, Any], backend: str, c: str) -> Need:
+    device, host = (parse_size(options[name]) for name in ("device_memory", "host_memory"))
+    problem = plan.problem
+    disk = 0 if os.path.exists(c) else problem.m * problem.n * problem.itemsizes["C"]
+    return Need(0, device + host, disk) if backend == "host" else Need(device, host, disk)
+
+
+def _summary(plan: "Plan") -> dict[str, Any]:
+    problem, tile = plan.problem, plan.tile
+    return {
+        **{"m": problem.m, "n": problem.n, "k": problem.k, "a_dtype": problem.a_dtype},
+        **{"c_dtype": problem.c_dtype, "tile": [tile.m, tile.n, tile.k], "tiles": list(plan.grid.shape)},
+        **{"flops": plan.flops, "predicted_seconds": plan.prediction.total},
+    }
+
+
+class Planner:
+    """Plans jobs. The process is started for the first one, and again if it has died."""
+
+    def __init__(self, allowed: Confinement | None) -> None:
+        """`allowed` are the folders that jobs may use, as an order states them; None for all."""
+        self._allowed = allowed
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def plan(self, spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
+        """Plan a job as `planned` does.
+
+        Raises:
+            InputError: the product is impossible, or an array cannot be read.
+            BudgetError: the budgets, or the limits, are too small.
+            UnavailableError: the process has died, or did not answer.
+        """
+        devices = [[number, size] for number, size in limits.devices.items()]
+        request = {"spec": spec, "limits": asdict(limits) | {"devices": devices}, "backend": backend}
+        answer = self._ask(json.dumps(request).encode() + b"\n")
+        message = str(answer.get("message"))
+        match answer["kind"]:
+            case "planned":
+                return Planned(answer["spec"], answer["summary"], Need(**answer["need"]), answer["seconds"])
+            case "budget":
+                needed = answer["needed"]
+                raise BudgetError(message, needed=None if needed is None else (needed[0], needed[1]))
+            case "input":
+                raise InputError(message)
+            case "backend":
+                raise BackendError(message)
+        raise RuntimeError(message)
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process; None if there is none now."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process. No further one is started."""
+        self._closed = True
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the server ends: try again when it has been started again")
+            if self._process is None:
+                self._process = self._start()
+            process, line = self._process, b""
+            assert process.stdin is not None
+            assert process.stdout is not None
+            late = threading.Timer(SECONDS, process.kill)
+            late.start()
+            try:
+                process.stdin.write(request)
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                pass  # it has died
+            finally:
+                late.cancel()
+            if not line.endswith(b"\n"):
+                self._process = None
+                _end(process)
+                raise UnavailableError(
+                    f"the process that plans jobs has died, or did not answer in {SECONDS:g} s: see that A, "
+                    "B and C can be read, and try again"
+                )
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "oocgemm.service.job_planner", json.dumps(self._allowed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(OPENBLAS_NUM_THREADS="1"),  # it multiplies nothing
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(OSError):  # a request that it has not read cannot be written any more
+        process.communicate()
+
+
+def main(allowed: Confinement | None) -> None:
+    """Confine this process, and plan the jobs of stdin until that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever is printed is no answer
+    warnings.showwarning = _show_warning
+    if allowed is not None:
+        # A C that exists is opened for writing, though planning writes nothing.
+        restrict_to(allowed)
+    # The server may die while an array is opened. This process would wait for the array then.
+    threading.Thread(target=_end_with_server, daemon=True).start()
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    """Print a warning, which may have names of arrays, on one line of the log of the server."""
+    print(f"Warning: {plain(str(message))}", file=sys.stderr)
+
+
+def _end_with_server() -> None:
+    """End this process when the server has closed its side of stdin."""
+    closed = select.poll()
+    closed.register(0, 0)  # a hang-up is always reported
+    closed.poll()
+    os._exit(0)
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        limits = Limits(**request["limits"] | {"devices": dict(request["limits"]["devices"])})
+        found = planned(checked(request["spec"]), limits, request["backend"])
+    except BudgetError as error:
+        return {"kind": "budget", "message": str(error), "needed": error.needed}
+    except (InputError, OSError) as error:
+        return {"kind": "input", "message": str(error)}
+    except BackendError as error:
+        return {"kind": "backend", "message": str(error)}
+    except Exception as error:
+        print(plain(traceback.format_exc(), keep=LINES), end="", file=sys.stderr)
+        return {"kind": "defect", "message": f"{type(error).__name__}: see the log of the server"}
+    return {"kind": "planned"} | asdict(found)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
