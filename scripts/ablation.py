@@ -25,11 +25,15 @@ from grid_cases import CHUNKS, CUDA, HOST, IN_MEMORY, ITEM_BYTES, Case
 from oocgemm.planning import (
     DTYPES,
     Budgets,
+    Chunked,
     GemmProblem,
+    InMemory,
     Layout,
     Layouts,
+    Lines,
     Op,
     Setting,
+    Writing,
     default_model,
     make_plan,
 )
@@ -37,15 +41,17 @@ from oocgemm.planning.search import candidates, depths, moves, planner, shapes, 
 from oocgemm.planning.units import parse_size
 
 GIB, MIB = 1 << 30, 1 << 20
-ROW = 32 << 10  # bytes of a row of a block for `Layout.zero_copy_width`
+ROW = 32 << 10  # bytes of a row of a block for `InMemory.zero_copy_width`
 # Budgets of a GPU with 80 GB and a host with 128 GiB, and of a host with 2 cores.
 DEFAULTS = {"cuda": Budgets(70 * GIB, 60 * GIB), "host": Budgets(4 * GIB, 4 * GIB)}
 CORES = {"cuda": 16, "host": 2}
-STORED = Layouts(Layout((2048, 2048)), Layout((2048, 2048)), Layout(free_chunks=True))
+STORED = Layouts(Chunked((2048, 2048)), Chunked((2048, 2048)), Chunked(writing=Writing(free=True)))
 PACKED = Layouts(
     *(
-        Layout(
-            (1000, 1000), (1000, 1000), False, decode_bytes=16_000_000, encode_bytes=8_000_000, encodes=True
+        Chunked(
+            (1000, 1000),
+            decode_bytes=16_000_000,
+            writing=Writing((1000, 1000), encodes=True, encode_bytes=8_000_000),
         )
         for _ in "ABC"
     )
@@ -78,16 +84,15 @@ LARGE: dict[str, list[tuple[int, int, int, str, float, int, int]]] = {
 def layout(case: Case, rows: int, cols: int, size: int, *, new: bool = False) -> Layout:
     """Return the layout of an operand of a case of the grid; `new` tells that the run creates it."""
     if case.source in IN_MEMORY:
-        return Layout(
-            in_memory=True,
-            itemsize=size,
-            zero_copy_width=min(cols, -(-ROW // size)),
-            pinned=case.source == "pinned",
+        return InMemory(
+            itemsize=size, zero_copy_width=min(cols, -(-ROW // size)), pinned=case.source == "pinned"
         )
     if case.source not in CHUNKS:
-        return Layout(line=cols, itemsize=size, scratch_bytes=MIB, page_cached=not new)
+        return Lines(cols, itemsize=size, scratch_bytes=MIB, page_cached=not new)
     chunk = min(CHUNKS[case.source], rows), min(CHUNKS[case.source], cols)
-    return Layout(free_chunks=True, itemsize=size) if new else Layout(chunk, chunk, itemsize=size)
+    if new:
+        return Chunked(itemsize=size, writing=Writing(free=True))
+    return Chunked(chunk, itemsize=size, writing=Writing(chunk))
 
 
 def grid_setting(case: Case, backend: str) -> Setting:

@@ -26,7 +26,7 @@ import storage_tables
 import tables
 
 from oocgemm.cli.display import print_plan, print_report
-from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.planning import Budgets, Chunked, GemmProblem, Layouts, default_model, make_plan
 from oocgemm.reports.roofline import roofline
 from oocgemm.reports.svg import svg
 from oocgemm.stores import new_layout
@@ -51,7 +51,7 @@ def fenced(show: Callable[[], None]) -> str:
 def plan() -> None:
     """Return the output of `oocgemm plan` for an H200, which this machine need not have."""
     names = "float64", "float64", "float64", "float64"
-    problem, chunks = GemmProblem(32768, 32768, 524288, *names), Layout((2048, 2048))
+    problem, chunks = GemmProblem(32768, 32768, 524288, *names), Chunked((2048, 2048))
     layouts = Layouts(chunks, chunks, new_layout("C.zarr", problem, None, None))
     print_plan(make_plan(problem, Budgets(8 << 30, 24 << 30), default_model("cuda", 16), layouts))
 

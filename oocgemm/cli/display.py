@@ -95,8 +95,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     print_table(out, traffic)
     if plan.decoded:
         out.print(f"decoded by the GPU: {plan.decoded}")
-    if encoded := plan.layouts.c.encoded:
-        out.print(f"compressed by the GPU: C ({encoded})")
+    if coding := plan.layouts.codings.c:
+        out.print(f"compressed by the GPU: C ({coding.codec})")
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
             out.print(

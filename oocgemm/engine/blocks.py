@@ -98,8 +98,8 @@ def parts(
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     if layout.requests:
         return _requests(layout, itemsize, rows, cols, reading=reading)
-    height, width = layout.read_chunk if reading else layout.write_chunk
-    if not layout.partial_reads if reading else layout.encode_bytes:
+    height, width = layout.read_chunk if reading else layout.writing.chunk
+    if not layout.partial_reads if reading else layout.writing.encode_bytes:
         batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
         return pieces(rows, cols, (height, width), -(-batch // itemsize))
     size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
@@ -130,7 +130,7 @@ def _requests(
     A part is a chunk, or several small chunks of a shard. A large chunk of which parts can be read is cut
     into bands of whole lines, of at most about `MAX_PIECE_BYTES`.
     """
-    height, width = layout.read_chunk if reading else layout.write_chunk
+    height, width = layout.read_chunk if reading else layout.writing.chunk
     count = height * width * itemsize // MAX_PIECE_BYTES
     if reading and layout.partial_reads and count > 1:
         if layout.contiguous:

@@ -61,8 +61,8 @@ def host_block(
 
     chunk = matrix.layout.read_chunk
     place = chunk, (top % chunk[0], left % chunk[1])
-    decoded = plan.layouts.by_operand[operation.operand].decoded
-    if not decoded:
+    coding = plan.layouts.coding(operation.operand)
+    if coding is None:
         chunks = cached_chunks(matrix) if operation.kind is Kind.UPLOAD else None
         stored = None if chunks is None else Stored(chunks, top, left)
         return Pageable(shape, dtype, move, *place, stored=stored)
@@ -72,4 +72,4 @@ def host_block(
         block = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])
         return [each.counted_from(top, left) for each in matrix.fetch(*block, out)]
 
-    return Compressed(shape, dtype, move, *place, codec=Codec.of(decoded, dtype.itemsize), fetch=fetch)
+    return Compressed(shape, dtype, move, *place, codec=Codec.of(coding.codec, dtype.itemsize), fetch=fetch)

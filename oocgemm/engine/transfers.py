@@ -72,7 +72,7 @@ class Transfers:
             ExecutionError: a part cannot be written; the message names the store and the range.
         """
         pool = self._remote.get((operation.operand, False)) or self._pools[False]
-        if self._plan.layouts.c.encoded:
+        if self._plan.layouts.codings.c:
             self._each(operation, self._frames(operation, columns[0]), pool)
             return
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
@@ -147,7 +147,8 @@ class Transfers:
         # Process a single part in this thread: passing it to another one takes as long as copying it. A codec
         # must run in the pool's threads, because the budget contains scratch memory only for these.
         # So must a request, so that no more are in flight than the plan says.
-        needs_pool = matrix.layout.decode_bytes or matrix.layout.encode_bytes or matrix.layout.requests
+        layout = matrix.layout
+        needs_pool = layout.decode_bytes or layout.writing.encode_bytes or layout.requests
         if len(work) == 1 and not needs_pool:
             work[0]()
             return

@@ -42,6 +42,6 @@ def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
         with suppress(BudgetError):  # without the memory for this, there may be a plan
             found = planned(codec)
             # A GPU cannot compress chunks of every shape, which may follow from the tile.
-            if not found.layouts.c.encoded or division_of(found.setting, found.tile) is not None:
+            if not found.layouts.codings.c or division_of(found.setting, found.tile) is not None:
                 return found
     return planned("")

@@ -97,8 +97,8 @@ class Plan(planning.Plan):
         yield f"traffic: {', '.join(moved) or 'none'}"
         if self.decoded:
             yield f"decoded by the GPU: {self.decoded}"
-        if self.layouts.c.encoded:
-            yield f"compressed by the GPU: C ({self.layouts.c.encoded})"
+        if coding := self.layouts.codings.c:
+            yield f"compressed by the GPU: C ({coding.codec})"
         rates = "calibrated" if self.machine.calibrated else "run `oocgemm calibrate` for better estimates"
         yield f"predicted: {format_time(prediction.total)}, {prediction.bottleneck}-bound ({rates})"
         if self.note:

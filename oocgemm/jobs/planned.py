@@ -17,7 +17,7 @@ def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layou
 
     def operands(found: Layouts) -> tuple[Layout, Layout]:
         # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
-        return replace(found.a, pinned=False), replace(found.b, pinned=False)
+        return found.a.in_run(in_place=True, pinned=False), found.b.in_run(in_place=True, pinned=False)
 
     if (problem, operands(layouts), now.chunks) != (
         *(planned.problem, operands(planned.layouts), planned.chunks),

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from oocgemm import backends, stores
@@ -214,7 +214,7 @@ def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
         return m * (m + 1) // 2 * itemsize
     if request.chunks is None:
         return m * n * itemsize
-    rows, cols = request.c.layout(problem, request.chunks, request.compressor).write_chunk
+    rows, cols = request.c.layout(problem, request.chunks, request.compressor).writing.chunk
     return raw_bytes((m, n), (min(rows, m), min(cols, n)), itemsize)
 
 
@@ -338,9 +338,9 @@ def _plan(
         in_place=in_place and not (problem.finishes or problem.gram or request.selection),
     )
     created = existing is None if output.resumed is None else output.resumed.header["created"]
-    of_c = replace(of_c, existing=not created)
+    of_c = replace(of_c, writing=replace(of_c.writing, existing=not created))
     # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
-    of_c = replace(of_c, pinned=False) if problem.gram == "full" or problem.merges else of_c
+    of_c = of_c.in_run(in_place=True, pinned=False) if problem.gram == "full" or problem.merges else of_c
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
@@ -368,7 +368,7 @@ def _plan(
         return within_budgets(request, backend, free, plan, devices)
     if output.resumed is not None:
         return plan(request.planned.budgets)
-    to = tuned(request.planned.budgets, codec if request.planned.layouts.c.encoded else "")
+    to = tuned(request.planned.budgets, codec if request.planned.layouts.codings.c else "")
     return as_planned(request.planned, problem, machine, to)
 
 
@@ -379,14 +379,9 @@ def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) 
     that the backend has pinned.
     """
     layout, pinned = matrix if isinstance(matrix, Layout) else matrix.layout, False
-    if engine is not None and layout.zero_copy_width and not isinstance(matrix, Layout):
+    if engine is not None and layout.contiguous_rows and not isinstance(matrix, Layout):
         pinned = engine.is_pinned(*stores.span(matrix))
-    return _adapted(layout, layout.in_place and in_place, pinned)
-
-
-@lru_cache(64)
-def _adapted(layout: Layout, in_place: bool, pinned: bool) -> Layout:
-    return replace(layout, in_place=in_place, pinned=pinned)
+    return layout.in_run(in_place=in_place, pinned=pinned)
 
 
 def _operand_layout(

@@ -43,7 +43,7 @@ class Recent:
         if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
             return None
         for x, layout in ((a, layouts.a), (b, layouts.b), (c, layouts.c)):
-            if x is None or not layout.zero_copy_width:
+            if x is None or not layout.contiguous_rows:
                 continue
             if self.engine.is_pinned(*stores.span(x)) != layout.pinned:
                 return None

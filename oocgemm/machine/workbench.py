@@ -8,7 +8,6 @@ at once, several panels are in flight, and on a GPU the uploads of earlier panel
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from math import inf
 from statistics import median
 from time import perf_counter, perf_counter_ns
@@ -27,8 +26,8 @@ from oocgemm.planning import (
     Budgets,
     Candidate,
     GemmProblem,
+    InMemory,
     Kind,
-    Layout,
     Layouts,
     MachineModel,
     Operation,
@@ -367,8 +366,7 @@ def rate_of(a: Matrix, seconds: float) -> float:
 def _plan(machine: MachineModel, a: Matrix, depth: int) -> Plan:
     (rows, cols), room = a.shape, available_memory()
     problem = GemmProblem(rows, COLUMNS, cols, "float64", "float64", "float64", "float64")
-    in_memory = Layout(in_memory=True)
-    layouts = Layouts(replace(a.layout, zero_copy_width=0, in_place=False), in_memory, in_memory)
+    layouts = Layouts(a.layout.copied(), InMemory(), InMemory())
     budgets = Budgets(room, room)
     setting = Setting(problem, machine, layouts, budgets)
     if machine.unified:

@@ -2,7 +2,7 @@
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.clock import Prediction
-from oocgemm.planning.cost.decoding import Coding, with_decoding
+from oocgemm.planning.cost.decoding import with_decoding
 from oocgemm.planning.cost.encoding import Division, division_of, index_bytes, with_encoding
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate
@@ -13,7 +13,7 @@ from oocgemm.planning.cost.machine import (
     default_model,
 )
 from oocgemm.planning.cost.shares import divided
-from oocgemm.planning.layout import Layout, Layouts
+from oocgemm.planning.layout import Chunked, Coding, InMemory, Layout, Layouts, Lines, Remote, Writing
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operation import Kind, Lane, Operation
@@ -36,21 +36,25 @@ __all__ = [
     "Budgets",
     "Calibration",
     "Candidate",
+    "Chunked",
     "Coding",
     "DType",
     "Division",
     "GemmProblem",
+    "InMemory",
     "KernelRate",
     "Kind",
     "Lane",
     "Layout",
     "Layouts",
+    "Lines",
     "MachineModel",
     "Op",
     "Operation",
     "Plan",
     "Prediction",
     "Region",
+    "Remote",
     "Schedule",
     "Setting",
     "Slot",
@@ -61,6 +65,7 @@ __all__ = [
     "TileSet",
     "TileShape",
     "Traversal",
+    "Writing",
     "check_fit",
     "check_link",
     "default_model",

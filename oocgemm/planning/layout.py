@@ -1,8 +1,21 @@
-"""Describe how arrays are stored: their chunks, lines, requests and codecs."""
+"""Describe how arrays are stored: facts only, one class per kind of storage.
+
+A layout answers the questions that planning asks of an array: which blocks are read as a whole, how fast
+panels are read, what memory that takes. The base class `Layout` answers for an array of which any block is
+read at the full rate. Each kind gives other answers where it differs:
+
+- `Chunked`: chunks in files, or elements that are computed when they are read.
+- `Lines`: one run of contiguous elements after another in a file, such as the rows of a .npy file.
+- `InMemory`: an array in host memory.
+- `Remote`: chunks in an object store.
+
+The other modules ask these questions, and never for the kind.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd, inf, prod
+from typing import Any
 
 from oocgemm.planning.cost.machine import (
     CODEC_WORKERS,
@@ -14,101 +27,152 @@ from oocgemm.planning.cost.machine import (
 from oocgemm.planning.problem import Op
 from oocgemm.planning.tiling import Shape, ceil_div, overread
 
-# Relative rate of such copies, by the bytes of a separate row of the block: (least bytes, rate). Rows are
-# separate unless a block consists of whole rows of the array.
+# Relative rate of copies between pageable arrays and pinned buffers, by the bytes of a separate row of the
+# block: (least bytes, rate). Rows are separate unless a block consists of whole rows of the array.
 COPIED_ROWS = ((32 << 10, 1.0), (4 << 10, 0.65), (0, 0.5))
 # Lines of chunks that are shorter than this many bytes pass through scratch memory, whole ones too.
 SHORT_LINE = 4096
-# `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
+# `Chunked.line_overread` averages over this many consecutive panels, because they start at different offsets
 # in their chunks.
 SAMPLED_PANELS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Writing:
+    """How blocks of C are written.
+
+    - `chunk`: shape of the unit, a chunk or a shard, that only one thread at a time may write to.
+    - `free`: the array does not exist yet, and the planner chooses its chunks.
+    - `existing`: C exists before the run, so that elements which the run does not write stay as they are.
+    - `encodes`: writing runs a codec on the host.
+    - `encode_bytes`: temporary host memory to write one chunk; 0 if none.
+    """
+
+    chunk: Shape = (1, 1)
+    free: bool = False
+    existing: bool = False
+    encodes: bool = False
+    encode_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How an array X is stored. Shapes and axes are those of op(X), which may be the transpose of X.
 
-    Chunks:
-
-    - `read_chunk`: shape of the chunks that are read. Unless `partial_reads`, a chunk is always read and
-      decoded as a whole.
-    - `write_chunk`: shape of the unit, a chunk or a shard, that only one thread at a time may write to.
-    - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
-    - `existing`: C exists before the run, so that elements which the run does not write stay as they are.
-    - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
-    - `encodes`: writing runs a codec.
+    - `itemsize`: bytes of an element.
+    - `contiguous`: the axis along which elements are contiguous.
+    - `decode_bytes`: temporary host memory to read one chunk; 0 if no codec runs.
     - `resident_bytes`: host memory that the array occupies during the whole run, besides what is read.
-
-    Lines are runs of contiguous elements:
-
-    - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
-    - `line`: elements per line; 0 means the chunk's extent along that axis.
-    - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
-    - `page_cached`: the array is in files that the page cache contains, or will contain once they have been
-      read. So blocks of A and B that a GPU uses again need no cache of ours in host memory.
-
-    Arrays in object stores:
-
-    - `requests`: the maximum number of requests in flight, each for a chunk or a part of one; 0 for arrays
-      elsewhere.
-    - `request_bytes`: temporary host memory that a request takes, for codecs too.
-    - `request_chunk`: shape of the block of small chunks of a shard that a request reads; (1, 1) if it reads
-      one chunk.
-
-    Compressed chunks that a GPU decodes (`oocgemm.planning.cost.decoding`):
-
-    - `decoded`: how chunks are compressed, such as "blosc-zstd"; "" if the host decodes them. If it is set,
-      `page_cached` is too.
-    - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
-    - `stored_share`: bytes in storage per decoded byte.
-    - `encoded`: for C, how a GPU compresses its chunks, such as "blosc-zstd"; "" if the host does.
-
-    Arrays in host memory:
-
-    - `in_memory`: the array is in host memory, not in a file.
-    - `zero_copy_width`: half of this many contiguous elements per row of a block suffice for a direct copy
-      between the array and the device, without a pinned buffer; 0 means that no block may be copied directly.
-    - `pinned`: the caller has pinned the array. Blocks of other arrays are never copied directly.
-    - `in_place`: the CPU multiplies blocks of the array where they are, without copying them into slots.
+    - `writing`: how it is written, if it is C.
     """
 
-    read_chunk: Shape = (1, 1)
-    write_chunk: Shape = (1, 1)
-    partial_reads: bool = True
-    decode_bytes: int = 0
-    encode_bytes: int = 0
-    resident_bytes: int = 0
-    encodes: bool = False
-    in_memory: bool = False
-    free_chunks: bool = False
-    contiguous: int = 1
-    line: int = 0
     itemsize: int = 8
-    scratch_bytes: int = 0
-    page_cached: bool = False
-    zero_copy_width: int = 0
-    pinned: bool = False
-    in_place: bool = False
-    requests: int = 0
-    request_bytes: int = 0
-    request_chunk: Shape = (1, 1)
-    decoded: str = ""
-    stream_bytes: int = 0
-    stored_share: float = 1.0
-    encoded: str = ""
-    existing: bool = False
+    contiguous: int = 1
+    decode_bytes: int = 0
+    resident_bytes: int = 0
+    writing: Writing = field(default_factory=Writing)
+
+    @property
+    def read_chunk(self) -> Shape:
+        """Shape of the chunks that are read; (1, 1) if there are none."""
+        return 1, 1
+
+    @property
+    def partial_reads(self) -> bool:
+        """Whether parts of chunks can be read. Otherwise, a chunk is read and decoded as a whole."""
+        return True
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the array is in host memory, not in a file."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the CPU multiplies blocks of the array where they are, without copying them into slots."""
+        return False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the caller has pinned the array. Blocks of others are never copied directly."""
+        return False
+
+    @property
+    def page_cached(self) -> bool:
+        """Whether the page cache contains the array, or will contain it once it has been read.
+
+        So blocks of A and B that a GPU uses again need no cache of ours in host memory.
+        """
+        return False
+
+    @property
+    def contiguous_rows(self) -> bool:
+        """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
+        return False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Host memory that a thread needs to read or write parts of lines."""
+        return 0
+
+    @property
+    def requests(self) -> int:
+        """Maximum number of requests to an object store in flight; 0 for arrays elsewhere."""
+        return 0
+
+    @property
+    def request_bytes(self) -> int:
+        """Temporary host memory that a request takes, for codecs too."""
+        return 0
+
+    @property
+    def request_chunk(self) -> Shape:
+        """Shape of the block of small chunks that one request reads; (1, 1) if it reads one chunk."""
+        return 1, 1
 
     def oriented(self, op: Op) -> "Layout":
         """Turn a layout of X into one of op(X)."""
-        if not op.swaps:
-            return self
+        return replace(self, **self._transposed()) if op.swaps else self
+
+    def _transposed(self) -> dict[str, Any]:
+        """Return the fields that differ in the layout of the transpose."""
+        writing = replace(self.writing, chunk=self.writing.chunk[::-1])
+        return {"contiguous": 1 - self.contiguous, "writing": writing}
+
+    def computed(self, scratch: int, resident: int, itemsize: int = 0) -> "Layout":
+        """Return the layout of a view whose elements are computed from those of X when they are read.
+
+        Args:
+            scratch: temporary host memory in bytes that this takes per thread.
+            resident: host memory in bytes that it takes during the whole run.
+            itemsize: bytes of an element of the view; 0 if they are those of X.
+        """
         return replace(
             self,
-            read_chunk=self.read_chunk[::-1],
-            write_chunk=self.write_chunk[::-1],
-            request_chunk=self.request_chunk[::-1],
-            contiguous=1 - self.contiguous,
+            itemsize=itemsize or self.itemsize,
+            decode_bytes=self.decode_bytes + scratch,
+            resident_bytes=self.resident_bytes + resident,
         )
+
+    def copied(self) -> "Layout":
+        """Return the layout of a view of X whose blocks are always copied, never accessed where they are."""
+        return self
+
+    def in_run(self, *, in_place: bool, pinned: bool) -> "Layout":
+        """Return the layout in a run that may multiply in place or not, of an array that is pinned or not."""
+        return self
+
+    def cached_as(self, cached: bool) -> "Layout":
+        """Return the layout with the array in the page cache, or not."""
+        return self
+
+    def with_requests(self, requests: int) -> "Layout":
+        """Return the layout with this number of requests in flight, if the array is in an object store."""
+        return self
+
+    def rechunked(self, chunk: Shape) -> "Layout":
+        """Return the layout with chunks of this shape, if the array has chunks."""
+        return self
 
     def line_overread(self, panel: Shape) -> float:
         """Elements in all lines that panels of shape `panel` overlap, per element in the panels.
@@ -116,12 +180,7 @@ class Layout:
         A line is a run of contiguous elements of the stored array. The ratio is 1 if panels consist of whole
         lines.
         """
-        extent = panel[self.contiguous]
-        if not self.partial_reads or self.in_memory or not extent:
-            return 1.0
-        if self.line:
-            return max(1.0, self.line / extent)
-        return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
+        return 1.0
 
     def segment_bytes(self, panel: Shape) -> float:
         """Mean bytes of a panel per part of a line in it; inf if panels consist of whole lines.
@@ -129,89 +188,50 @@ class Layout:
         A line is a run of contiguous elements of the stored array. Each part of a line takes a separate
         request to the store. `panel` is the shape of the panels.
 
-        >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
+        >>> npy, raw = Lines(4000), Chunked((500, 500))
         >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
         [8000.0, inf]
         >>> [raw.segment_bytes((64, k)) for k in (250, 500, 750)]
         [2000.0, inf, 6000.0]
         """
-        extent, chunk = panel[self.contiguous], self.read_chunk[self.contiguous]
-        if not self.partial_reads or self.in_memory or not extent:
-            return inf
-        if self.line:
-            segments = float(extent < self.line)
-        else:
-            # The mean number of lines that a row of a panel contains only in part. A line is as long as a
-            # chunk.
-            even = gcd(extent, chunk)
-            segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
-        return extent * self.itemsize / segments if segments else inf
+        return inf
 
     def line_scratch(self, panel: Shape) -> int:
-        """Temporary host bytes that a thread needs to read panels of shape `panel`.
-
-        A chunked array needs none if panels consist of whole lines of its chunks, and these are not short.
-        """
-        short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
-        return self.scratch_bytes if self.line or short or self.segment_bytes(panel) < inf else 0
+        """Temporary host bytes that a thread needs to read panels of shape `panel`."""
+        return self.scratch_bytes
 
     @property
-    def contiguous_rows(self) -> bool:
-        """Whether this is an array in memory that a device could copy, as far as its rows are concerned."""
-        return self.in_memory and self.zero_copy_width > 0
+    def write_scratch(self) -> int:
+        """Temporary host bytes that a thread needs to write parts of lines."""
+        return 0
 
     def is_direct(self, panel: Shape) -> bool:
         """Whether the device copies blocks of shape `panel` directly from or to an array in host memory."""
-        return self.pinned and 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
+        return False
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
         """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""
         if self.partial_reads:
             return 1.0
-        return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
-            shape[1], panel[1], self.read_chunk[1]
-        )
+        (m, n), chunk = shape, self.read_chunk
+        return overread(m, panel[0], chunk[0]) * overread(n, panel[1], chunk[1])
 
     def copy_rate(self, machine: MachineModel, panel: Shape) -> float:
         """Return the bytes per second of copies between a pageable array or a file and pinned buffers."""
-        if self.page_cached:
-            return self.read_rate(machine, panel)
-        row = panel[self.contiguous]
-        # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
-        size = COPIED_ROWS[0][0] if 0 < self.zero_copy_width <= row else row * self.itemsize
-        return machine.memory * next(rate for least, rate in COPIED_ROWS if size >= least)
+        return self.read_rate(machine, panel)
 
     def read_rate(self, machine: MachineModel, panel: Shape) -> float:
-        """Return the bytes per second at which panels of shape `panel` are read from an array."""
-        if self.in_place:
-            return INSTANT
-        if self.in_memory:
-            return machine.memory
-        if self.requests:
-            return self.object_rate(machine, panel)
+        """Return the bytes per second at which panels of shape `panel` are read from the array."""
         if self.decode_bytes:
-            chunks = prod(
-                ceil_div(extent, chunk) for extent, chunk in zip(panel, self.read_chunk, strict=True)
-            )
-            return machine.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / machine.cores)
+            return machine.decode * min(1.0, CODEC_WORKERS * self._chunks(panel) / machine.cores)
         # Between two rows of a panel, the file has bytes that are not needed. Either these bytes are read
         # too, or the next row takes another request. The model counts the shorter of these times.
         gaps = (self.line_overread(panel) - 1) * max(0.0, 1 / machine.read_scattered - 1 / machine.read)
         return 1 / (1 / machine.read + min(gaps, machine.segment / self.segment_bytes(panel)))
 
-    def object_rate(self, machine: MachineModel, panel: Shape) -> float:
-        """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
-
-        Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
-        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
-        """
-        unit, total = max(self.read_chunk, self.write_chunk), prod(panel) * self.itemsize
-        chunks = prod(ceil_div(extent, chunk) for extent, chunk in zip(panel, unit, strict=True))
-        if self.free_chunks:
-            chunks = ceil_div(total, NEW_CHUNK_BYTES)
-        size = max(1.0, total / max(1, chunks))
-        in_flight = min(self.requests, REMOTE_WORKERS * max(1, chunks))
-        return min(machine.remote, in_flight * size / (machine.request_latency + size / machine.connection))
+    def write_rate(self, machine: MachineModel, strip: Shape) -> float:
+        """Return the bytes per second at which strips of shape `strip` are written to the array."""
+        return machine.write
 
     def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
         """Return how many times as long it takes to read panels of shape `panel` as to read whole lines.
@@ -219,23 +239,239 @@ class Layout:
         A line is a run of contiguous elements of the stored array. Both read the same number of bytes, so
         that the result is at least 1.
         """
-        if self.in_memory or self.decode_bytes or self.requests:
+        return 1.0 if self.decode_bytes else max(1.0, machine.read / self.read_rate(machine, panel))
+
+    def _chunks(self, panel: Shape) -> int:
+        """Count the chunks of a panel that begins with a chunk, at least one."""
+        return max(1, prod(map(ceil_div, panel, self.read_chunk)))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Layout):
+    """Chunks of shape `read_chunk` in files.
+
+    If `partial_reads`, parts of chunks are read too, and whole ones without a codec. A thread needs
+    `scratch_bytes` for that.
+    """
+
+    read_chunk: Shape = (1, 1)
+    partial_reads: bool = True
+    page_cached: bool = False
+    scratch_bytes: int = 0
+
+    def _transposed(self) -> dict[str, Any]:
+        return Layout._transposed(self) | {"read_chunk": self.read_chunk[::-1]}
+
+    def cached_as(self, cached: bool) -> Layout:
+        return replace(self, page_cached=cached)
+
+    def rechunked(self, chunk: Shape) -> Layout:
+        return replace(self, read_chunk=chunk)
+
+    def line_overread(self, panel: Shape) -> float:
+        extent = panel[self.contiguous]
+        if not self.partial_reads or not extent:
             return 1.0
-        return max(1.0, machine.read / self.read_rate(machine, panel))
+        return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
+
+    def segment_bytes(self, panel: Shape) -> float:
+        extent, chunk = panel[self.contiguous], self.read_chunk[self.contiguous]
+        if not self.partial_reads or not extent:
+            return inf
+        # The mean number of lines that a row of a panel contains only in part. A line is as long as a chunk.
+        even = gcd(extent, chunk)
+        segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
+        return extent * self.itemsize / segments if segments else inf
+
+    def line_scratch(self, panel: Shape) -> int:
+        """Temporary host bytes that a thread needs to read panels of shape `panel`.
+
+        It needs none if panels consist of whole lines of chunks, and these are not short.
+        """
+        short = self.read_chunk[self.contiguous] * self.itemsize < SHORT_LINE
+        return self.scratch_bytes if short or self.segment_bytes(panel) < inf else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lines(Layout):
+    """Lines of `line` contiguous elements in a file, one after another.
+
+    A thread needs `scratch_bytes` to read or write parts of lines.
+    """
+
+    line: int
+    page_cached: bool = False
+    scratch_bytes: int = 0
+
+    def cached_as(self, cached: bool) -> Layout:
+        return replace(self, page_cached=cached)
+
+    def line_overread(self, panel: Shape) -> float:
+        extent = panel[self.contiguous]
+        return max(1.0, self.line / extent) if extent else 1.0
+
+    def segment_bytes(self, panel: Shape) -> float:
+        extent = panel[self.contiguous]
+        return float(extent * self.itemsize) if 0 < extent < self.line else inf
+
+    @property
+    def write_scratch(self) -> int:
+        return self.scratch_bytes
+
+    def write_rate(self, machine: MachineModel, strip: Shape) -> float:
+        return 1 / (1 / machine.write + machine.segment / self.segment_bytes(strip))
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory(Layout):
+    """An array in host memory.
+
+    - `zero_copy_width`: half of this many contiguous elements per row of a block suffice for a direct copy
+      between the array and the device, without a pinned buffer; 0 means that no block may be copied directly.
+    - `pinned`: the caller has pinned the array. Blocks of other arrays are never copied directly.
+    - `in_place`: the CPU multiplies blocks of the array where they are, without copying them into slots.
+    """
+
+    zero_copy_width: int = 0
+    pinned: bool = False
+    in_place: bool = False
+
+    @property
+    def in_memory(self) -> bool:
+        return True
+
+    @property
+    def contiguous_rows(self) -> bool:
+        return self.zero_copy_width > 0
+
+    def computed(self, scratch: int, resident: int, itemsize: int = 0) -> Layout:
+        of_array = Chunked(
+            page_cached=True, itemsize=self.itemsize, contiguous=self.contiguous, writing=self.writing
+        )
+        return of_array.computed(scratch, resident, itemsize)
+
+    def copied(self) -> Layout:
+        return replace(self, zero_copy_width=0, in_place=False)
+
+    def in_run(self, *, in_place: bool, pinned: bool) -> Layout:
+        return replace(self, in_place=self.in_place and in_place, pinned=pinned)
+
+    def is_direct(self, panel: Shape) -> bool:
+        return self.pinned and 0 < self.zero_copy_width <= 2 * panel[self.contiguous]
+
+    def copy_rate(self, machine: MachineModel, panel: Shape) -> float:
+        row = panel[self.contiguous]
+        # Whole rows of an array, which are contiguous, have at least `zero_copy_width` elements.
+        size = COPIED_ROWS[0][0] if 0 < self.zero_copy_width <= row else row * self.itemsize
+        return machine.memory * next(rate for least, rate in COPIED_ROWS if size >= least)
+
+    def read_rate(self, machine: MachineModel, panel: Shape) -> float:
+        return INSTANT if self.in_place else machine.memory
+
+    def write_rate(self, machine: MachineModel, strip: Shape) -> float:
+        return INSTANT if self.in_place else machine.memory
+
+    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Remote(Layout):
+    """Chunks of shape `read_chunk` in an object store.
+
+    - `requests`: the maximum number of requests in flight, each for a chunk or a part of one.
+    - `request_bytes`: temporary host memory that a request takes, for codecs too.
+    - `request_chunk`: shape of the block of small chunks of a shard that a request reads; (1, 1) if it reads
+      one chunk.
+    - `partial_reads`: parts of chunks can be read.
+    """
+
+    requests: int = 1
+    request_bytes: int = 0
+    read_chunk: Shape = (1, 1)
+    partial_reads: bool = True
+    request_chunk: Shape = (1, 1)
+
+    def _transposed(self) -> dict[str, Any]:
+        chunks = {"read_chunk": self.read_chunk[::-1], "request_chunk": self.request_chunk[::-1]}
+        return Layout._transposed(self) | chunks
+
+    def with_requests(self, requests: int) -> Layout:
+        return replace(self, requests=requests)
+
+    def rechunked(self, chunk: Shape) -> Layout:
+        return replace(self, read_chunk=chunk)
+
+    def read_rate(self, machine: MachineModel, panel: Shape) -> float:
+        """Return the bytes per second at which panels of shape `panel` are read from or written to objects.
+
+        Each chunk takes a request: its latency, then the time of its bytes at the rate of one connection.
+        As many requests are in flight as the layout says, if `REMOTE_WORKERS` panels have so many chunks.
+        """
+        unit, total = max(self.read_chunk, self.writing.chunk), prod(panel) * self.itemsize
+        chunks = ceil_div(total, NEW_CHUNK_BYTES) if self.writing.free else prod(map(ceil_div, panel, unit))
+        size = max(1.0, total / max(1, chunks))
+        in_flight = min(self.requests, REMOTE_WORKERS * max(1, chunks))
+        return min(machine.remote, in_flight * size / (machine.request_latency + size / machine.connection))
+
+    def write_rate(self, machine: MachineModel, strip: Shape) -> float:
+        return self.read_rate(machine, strip)
+
+    def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
+        return 1.0
+
+
+# The kinds by the names that they have in the headers of timelines.
+KINDS: dict[str, type[Layout]] = {
+    "plain": Layout,
+    "chunked": Chunked,
+    "lines": Lines,
+    "memory": InMemory,
+    "remote": Remote,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the chunks of an array are compressed, for a GPU that decodes or encodes them.
+
+    - `codec`: its name, such as "blosc-zstd".
+    - `stream_bytes`: decoded bytes of a stream, the unit that is decoded independently of others.
+    - `stored_share`: bytes in storage per decoded byte.
+    """
+
+    codec: str
+    stream_bytes: int = 0
+    stored_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Codings:
+    """How a GPU decodes A and B and encodes C, which planning chooses; None if the host does."""
+
+    a: Coding | None = None
+    b: Coding | None = None
+    c: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Layouts of op(A), op(B) and C."""
+    """Layouts of op(A), op(B) and C, and which of them a GPU decodes or encodes (`codings`)."""
 
     a: Layout = field(default_factory=Layout)
     b: Layout = field(default_factory=Layout)
     c: Layout = field(default_factory=Layout)
+    codings: Codings = field(default_factory=Codings, kw_only=True)
 
     @property
     def by_operand(self) -> dict[str, Layout]:
         """The layouts by the names of the operands, "A", "B" and "C"."""
         return {"A": self.a, "B": self.b, "C": self.c}
+
+    def coding(self, operand: str) -> Coding | None:
+        """Return how a GPU decodes "A" or "B", or encodes "C"; None if the host does, or nobody."""
+        return {"A": self.codings.a, "B": self.codings.b, "C": self.codings.c}[operand]
 
     @property
     def remote(self) -> bool:
@@ -252,15 +488,15 @@ class Layouts:
             reads_c: whether C is read, too.
         """
         layouts = {
-            name: replace(layout, requests=wanted.get(name, layout.requests)) if layout.requests else layout
+            name: layout.with_requests(wanted.get(name, layout.requests))
             for name, layout in self.by_operand.items()
         }
         while request_bytes(layouts, reads_c=reads_c) > host // 4:
             name = max(layouts, key=lambda one: layouts[one].requests * layouts[one].request_bytes)
             if layouts[name].requests <= 1:
                 break
-            layouts[name] = replace(layouts[name], requests=layouts[name].requests // 2)
-        return Layouts(layouts["A"], layouts["B"], layouts["C"])
+            layouts[name] = layouts[name].with_requests(layouts[name].requests // 2)
+        return replace(self, a=layouts["A"], b=layouts["B"], c=layouts["C"])
 
     @property
     def operands_in_memory(self) -> bool:
@@ -272,17 +508,33 @@ class Layouts:
         """Operands ("A", "B", "C") that the CPU multiplies where they are in the caller's memory."""
         return {operand for operand, layout in self.by_operand.items() if layout.in_place}
 
+    def decoded(self, operand: str, coding: Coding) -> "Layouts":
+        """Return the layouts where a GPU decodes "A" or "B". It then counts as being in the page cache."""
+        if operand == "A":
+            return replace(self, a=self.a.cached_as(True), codings=replace(self.codings, a=coding))
+        return replace(self, b=self.b.cached_as(True), codings=replace(self.codings, b=coding))
+
+    def encoded(self, coding: Coding) -> "Layouts":
+        """Return the layouts where a GPU encodes C, and the host does not."""
+        c = replace(self.c, writing=replace(self.c.writing, encodes=False, encode_bytes=0))
+        return replace(self, c=c, codings=replace(self.codings, c=coding))
+
     def cached_as(self, a: bool, b: bool) -> "Layouts":
         """Return the layouts with A and B in the page cache, or not, as when a run was planned.
 
         The page cache may have changed since then, and the slots of the plan depend on it. If an operand does
         not count as cached, the host decodes it.
         """
-        found = (
-            replace(layout, page_cached=cached, decoded=layout.decoded if cached else "")
-            for layout, cached in ((self.a, a), (self.b, b))
-        )
-        return replace(self, a=next(found), b=next(found))
+        codings = replace(self.codings, a=self.codings.a if a else None, b=self.codings.b if b else None)
+        return replace(self, a=self.a.cached_as(a), b=self.b.cached_as(b), codings=codings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain data, with the kind of each layout."""
+        layouts = {
+            name.lower(): {"kind": _NAMES[type(layout)]} | asdict(layout)
+            for name, layout in self.by_operand.items()
+        }
+        return layouts | {"codings": asdict(self.codings)}
 
 
 def request_bytes(layouts: Mapping[str, Layout], *, reads_c: bool) -> int:

@@ -330,7 +330,7 @@ class Plan:
             "read_amplification": self.amplification,
             "machine": self.machine.name,
             "model": asdict(self.machine),
-            "layouts": asdict(self.layouts),
+            "layouts": self.layouts.to_dict(),
             "calibrated": self.machine.calibrated,
             "predicted_seconds": dict(prediction.lanes)
             | {
@@ -352,7 +352,7 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     """Return the schedule of a candidate over some tiles of its grid, by default all of them."""
     problem, layouts = setting.problem, setting.layouts
     grid = _grid(problem, candidate)
-    coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
+    coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.writing.encodes}
     traversal, only = candidate.traversal, None if tiles is None or tiles.is_whole else tiles
     encoded = frozenset(operand for operand in coded if coded[operand])
     if problem.gram:

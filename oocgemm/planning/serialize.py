@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import KernelRate, MachineModel
 from oocgemm.planning.epilogue import Step
-from oocgemm.planning.layout import Layout, Layouts
+from oocgemm.planning.layout import KINDS, Coding, Codings, Layout, Layouts, Writing
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
@@ -36,7 +36,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
         kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
         plan = Plan(
             recorded_problem(data["problem"]),
-            Layouts(**{name: _layout(layout) for name, layout in data["layouts"].items()}),
+            _layouts(data["layouts"]),
             _typed(Budgets, data["budget"]),
             _typed(MachineModel, data["model"], kernels=kernels),
             recorded_candidate(data["candidate"]),
@@ -71,11 +71,23 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
     return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
 
 
+def _layouts(data: Mapping[str, Any]) -> Layouts:
+    codings = {name: _typed(Coding, of) if of else None for name, of in data["codings"].items()}
+    layouts = (_layout(data[name]) for name in "abc")
+    return Layouts(*layouts, codings=Codings(**codings))
+
+
 def _layout(data: Mapping[str, Any]) -> Layout:
-    pairs = {f.name: tuple(data[f.name]) for f in fields(Layout) if f.name.endswith("_chunk")}
-    if any(list(map(type, pair)) != [int, int] for pair in pairs.values()):
-        raise TypeError(f"chunk extents must be pairs of integers, not {pairs}")
-    return _typed(Layout, data, **pairs)
+    given = {name: value for name, value in data.items() if name != "kind"}
+    writing = _typed(Writing, data["writing"], chunk=_pair(data["writing"]["chunk"]))
+    pairs = {name: _pair(value) for name, value in given.items() if name.endswith("_chunk")}
+    return _typed(KINDS[data["kind"]], given, **pairs, writing=writing)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if list(map(type, value)) != [int, int]:
+        raise TypeError(f"chunk extents must be pairs of integers, not {value}")
+    return value[0], value[1]
 
 
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:

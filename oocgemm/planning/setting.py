@@ -96,12 +96,12 @@ class Setting:
     @property
     def keeps_outside(self) -> bool:
         """Whether old elements outside of the triangle that is stored are read, and written again."""
-        return self.problem.triangle != "" and self.layouts.c.existing and not self.streams_c
+        return self.problem.triangle != "" and self.layouts.c.writing.existing and not self.streams_c
 
     @property
     def restores_outside(self) -> bool:
         """Whether a GPU overwrites these elements: they are saved before the run, and restored after it."""
-        return self.problem.triangle != "" and self.layouts.c.existing and self.streams_c
+        return self.problem.triangle != "" and self.layouts.c.writing.existing and self.streams_c
 
     @cached_property
     def turns_on_device(self) -> bool:
@@ -148,8 +148,8 @@ class Setting:
         Chunks of a new C have about `CHUNK_BYTES` bytes, at most twice as many, and are nearly square. No
         chunk crosses the border between two tiles.
         """
-        if not self.layouts.c.free_chunks:
-            return self.layouts.c.write_chunk
+        if not self.layouts.c.writing.free:
+            return self.layouts.c.writing.chunk
         elements = CHUNK_BYTES // self.problem.itemsizes["C"]
         if self.problem.gram:
             # Chunks are square, so that the strips of a staircase begin and end at borders of chunks in both

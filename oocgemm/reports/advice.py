@@ -141,8 +141,8 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
         if larger := _planned(fitted, sizes | {option: size}, layouts):
             words = f"A --{option.replace('_', '-')} of {format_size(size).replace(' ', '')}"
             yield _Change(words, larger, {option: size})
-    straddled = {
-        name: replace(layout, read_chunk=panel)
+    straddled: dict[str, Any] = {
+        name: layout.rechunked(panel)
         for name, layout, panel in (
             ("a", layouts.a, (plan.tile.m, plan.tile.k)),
             ("b", layouts.b, (plan.tile.k, plan.tile.n)),

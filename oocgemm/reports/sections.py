@@ -352,10 +352,8 @@ def _setup(run: Run) -> str:
         chunks = extents(*(operand.get("chunks") or ()))
         shown = [operand.get("store"), f"chunks {chunks}" if chunks else "", codecs, operand.get("path")]
         shown.append(operand.get("transform"))
-        if plan.get("layouts", {}).get(name.lower(), {}).get("decoded"):
-            shown.append("decoded by the GPU")
-        if plan.get("layouts", {}).get(name.lower(), {}).get("encoded"):
-            shown.append("compressed by the GPU")
+        if plan.get("layouts", {}).get("codings", {}).get(name.lower()):
+            shown.append("compressed by the GPU" if name == "C" else "decoded by the GPU")
         row(name, ", ".join(str(part) for part in shown if part))
     backend = dict(header.get("backend", {}))
     kernels = ", ".join(backend.pop("multiplied by", ()))

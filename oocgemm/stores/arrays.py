@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Layout, Op
+from oocgemm.planning import GemmProblem, InMemory, Layout, Op
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import (
     Array,
@@ -110,7 +110,7 @@ def _instead_of(operand: Any) -> str:
 
 @lru_cache(64)
 def _layout(itemsize: int, zero_copy_width: int, in_place: bool) -> Layout:
-    return Layout(in_memory=True, itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
+    return InMemory(itemsize=itemsize, zero_copy_width=zero_copy_width, in_place=in_place)
 
 
 class ArrayMatrix:

@@ -89,7 +89,7 @@ class Matrix(Protocol):
         """Write `data` to the block at these rows and columns.
 
         Several threads may call this method at once, if no two of them write to the same chunk. Chunks have
-        the shape `layout.write_chunk`.
+        the shape `layout.writing.chunk`.
         """
 
     def sync(self) -> None:

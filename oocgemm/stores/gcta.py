@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning import GemmProblem, Layout, Lines
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, is_path, refuse_zarr_options
 from oocgemm.stores.durable import (
@@ -75,7 +75,7 @@ class GrmFiles(Store):
                 f"C at {path} would be {self.kind}, which stores float32, and C has dtype {problem.c_dtype}: "
                 "pass another cast, or give a path that ends in .zarr or .npy"
             )
-        return Layout(line=problem.n, itemsize=_STORED.itemsize)
+        return Lines(problem.n, itemsize=_STORED.itemsize)
 
     def create(
         self,

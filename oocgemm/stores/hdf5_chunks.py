@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Layout
+from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, transient
 from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
@@ -230,7 +230,7 @@ class Chunks:
     def layout(self) -> Layout:
         """The layout for the planner: chunks with filters are read whole, others also in parts."""
         raw = not self.pipeline.filters
-        return Layout(
+        return Chunked(
             read_chunk=self.chunk,
             partial_reads=raw,
             itemsize=self.dtype.itemsize,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import Layout
+from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import (
     BATCH_BYTES,
@@ -110,7 +110,7 @@ class LazyMatrix:
         self._chunk, touched = _chunks(source, self.shape)
         self._piece = max(1, BATCH_BYTES // self.dtype.itemsize)
         size = touched[0] * touched[1] * self.dtype.itemsize
-        self.layout = Layout(
+        self.layout: Layout = Chunked(
             read_chunk=self._chunk,
             partial_reads=False,
             decode_bytes=COPIES * (size if size >= BATCH_BYTES else BATCH_BYTES + size),

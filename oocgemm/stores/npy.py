@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning import GemmProblem, Layout, Lines
 from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
 from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
@@ -70,7 +70,7 @@ class NpyFiles(Store):
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
         refuse_zarr_options("a .npy file", chunks, compressor)
-        return Layout(line=problem.n, itemsize=problem.itemsizes["C"])
+        return Lines(problem.n, itemsize=problem.itemsizes["C"])
 
     def create(
         self,
@@ -130,7 +130,7 @@ class NpyMatrix:
         self._past_cache = not worth_caching(self._size)
         self._opener = Opener()
         self._file = self._cached()
-        self.layout = Layout(
+        self.layout: Layout = Lines(
             contiguous=0 if by_columns else 1,
             line=self._line,
             itemsize=self.dtype.itemsize,

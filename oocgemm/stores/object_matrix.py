@@ -17,7 +17,7 @@ import zarr
 from zarr.storage import ObjectStore
 
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
-from oocgemm.planning import Layout
+from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, pieces
 from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
@@ -317,27 +317,25 @@ class ObjectMatrix(ZarrMatrix):
         through, chunks = self.layout, self._chunks
         if chunks is None:
             # zarr's event loop makes the requests, and copies all chunks in one thread.
-            size = max(through.decode_bytes, through.encode_bytes)
-            return Layout(
-                read_chunk=through.read_chunk,
-                write_chunk=through.write_chunk,
-                partial_reads=False,
-                itemsize=through.itemsize,
-                encodes=True,
+            size = max(through.decode_bytes, through.writing.encode_bytes)
+            return Remote(
                 requests=REQUESTS,
                 request_bytes=size,
+                read_chunk=through.read_chunk,
+                partial_reads=False,
+                itemsize=through.itemsize,
+                writing=Writing(through.writing.chunk, encodes=True),
             )
         encoding, sharded = chunks.encoding, chunks.shards is not None
-        return Layout(
+        return Remote(
+            requests=REQUESTS,
+            request_bytes=max(chunks.request_bytes, through.writing.encode_bytes if sharded else 0),
+            request_chunk=(chunks.group[0] * chunks.chunk[0], chunks.group[1] * chunks.chunk[1]),
             read_chunk=through.read_chunk,
-            write_chunk=through.write_chunk,
             partial_reads=encoding.raw,
             contiguous=0 if encoding.raw and encoding.order == "F" else 1,
             itemsize=through.itemsize,
-            encodes=sharded or not encoding.raw,
-            requests=REQUESTS,
-            request_bytes=max(chunks.request_bytes, through.encode_bytes if sharded else 0),
-            request_chunk=(chunks.group[0] * chunks.chunk[0], chunks.group[1] * chunks.chunk[1]),
+            writing=Writing(through.writing.chunk, encodes=sharded or not encoding.raw),
         )
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 
 from oocgemm.errors import DataWarning, ExecutionError, InputError, NotFoundError
-from oocgemm.planning import Layout
+from oocgemm.planning import Layout, Lines
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, pieces
 from oocgemm.stores.durable import fingerprints, found_locally
@@ -192,7 +192,7 @@ class BedMatrix:
         self._size = _HEADER + variants * self._line
         self._past_cache = not worth_caching(self._size)
         self._opener = Opener()
-        self.layout = Layout(
+        self.layout: Layout = Lines(
             contiguous=1 if by_variant else 0,
             line=individuals,
             itemsize=1,

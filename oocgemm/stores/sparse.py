@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Layout
+from oocgemm.planning import InMemory, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
@@ -107,7 +107,7 @@ class SparseMatrix:
     ) -> None:
         """Keep elements as scores of dtype `score`, in at most `limit` bytes of memory."""
         self.name, self.shape, self.dtype = name, shape, score
-        self.layout = Layout(in_memory=True, itemsize=score.itemsize)
+        self.layout: Layout = InMemory(itemsize=score.itemsize)
         self._rule, self._limit = rule, limit
         self._scales = None if rule.scales is None else rule.scales.astype(score)
         # Parts are sorted while the device is computing others.

@@ -54,15 +54,7 @@ class ElementView(View):
         self._chunk = (1, SLAB) if found.partial_reads else found.read_chunk
         self._batch = max(1, BATCH_BYTES // itemsize)
         piece = max(self._chunk[0] * self._chunk[1], 2 * self._batch) * (itemsize + mask)
-        self.layout = replace(
-            found,
-            decode_bytes=found.decode_bytes + piece + temporary_bytes,
-            resident_bytes=found.resident_bytes + resident_bytes,
-            page_cached=found.page_cached or found.in_memory,
-            in_memory=False,
-            in_place=False,
-            zero_copy_width=0,
-        )
+        self.layout = found.computed(piece + temporary_bytes, resident_bytes)
 
     def _results_in(self, dtype: np.dtype[Any]) -> None:
         """Set the dtype of the elements, which the layout shows, too."""

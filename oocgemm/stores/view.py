@@ -1,6 +1,5 @@
 """Read-only matrices: the base of all of them, and the views of a matrix that another one is read through."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,7 +132,7 @@ class SlicedMatrix(View):
         if self._stacks:
             other = slicing.rows * len(slicing.ranges)
         self.shape = (slicing.depth, other) if self._k_axis == 0 else (other, slicing.depth)
-        self.layout: Layout = replace(matrix.layout, zero_copy_width=0, in_place=False)
+        self.layout: Layout = matrix.layout.copied()
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         block = rows, cols

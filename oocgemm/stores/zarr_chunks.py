@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning import Coding
 from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.planning import GemmProblem, Layout
-from oocgemm.planning.cost.decoding import Coding
+from oocgemm.planning import Chunked, Coding, GemmProblem, Layout, Remote, Writing
 from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import (
@@ -139,17 +138,15 @@ class ZarrMatrix:
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
         raw = self.direct if self.direct and self.direct.encoding.raw else None
-        self.layout = Layout(
+        self.layout: Layout = Chunked(
             read_chunk=chunk,
-            write_chunk=shard,
             partial_reads=raw is not None,
             contiguous=0 if raw and raw.encoding.order == "F" else 1,
             page_cached=self.direct is not None and self.direct.cached,
             itemsize=size,
             scratch_bytes=raw.scratch_bytes if raw else 0,
             decode_bytes=decode_bytes,
-            encode_bytes=encode_bytes,
-            encodes=not self.raw,
+            writing=Writing(shard, encodes=not self.raw, encode_bytes=encode_bytes),
         )
 
     def check_chunks(self) -> None:
@@ -163,7 +160,7 @@ class ZarrMatrix:
                 "compressor, such as zstd"
             )
         down, across = (
-            -(-extent // of) for extent, of in zip(self.shape, self.layout.write_chunk, strict=True)
+            -(-extent // of) for extent, of in zip(self.shape, self.layout.writing.chunk, strict=True)
         )
         check_keys(
             f"{self.name} at {place}", found.zarr_format, found.key, (down, across), self._keys_found()
@@ -218,7 +215,7 @@ class ZarrMatrix:
         Chunks are read into `out` to find it, so the content of `out` is lost.
         """
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
-            number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
+            number = r[0] // self.layout.writing.chunk[0], c[0] // self.layout.writing.chunk[1]
             try:
                 self._read_through(r, c, out[: r[1] - r[0], : c[1] - c[0]])
             except Exception:
@@ -336,7 +333,7 @@ class ZarrMatrix:
     def _fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of the chunk files, or of some of them if there are many."""
         down, across = (
-            -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
+            -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.writing.chunk, strict=True)
         )
         return chunk_fingerprints(self.folder, self._metadata.key, (down, across))
 
@@ -347,7 +344,7 @@ class ZarrMatrix:
         files are not known before they are written.
         """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
-            self.shape, self.layout.write_chunk, self.dtype.itemsize
+            self.shape, self.layout.writing.chunk, self.dtype.itemsize
         ):
             check_room(self.name, str(self.folder), self.missing_bytes())
 
@@ -362,7 +359,7 @@ class ZarrMatrix:
         for name in names:
             with suppress(FileNotFoundError):
                 stored.append(padded((self.folder / name).stat().st_size))
-        whole = raw_bytes(self.layout.write_chunk, self.layout.write_chunk, self.dtype.itemsize)
+        whole = raw_bytes(self.layout.writing.chunk, self.layout.writing.chunk, self.dtype.itemsize)
         each = sum(stored) / len(stored) if stored else whole
         return round((len(names) - len(stored)) * each)
 
@@ -389,7 +386,7 @@ class ZarrMatrix:
         """Return the paths, within the array's folder, of the files (chunks or shards) of a block."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
-            for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
+            for span, chunk in zip((rows, cols), self.layout.writing.chunk, strict=True)
         )
         return [self._metadata.key(number) for number in product(*numbers)]
 
@@ -401,7 +398,7 @@ class ZarrMatrix:
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
-                (rows, cols), self.layout.write_chunk, self.shape, strict=True
+                (rows, cols), self.layout.writing.chunk, self.shape, strict=True
             )
         )
 
@@ -604,15 +601,15 @@ def new_zarr_layout(
         size = chunks[0] * chunks[1] * itemsize
     encodes = compressor not in (None, "none")
     memory = (3 if encodes else 1) * padded(size)
-    return Layout(
-        write_chunk=(int(chunks[0]), int(chunks[1])) if chunks else (1, 1),
-        free_chunks=chunks is None,
-        encode_bytes=0 if requests else memory,
+    writing = Writing(
+        chunk=(int(chunks[0]), int(chunks[1])) if chunks else (1, 1),
+        free=chunks is None,
         encodes=encodes,
-        itemsize=itemsize,
-        requests=requests,
-        request_bytes=memory + size if requests else 0,
+        encode_bytes=0 if requests else memory,
     )
+    if requests:
+        return Remote(requests, memory + size, itemsize=itemsize, writing=writing)
+    return Chunked(itemsize=itemsize, writing=writing)
 
 
 def _without_zarr(path: str) -> Metadata | None:

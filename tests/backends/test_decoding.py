@@ -61,7 +61,7 @@ def stored(folder: Path, values: Any, codec: str = "blosc-zstd", **options: Any)
 
 def decodes(plan: Any, operand: str = "A") -> bool:
     kinds = {(op.kind, op.operand) for op in plan.schedule()}
-    assert ((Kind.READ, operand) in kinds) == (not plan.layouts.by_operand[operand].decoded)
+    assert ((Kind.READ, operand) in kinds) == (not plan.layouts.coding(operand))
     return (Kind.READ, operand) not in kinds
 
 

@@ -13,6 +13,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.decoding import codec_of_c
+from oocgemm.planning import Coding
 from oocgemm.planning.cost import encoding
 from oocgemm.reports.page import page
 from tests.support.backends_here import CUDA, needs_gpu
@@ -58,7 +59,7 @@ def test_products_are_compressed_exactly(tmp_path: Path, backend: str, codec: st
             result = oocgemm.gemm(
                 a, b, place, chunks=(40, 64), compressor=codec, tile="120x128x30", **options()
             )
-        assert result.plan.layouts.c.encoded == codec
+        assert result.plan.layouts.codings.c == Coding(codec)
         expected = a.astype(result.out.dtype) @ b.astype(result.out.dtype)
         np.testing.assert_array_equal(zarr.open_array(place, mode="r")[:], expected)
 
@@ -75,7 +76,7 @@ def test_an_existing_c_with_checksums_is_overwritten(tmp_path: Path, backend: st
     )
     with gpu(backend):
         result = oocgemm.gemm(a, b, place, alpha=2, tile="64x100x20", overwrite=True, **options())
-    assert result.plan.layouts.c.encoded == name
+    assert result.plan.layouts.codings.c == Coding(name)
     np.testing.assert_array_equal(zarr.open_array(place, mode="r")[:], 2 * (a @ b))
 
 
@@ -88,7 +89,7 @@ def test_a_c_that_is_cast_before_it_is_compressed(tmp_path: Path, backend: str) 
             a, b, place, alpha=0.5, chunks=(32, 40), compressor="blosc-zstd", tile="96x80x20", **options()
         )
     assert result.plan.problem.finishes
-    assert result.plan.layouts.c.encoded
+    assert result.plan.layouts.codings.c
     np.testing.assert_array_equal(
         zarr.open_array(place, mode="r")[:], (0.5 * (a.astype("f4") @ b.astype("f4"))).astype("f2")
     )
@@ -109,7 +110,7 @@ def test_several_devices_compress_their_tiles(tmp_path: Path) -> None:
             **options(),
         )
         device.check()
-    assert result.plan.layouts.c.encoded
+    assert result.plan.layouts.codings.c
     np.testing.assert_array_equal(zarr.open_array(place, mode="r")[:], a @ b)
 
 
@@ -131,7 +132,7 @@ def test_a_run_is_resumed_with_and_without_compression_by_the_gpu(
         has[0] = not first
         result = oocgemm.gemm(left, right, out, resume=True, tile="80x128x30", **options())
     assert result.plan.done
-    assert bool(result.plan.layouts.c.encoded) != first
+    assert bool(result.plan.layouts.codings.c) != first
     np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], a @ b)
 
 
@@ -198,7 +199,7 @@ def test_the_host_compresses_what_the_gpu_does_not(
     with gpu("fake-cuda"):
         operands = (a,) if why == "gram" else (a, b)
         result = multiply(*operands, str(place), **options(**more))
-    assert not result.plan.layouts.c.encoded
+    assert not result.plan.layouts.codings.c
     found = np.load(place) if why == "npy" else np.asarray(zarr.open_array(place, mode="r")[:])
     np.testing.assert_array_equal(np.tril(found), np.tril(expected))
 
@@ -227,7 +228,7 @@ def test_a_plan_whose_chunks_a_gpu_cannot_divide_runs_on(tmp_path: Path) -> None
         plan = oocgemm.plan(a, b, str(place), **more)
         result = oocgemm.gemm(plan=plan)
     assert plan.chunks == (1021, 1013)
-    assert not result.plan.layouts.c.encoded
+    assert not result.plan.layouts.codings.c
     np.testing.assert_array_equal(zarr.open_array(place, mode="r")[:], a @ b)
 
 
@@ -241,7 +242,7 @@ def test_a_tile_that_fits_only_without_the_kernels_memory_is_compressed_by_the_h
     for size in (*range(120, 240, 6), 400):
         more: dict[str, Any] = options(tile="2000x2000x8", compressor="zstd", device_memory=f"{size}MiB")
         try:
-            found.add(bool(oocgemm.plan(a, b, place, **more).layouts.c.encoded))
+            found.add(bool(oocgemm.plan(a, b, place, **more).layouts.codings.c))
         except oocgemm.BudgetError:
             assert not found
     assert found == {False, True}

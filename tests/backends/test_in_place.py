@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.planning import Budgets, Layout, Layouts, Op, default_model, make_plan
+from oocgemm.planning import Budgets, InMemory, Layouts, Op, default_model, make_plan
 from oocgemm.planning.search.candidates import MIN_CALL_ROWS
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.support.plan_cases import problem
@@ -98,7 +98,7 @@ def test_no_block_of_an_array_is_copied(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_product_in_place_needs_no_memory_and_one_step_per_row_of_tiles() -> None:
-    layout = Layout(in_memory=True, in_place=True)
+    layout = InMemory(in_place=True)
     machine = default_model("host", 2)
     budgets = Budgets(machine.device_reserve, machine.host_reserve)
     for m, n, k in ((20000, 20000, 20000), (500, 500, 500000), (100000, 5000, 1), (5, 3, 0)):

@@ -14,7 +14,7 @@ from numcodecs import Blosc, GZip
 import oocgemm
 from oocgemm import BudgetError
 from oocgemm.jobs import budgets
-from oocgemm.planning import Budgets, Layout, Layouts, Plan
+from oocgemm.planning import Budgets, Chunked, Layouts, Plan
 from oocgemm.planning.cost.machine import default_model
 from oocgemm.planning.units import ceil_size, parse_size
 from oocgemm.reports.advice import remedy
@@ -168,7 +168,7 @@ def test_a_report_names_memory_if_the_run_was_given_it(unified: bool) -> None:
     real = machine(h2d=4e9) if not unified else replace(default_model("host", 2), read=2e8)
     believed = machine() if not unified else default_model("host", 2)
     device, host = (size - size // 4, size // 4) if unified else (GIB // 2, size)
-    stored = Layouts(*(Layout((512, 512)),) * 3)
+    stored = Layouts(*(Chunked((512, 512)),) * 3)
     plan = virtual_plan((8192, 8192, 8192), Budgets(device, host, size), believed, layouts=stored)
     timeline = run_of(replace(plan, machine=real), believed=believed)
     figures = report(timeline)

@@ -11,7 +11,7 @@ from oocgemm import backends, stores
 from oocgemm.machine import calibrate, workbench
 from oocgemm.machine.calibrate import storage_rates
 from oocgemm.machine.workbench import loading_seconds, rate_of
-from oocgemm.planning import Layout, default_model
+from oocgemm.planning import Chunked, InMemory, Writing, default_model
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.timeline import Span
 from tests.support.fake_cuda import fake_cuda
@@ -53,7 +53,7 @@ def test_a_gpu_stages_and_uploads_every_panel_each_time(tmp_path: Path, stored: 
             path, _ = calibrate._written(GPU, str(tmp_path), A, DEPTH, "none", 0.0)
             calibrate._evict(path)
             source = stores.open_matrix("A", str(path))
-            source.layout = replace(source.layout, page_cached=False)
+            source.layout = source.layout.cached_as(False)
         with workbench.streaming(engine, GPU, source, DEPTH) as run:
             for _ in range(2):
                 spans = run()
@@ -75,13 +75,13 @@ def test_the_host_reads_every_panel_each_time() -> None:
 def test_as_many_threads_read_as_in_a_run() -> None:
     class Stored:
         shape, dtype = (8192, 16384), np.dtype("float64")
-        layout = Layout((2048, 2048), (2048, 2048))
+        layout = Chunked((2048, 2048), writing=Writing((2048, 2048)))
 
     matrix: Any = Stored()
     assert workbench._plan(GPU, matrix, 2048).candidate.io_threads == 12
     matrix.layout = replace(matrix.layout, partial_reads=False, decode_bytes=2048 * 2048 * 8)
     assert workbench._plan(GPU, matrix, 2048).candidate.io_threads == GPU.codec_threads == 15
-    matrix.layout = Layout(in_memory=True, zero_copy_width=1, pinned=True)
+    matrix.layout = InMemory(zero_copy_width=1, pinned=True)
     plan = workbench._plan(GPU, matrix, 2048)
     assert plan.slots.host_a == 0
     assert not plan.is_direct("A")

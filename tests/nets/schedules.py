@@ -18,8 +18,9 @@ from oocgemm.errors import BudgetError
 from oocgemm.planning import (
     Budgets,
     Candidate,
+    Chunked,
     GemmProblem,
-    Layout,
+    InMemory,
     Layouts,
     Op,
     Setting,
@@ -28,6 +29,7 @@ from oocgemm.planning import (
     TileSet,
     TileShape,
     Traversal,
+    Writing,
     default_model,
     make_plan,
 )
@@ -38,14 +40,14 @@ from oocgemm.planning.schedule.hazards import Program
 
 KEPT = Path(__file__).with_suffix(".json")
 BUDGETS = Budgets(2 << 30, 2 << 30)
-FILES = Layouts(Layout((5, 7)), Layout((7, 4)), Layout(free_chunks=True))
+FILES = Layouts(Chunked((5, 7)), Chunked((7, 4)), Chunked(writing=Writing(free=True)))
 CODED = Layouts(
-    Layout((5, 7), partial_reads=False, decode_bytes=280),
-    Layout((7, 4), partial_reads=False, decode_bytes=224),
-    Layout(write_chunk=(5, 4), encode_bytes=160, encodes=True),
+    Chunked((5, 7), partial_reads=False, decode_bytes=280),
+    Chunked((7, 4), partial_reads=False, decode_bytes=224),
+    Chunked(writing=Writing((5, 4), encodes=True, encode_bytes=160)),
 )
-MEMORY = Layouts(*(Layout(in_memory=True, zero_copy_width=64, pinned=True),) * 3)
-PAGEABLE = Layouts(*(Layout(in_memory=True),) * 3)
+MEMORY = Layouts(*(InMemory(zero_copy_width=64, pinned=True),) * 3)
+PAGEABLE = Layouts(*(InMemory(),) * 3)
 LAYOUTS = {"files": FILES, "coded": CODED, "pinned": MEMORY, "pageable": PAGEABLE}
 
 

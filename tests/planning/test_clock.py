@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from oocgemm.planning import (
     Budgets,
     Candidate,
-    Layout,
+    Chunked,
+    InMemory,
     Layouts,
     MachineModel,
     Setting,
     Slots,
     TileShape,
     Traversal,
+    Writing,
     default_model,
 )
 from oocgemm.planning.cost.clock import predict
@@ -28,9 +30,9 @@ from tests.support.plan_cases import GIB, problem
 
 BUDGETS = Budgets(GIB, GIB)
 TILE = TileShape(512, 1024, 256)
-FILES = Layouts(Layout((64, 64)), Layout((64, 64)), Layout(free_chunks=True))
-PINNED = Layouts(*(Layout(in_memory=True, pinned=True, zero_copy_width=100),) * 3)
-PAGEABLE = Layouts(*(Layout(in_memory=True, zero_copy_width=100),) * 3)
+FILES = Layouts(Chunked((64, 64)), Chunked((64, 64)), Chunked(writing=Writing(free=True)))
+PINNED = Layouts(*(InMemory(pinned=True, zero_copy_width=100),) * 3)
+PAGEABLE = Layouts(*(InMemory(zero_copy_width=100),) * 3)
 
 
 @st.composite
@@ -139,7 +141,7 @@ def test_panels_that_stay_in_more_host_slots_than_device_slots_are_read_once() -
 
 
 def test_rows_of_pinned_arrays_that_are_too_short_pass_through_the_ring() -> None:
-    layout = Layout(in_memory=True, pinned=True, zero_copy_width=4096)
+    layout = InMemory(pinned=True, zero_copy_width=4096)
     setting = Setting(
         problem(8192, 8192, 65_536), default_model("cuda", 16), Layouts(layout, layout, layout), BUDGETS
     )

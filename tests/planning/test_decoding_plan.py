@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from oocgemm.planning import (
     Budgets,
+    Chunked,
     Coding,
     GemmProblem,
     Layout,
     Layouts,
     Setting,
     TileShape,
+    Writing,
     default_model,
     make_plan,
     with_decoding,
@@ -28,7 +30,7 @@ CHUNK = 1024, 1024
 
 def setting(k: int = 1 << 20, device: int = 40 * GIB, host: int = 20 * GIB, decode: float = 9e9) -> Setting:
     problem = GemmProblem(4096, 4096, k, "float64", "float64", "float64", "float64")
-    x = Layout(CHUNK, CHUNK, partial_reads=False, decode_bytes=8 * MIB)
+    x = Chunked(CHUNK, partial_reads=False, decode_bytes=8 * MIB, writing=Writing(CHUNK))
     return Setting(problem, replace(MACHINE, decode=decode), Layouts(x, x, Layout()), Budgets(device, host))
 
 
@@ -55,7 +57,7 @@ def test_the_host_decodes_otherwise(why: str) -> None:
         case "fast host":
             given = setting(decode=50e9)
         case "incompressible":
-            given, coding = setting(decode=40e9), BLOSC._replace(stored_share=1.0)
+            given, coding = setting(decode=40e9), replace(BLOSC, stored_share=1.0)
         case "device":
             given = setting(device=GIB // 4)
         case "host":
@@ -85,12 +87,11 @@ def test_the_lanes_fit_the_budgets_and_a_batch_has_room_for_a_chunk(
     device: int, host: int, side: int, decoded: str
 ) -> None:
     given = setting(device=device, host=host)
-    layout = replace(
-        given.layouts.a, decoded=decoded, page_cached=True, read_chunk=(side, side), stream_bytes=MIB
-    )
-    given = replace(given, layouts=replace(given.layouts, a=layout))
+    layouts = replace(given.layouts, a=given.layouts.a.rechunked((side, side)))
+    coding = Coding(decoded, stream_bytes=MIB)
+    given = replace(given, layouts=layouts.decoded("A", coding))
     shape = decoding_shape(given)
-    rate = decoding_rate(given, layout, 1 << 30)
+    rate = decoding_rate(given, coding, 8 << 30)
     assert (shape is None) == (rate == 0)
     if shape is not None:
         assert min(shape.batch, shape.frames) >= side * side * 8

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from oocgemm.backends.encoding import Strip, batches
 from oocgemm.planning import (
     Budgets,
+    Chunked,
+    Coding,
     Division,
     GemmProblem,
+    InMemory,
     Layout,
     Layouts,
     Setting,
     TileShape,
+    Writing,
     default_model,
     make_plan,
     with_encoding,
@@ -30,19 +34,19 @@ from oocgemm.planning.cost.encoding import (
 
 GIB, MIB = 1 << 30, 1 << 20
 MACHINE = default_model("cuda", 16)
-NEW = Layout(free_chunks=True, encodes=True, encode_bytes=MIB)
+NEW = Chunked(writing=Writing(free=True, encodes=True, encode_bytes=MIB))
 
 
 def setting(c: Layout = NEW, device: int = 40 * GIB, m: int = 16384) -> Setting:
     problem = GemmProblem(m, 16384, 4096, "float64", "float64", "float64", "float64")
-    a = Layout(in_memory=True)
+    a = InMemory()
     return Setting(problem, MACHINE, Layouts(a, a, c), Budgets(device, 20 * GIB))
 
 
 def test_the_gpu_compresses_a_large_c() -> None:
     layouts = with_encoding(setting(), "blosc-zstd")
-    assert layouts.c.encoded == "blosc-zstd"
-    assert not layouts.c.encodes
+    assert layouts.codings.c == Coding("blosc-zstd")
+    assert not layouts.c.writing.encodes
     plan = make_plan(setting().problem, Budgets(40 * GIB, 20 * GIB), MACHINE, layouts)
     assert plan.footprint.device["encode"] == encoding_bytes(plan.setting) > 128 * MIB
     raw = min(plan.slots.strip, 16384) * min(plan.tile.n, 16384) * 8
@@ -60,9 +64,9 @@ def test_the_host_compresses_otherwise(why: str) -> None:
         case "device":
             given = setting(device=4 * GIB)
         case "chunks":
-            given = setting(Layout(write_chunk=(100, 100)))
+            given = setting(Chunked(writing=Writing((100, 100))))
         case "odd":
-            given = setting(Layout(write_chunk=(1, 1_000_003)))
+            given = setting(Chunked(writing=Writing((1, 1_000_003))))
         case "gram":
             given = replace(given, problem=replace(given.problem, gram="lower"))
         case "unified":
@@ -86,14 +90,14 @@ def test_batches_fit_their_memory(height: int, width: int, codec: str, item: int
     if codec != "zstd":
         assert division.streams * division.length == division.chunk
         assert division.block == item * division.length
-    c = Layout(write_chunk=(height, width), itemsize=item)
+    c = Chunked(itemsize=item, writing=Writing((height, width)))
     given = setting(c, m=2 * height)
     dtype = {1: "int8", 2: "float16", 4: "float32", 8: "float64", 16: "complex128"}[item]
     kinds = (dtype, "int32", "int32") if item == 1 else (dtype, dtype, dtype)
     problem = GemmProblem(2 * height, chunks * width, 64, *kinds, kinds[-1])
     if problem.itemsizes["C"] != item:
         return
-    given = replace(given, problem=problem, layouts=replace(given.layouts, c=replace(c, encoded=codec)))
+    given = replace(given, problem=problem, layouts=given.layouts.encoded(Coding(codec)))
     work = encoding_bytes(given)
     strip = Strip(0, (2 * height, chunks * width), (height, width))
     seen = 0

@@ -4,14 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, Setting, default_model
+from oocgemm.planning import (
+    Budgets,
+    Chunked,
+    GemmProblem,
+    Layout,
+    Layouts,
+    Remote,
+    Setting,
+    Writing,
+    default_model,
+)
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.layout import request_bytes
 
 HOST = default_model("host", 4)
 
-CHUNKED = Layout(read_chunk=(256, 256), write_chunk=(256, 256), partial_reads=False)
-REMOTE = replace(CHUNKED, requests=64, request_bytes=1 << 20)
+CHUNKED = Chunked((256, 256), partial_reads=False, writing=Writing((256, 256)))
+REMOTE = Remote(
+    requests=64,
+    request_bytes=1 << 20,
+    read_chunk=(256, 256),
+    partial_reads=False,
+    writing=Writing((256, 256)),
+)
 PROBLEM = GemmProblem(4096, 4096, 4096, "float64", "float64", "float64", "float64")
 
 
@@ -29,16 +45,16 @@ def test_the_rate_follows_from_latency_and_requests_until_the_bandwidth_limits_i
     size = 256 * 256 * 8
     one = size / (HOST.request_latency + size / HOST.connection)
     for requests in (1, 2, 16, 64, 1024):
-        found = replace(REMOTE, requests=requests).object_rate(HOST, (4096, 4096))
+        found = replace(REMOTE, requests=requests).read_rate(HOST, (4096, 4096))
         assert found == pytest.approx(min(requests * one, HOST.remote))
     # A panel of one chunk cannot have more requests in flight than panels are read at once.
-    assert REMOTE.object_rate(HOST, (256, 256)) == pytest.approx(min(8 * one, HOST.remote))
+    assert REMOTE.read_rate(HOST, (256, 256)) == pytest.approx(min(8 * one, HOST.remote))
 
 
 def test_writes_to_an_object_store_have_their_own_rate() -> None:
     local, remote = prices(CHUNKED, CHUNKED), prices(CHUNKED, CHUNKED, REMOTE)
     assert remote.rate("write", "C", 256, 256) < local.rate("write", "C", 256, 256)
-    new = Layout(free_chunks=True, requests=64, request_bytes=1 << 20)
+    new = Remote(requests=64, request_bytes=1 << 20, writing=Writing(free=True))
     assert prices(CHUNKED, CHUNKED, new).rate("write", "C", 4096, 4096) > 1e6
 
 

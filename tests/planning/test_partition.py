@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from oocgemm.errors import InputError
-from oocgemm.planning import Budgets, Layout, MachineModel, Plan, TileShape, default_model, make_plan
+from oocgemm.planning import Budgets, InMemory, MachineModel, Plan, TileShape, default_model, make_plan
 from oocgemm.planning.parts.grids import divisions, grids
 from oocgemm.planning.parts.part import Part, divide, k_range
 from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, UNSURE, Partition, partition, scaling
@@ -196,7 +196,7 @@ def test_a_given_tile_is_kept() -> None:
 def test_products_whose_k_may_not_be_split() -> None:
     plan = plan_for((8192, 8192, 1000000), device=60)
     checked = replace(plan, problem=replace(plan.problem, checked="device"))
-    in_memory = replace(plan, layouts=replace(plan.layouts, c=Layout(in_memory=True)))
+    in_memory = replace(plan, layouts=replace(plan.layouts, c=InMemory()))
     no_sum = replace(plan, problem=replace(plan.problem, alpha=0.0))
     assert any(divisions(plan, (1, 1, 4)))
     for other in (checked, in_memory, no_sum):

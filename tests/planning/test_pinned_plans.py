@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from oocgemm.engine.short import is_brief, is_short
-from oocgemm.planning import Budgets, Layout, Layouts, Plan, TileShape, default_model, make_plan
+from oocgemm.planning import Budgets, InMemory, Layouts, Plan, TileShape, default_model, make_plan
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.search.slot_counts import STRIP_WAVES, TENSOR_BLOCK
 from tests.support.plan_cases import GIB, problem
@@ -19,7 +19,7 @@ def planned(
 ) -> Plan:
     p = problem(m, n, k, dtype)
     a, b, c = (
-        Layout(in_memory=True, itemsize=p.itemsizes[x], zero_copy_width=min(1024, cols), pinned=pinned)
+        InMemory(itemsize=p.itemsizes[x], zero_copy_width=min(1024, cols), pinned=pinned)
         for x, cols in (("A", k), ("B", n), ("C", n))
     )
     return make_plan(p, Budgets(8 * GIB, 8 * GIB), GPU, Layouts(a, b, c), tile)
@@ -87,7 +87,7 @@ def test_short_rows_of_wide_arrays_are_copied_slowly_while_the_gpu_multiplies() 
 def test_outer_products_are_computed_in_strips_of_whole_rows_where_memory_is_scarce() -> None:
     """Parts of rows of C would be copied at less than half the rate."""
     p = problem(10304, 37272, 128, "bfloat16")
-    a, c = (Layout(in_memory=True, itemsize=2, zero_copy_width=width, pinned=True) for width in (128, 16384))
+    a, c = (InMemory(itemsize=2, zero_copy_width=width, pinned=True) for width in (128, 16384))
     plan = make_plan(p, Budgets(GIB // 4, 8 * GIB), GPU, Layouts(a, c, c))
     assert plan.tile.n == p.n
 
@@ -95,7 +95,7 @@ def test_outer_products_are_computed_in_strips_of_whole_rows_where_memory_is_sca
 def test_tiles_of_wide_arrays_have_long_rows() -> None:
     """With panels of 2048 columns, 16384^3 took 275 ms on an H100, with panels of 4096 columns 209 ms."""
     n = 16384
-    layout = Layout(in_memory=True, itemsize=8, zero_copy_width=1024, pinned=True)
+    layout = InMemory(itemsize=8, zero_copy_width=1024, pinned=True)
     p, budgets = problem(n, n, n), Budgets(GIB, 8 * GIB)
     plan = make_plan(p, budgets, GPU, Layouts(layout, layout, layout))
     assert plan.tile.k >= 4096

@@ -13,10 +13,13 @@ from oocgemm.errors import BudgetError
 from oocgemm.planning import (
     OPERANDS,
     Budgets,
+    Chunked,
     GemmProblem,
     Layout,
     Layouts,
+    Lines,
     TileShape,
+    Writing,
     default_model,
     make_plan,
     resumed_plan,
@@ -49,9 +52,9 @@ def layouts(draw: st.DrawFn) -> Layouts:
         chunk = draw(CHUNKS)
         raw = draw(st.booleans())
         scratch = 0 if raw else 2 * 8 * chunk[0] * chunk[1]
-        return Layout(read_chunk=chunk, write_chunk=chunk, partial_reads=raw, decode_bytes=scratch)
+        return Chunked(chunk, partial_reads=raw, decode_bytes=scratch, writing=Writing(chunk))
 
-    c = Layout(free_chunks=True, encode_bytes=CHUNK_BYTES) if draw(st.booleans()) else one()
+    c = Chunked(writing=Writing(free=True, encode_bytes=CHUNK_BYTES)) if draw(st.booleans()) else one()
     return Layouts(one(), one(), c)
 
 
@@ -81,7 +84,7 @@ def test_a_plan_fits_its_budgets_or_the_error_names_larger_ones(
 
 
 def test_a_chunk_too_large_to_decode_is_refused_with_the_remedy() -> None:
-    on = Layouts(a=Layout(read_chunk=(8192, 8192), partial_reads=False, decode_bytes=GIB))
+    on = Layouts(a=Chunked((8192, 8192), partial_reads=False, decode_bytes=GIB))
     with pytest.raises(BudgetError, match="rechunk"):
         make_plan(problem(9000, 9000, 9000), Budgets(GIB, GIB // 2), default_model("cuda", 16), on)
 
@@ -101,7 +104,7 @@ def test_an_error_names_both_budgets_that_are_too_small() -> None:
 def test_a_run_resumes_with_the_budgets_an_error_names(
     device: int, host: int, zipped: bool, backend: str
 ) -> None:
-    chunk = Layout(read_chunk=(500, 500), partial_reads=not zipped, decode_bytes=4 * MIB * zipped)
+    chunk = Chunked((500, 500), partial_reads=not zipped, decode_bytes=4 * MIB * zipped)
     p, machine, on = problem(3000, 3000, 3000), default_model(backend, 4), Layouts(chunk, chunk)
     begun = make_plan(p, Budgets(200 * MIB, 200 * MIB), machine, on)
     with pytest.raises(BudgetError, match="cannot hold the plan that the run was begun with") as raised:
@@ -114,8 +117,8 @@ def test_a_run_resumes_with_the_budgets_an_error_names(
 
 def slow_case() -> tuple[GemmProblem, Layouts, Budgets]:
     """Return a slow case: compressed operands in tiles of 16 x 16 x 16 that decode whole chunks."""
-    chunk = Layout(read_chunk=(100, 100), partial_reads=False, decode_bytes=80_000)
-    on = Layouts(chunk, chunk, Layout(free_chunks=True))
+    chunk = Chunked((100, 100), partial_reads=False, decode_bytes=80_000)
+    on = Layouts(chunk, chunk, Chunked(writing=Writing(free=True)))
     p = problem(997, 1009, 1013)
     with pytest.raises(BudgetError) as raised:
         make_plan(p, Budgets(1, 1), default_model("host", 2), on)
@@ -155,7 +158,7 @@ def test_a_little_more_memory_makes_no_plan_slower() -> None:
 def test_smaller_strips_need_less_memory_for_checksums(host: float) -> None:
     m, n, k = 200_000, 8, 200
     p = replace(problem(m, n, k), checked="device")
-    stored = Layouts(*(Layout(line=width, itemsize=8) for width in (k, n, n)))
+    stored = Layouts(*(Lines(width) for width in (k, n, n)))
     plan = make_plan(
         p, Budgets(4 * GIB, int(host * MIB)), default_model("cuda", 16), stored, TileShape(m, n, 16)
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from oocgemm.errors import BudgetError
-from oocgemm.planning import Budgets, Layout, Layouts, MachineModel, TileShape, default_model, make_plan
+from oocgemm.planning import Budgets, InMemory, Layouts, MachineModel, TileShape, default_model, make_plan
 from oocgemm.planning.problem import GemmProblem
 from tests.support.plan_cases import GIB, MIB, STORED, problem
 
@@ -20,7 +20,7 @@ LOSES = pytest.mark.xfail(strict=True, reason="the search does not try tiles of 
 
 def pinned(p: GemmProblem) -> Layouts:
     """Return layouts of pinned NumPy arrays in row-major order."""
-    a, b = (Layout(in_memory=True, zero_copy_width=width, pinned=True) for width in (p.k, p.n))
+    a, b = (InMemory(zero_copy_width=width, pinned=True) for width in (p.k, p.n))
     return Layouts(a, b, b)
 
 

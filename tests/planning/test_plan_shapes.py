@@ -8,11 +8,15 @@ import pytest
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning import (
     Budgets,
+    Chunked,
+    InMemory,
     Layout,
     Layouts,
+    Lines,
     Op,
     Plan,
     TileShape,
+    Writing,
     default_model,
     make_plan,
 )
@@ -24,7 +28,7 @@ from tests.support.schedule_check import verify
 
 def test_tiles_and_strips_never_share_a_chunk_of_c() -> None:
     for chunk in ((1000, 700), (333, 4096)):
-        on = Layouts(c=Layout(write_chunk=chunk, encode_bytes=8 * chunk[0] * chunk[1]))
+        on = Layouts(c=Chunked(writing=Writing(chunk, encode_bytes=8 * chunk[0] * chunk[1])))
         plan = make_plan(
             problem(9001, 9001, 3000), Budgets(300 * MIB, 300 * MIB), default_model("cuda", 4), on
         )
@@ -32,7 +36,7 @@ def test_tiles_and_strips_never_share_a_chunk_of_c() -> None:
 
 
 def test_a_new_c_gets_chunks_that_divide_the_tile() -> None:
-    on = Layouts(c=Layout(free_chunks=True, encode_bytes=2 * CHUNK_BYTES))
+    on = Layouts(c=Chunked(writing=Writing(free=True, encode_bytes=2 * CHUNK_BYTES)))
     plan = make_plan(
         problem(30_000, 30_000, 3000), Budgets(800 * MIB, 800 * MIB), default_model("cuda", 4), on
     )
@@ -43,7 +47,7 @@ def test_a_new_c_gets_chunks_that_divide_the_tile() -> None:
 
 
 def test_panels_follow_the_chunks_of_compressed_operands() -> None:
-    on = Layouts(*(Layout(read_chunk=(1000, 1000), partial_reads=False, decode_bytes=16_000_000),) * 2)
+    on = Layouts(*(Chunked((1000, 1000), partial_reads=False, decode_bytes=16_000_000),) * 2)
     plan = make_plan(
         problem(20_000, 20_000, 20_000), Budgets(2 * GIB, 8 * GIB), default_model("cuda", 16), on
     )
@@ -60,7 +64,11 @@ def test_a_tile_passed_by_the_caller_is_used_or_refused() -> None:
         make_plan(p, Budgets(16 * MIB + MIB // 2, GIB), machine, tile=TileShape(300, 200, 70))
     with pytest.raises(InputError, match="multiple of 64"):
         make_plan(
-            p, Budgets(GIB, GIB), machine, Layouts(c=Layout(write_chunk=(64, 64))), TileShape(300, 128, 70)
+            p,
+            Budgets(GIB, GIB),
+            machine,
+            Layouts(c=Chunked(writing=Writing((64, 64)))),
+            TileShape(300, 128, 70),
         )
 
 
@@ -83,8 +91,8 @@ def test_explanations_name_what_each_candidate_loses() -> None:
 def test_of_equally_fast_plans_the_one_with_least_work_wins(
     backend: str, size: int, budgets: Budgets
 ) -> None:
-    stored = Layout((1000, 1000))
-    layouts = Layouts(stored, stored, Layout(free_chunks=True))
+    stored = Chunked((1000, 1000))
+    layouts = Layouts(stored, stored, Chunked(writing=Writing(free=True)))
     plan = make_plan(problem(size, size, size, "float32"), budgets, default_model(backend, 2), layouts)
     chosen, *others = (s.prediction for s in plan.considered)
     fastest = min(other.total for other in (chosen, *others))
@@ -94,7 +102,7 @@ def test_of_equally_fast_plans_the_one_with_least_work_wins(
 
 
 def test_a_tile_fills_the_multiprocessors() -> None:
-    memory = Layout(in_memory=True, zero_copy_width=8192, pinned=True)
+    memory = InMemory(zero_copy_width=8192, pinned=True)
     plan = make_plan(
         problem(49_152, 49_152, 49_152, "float32"),
         Budgets(2 * GIB, 8 * GIB),
@@ -106,7 +114,7 @@ def test_a_tile_fills_the_multiprocessors() -> None:
 
 
 def test_narrow_tiles_of_pinned_arrays_are_tried_where_strips_do_not_fit() -> None:
-    rows = Layout(in_memory=True, zero_copy_width=16_384, pinned=True)  # tiles of half a row are too narrow
+    rows = InMemory(zero_copy_width=16_384, pinned=True)  # tiles of half a row are too narrow
     budgets, machine = Budgets(GIB, 8 * GIB), default_model("cuda", 16)
     plan = make_plan(problem(16_384, 16_384, 16_384), budgets, machine, Layouts(rows, rows, rows))
     assert plan.tile.m * plan.tile.n > 1024 * 2048
@@ -129,10 +137,10 @@ def test_a_plan_is_the_same_every_time() -> None:
     assert once() == once()
 
 
-@pytest.mark.parametrize("c", [Layout(free_chunks=True), Layout(in_memory=True)])
+@pytest.mark.parametrize("c", [Chunked(writing=Writing(free=True)), InMemory()])
 def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
     """Deep panels suit the chunks better, but would leave room for tiny tiles only."""
-    stored = Layout((400, 400))
+    stored = Chunked((400, 400))
     budgets = Budgets(18 * MIB, 24 * MIB)
     plan = make_plan(
         problem(2400, 2400, 2400, "float32"), budgets, default_model("host", 2), Layouts(stored, stored, c)
@@ -141,7 +149,7 @@ def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
 
 
 def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
-    return Layout(line=cols, itemsize=8).oriented(op)
+    return Lines(cols).oriented(op)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: 
     a = npy(k, m, trans_a) if trans_a.swaps else npy(m, k)
     b = npy(n, k, trans_b) if trans_b.swaps else npy(k, n)
     budgets, machine = Budgets(64 * MIB, 64 * MIB), default_model("host", 2)
-    memory = Layout(in_memory=True)
+    memory = InMemory()
     there, here = (make_plan(p, budgets, machine, Layouts(*of, memory)) for of in ((a, b), (memory, memory)))
 
     def reading(plan: Plan) -> float:
@@ -173,8 +181,8 @@ def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: 
 @pytest.mark.parametrize(
     "on",
     [
-        Layouts(*(Layout(in_memory=True),) * 3),
-        Layouts(Layout(read_chunk=(1, 1000)), Layout(read_chunk=(1000, 1), contiguous=0)),
+        Layouts(*(InMemory(),) * 3),
+        Layouts(Chunked((1, 1000)), Chunked((1000, 1), contiguous=0)),
     ],
 )
 @pytest.mark.parametrize("backend", ["host", "cuda"])
@@ -188,7 +196,7 @@ def test_panels_of_few_rows_are_deep(m: int, backend: str, on: Layouts) -> None:
 
 
 def test_chunks_are_read_whole_by_deep_panels() -> None:
-    chunk = Layout(read_chunk=(4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
+    chunk = Chunked((4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
     on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
     plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
     assert plan.tile.k > max(depths.DEPTHS)
@@ -197,7 +205,7 @@ def test_chunks_are_read_whole_by_deep_panels() -> None:
 
 def test_a_search_does_not_end_in_a_shape_that_only_several_changes_improve() -> None:
     """From 1368 x 4096 x 4096, every single change makes this product slower."""
-    memory = Layout(in_memory=True, itemsize=4, zero_copy_width=4096)
+    memory = InMemory(itemsize=4, zero_copy_width=4096)
     of = problem(4096, 4096, 4096, "float32"), Budgets(70 * GIB, 60 * GIB), default_model("cuda", 16)
     plan, other = (
         make_plan(*of, Layouts(memory, memory, memory), tile=x) for x in (None, TileShape(1024, 4096, 4096))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oocgemm.planning import Budgets, Layout, Layouts, default_model, make_plan
+from oocgemm.planning import Budgets, Chunked, Layouts, Writing, default_model, make_plan
 from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.search import candidates, planner
@@ -129,8 +129,8 @@ def test_estimated_loads_are_as_near_as_the_plan_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where panels and tiles do not divide the product, loads differ from the count by more than 1%."""
-    layout = Layout((chunk, chunk), decode_bytes=8 * chunk * chunk)
-    layouts = Layouts(layout, layout, Layout(free_chunks=True))
+    layout = Chunked((chunk, chunk), decode_bytes=8 * chunk * chunk)
+    layouts = Layouts(layout, layout, Chunked(writing=Writing(free=True)))
     plan = make_plan(problem(*extents), Budgets(*budgets), default_model(backend, 8), layouts)
     counted = plan.schedule().loads()
     monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)

@@ -6,11 +6,15 @@ import pytest
 
 from oocgemm.planning import (
     Budgets,
+    Chunked,
+    InMemory,
     Layout,
     Layouts,
+    Lines,
     Op,
     Setting,
     TileShape,
+    Writing,
     default_model,
     make_plan,
 )
@@ -98,23 +102,23 @@ def test_predicted_time_of_a_tile_follows_whole_blocks() -> None:
 
 def test_partial_reads_of_raw_chunks_cost_more_the_less_is_read() -> None:
     machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
-    raw = Layout((2048, 2048))
+    raw = Chunked((2048, 2048))
     whole, half, fifth = (raw.read_rate(machine, (4096, width)) for width in (4096, 1024, 400))
     # Whole chunks are as wide as this panel, so whole rows of a chunk are read, however few.
     assert whole == raw.read_rate(machine, (100, 2048))
     assert whole == pytest.approx(16e9)
     assert half == pytest.approx(12e9)
     assert fifth < 0.6 * half
-    assert replace(raw, in_memory=True).read_rate(machine, (4096, 400)) == machine.memory
+    assert InMemory().read_rate(machine, (4096, 400)) == machine.memory
 
 
 def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
-    return Layout(line=cols, itemsize=8).oriented(op)
+    return Lines(cols).oriented(op)
 
 
 def test_segments_of_files_and_raw_chunks_cost_time() -> None:
     machine = replace(default_model("host", 2), read=16e9, read_scattered=12e9, segment=4e-6)
-    file, raw = npy(4000, 40_000), Layout((4000, 40_000))
+    file, raw = npy(4000, 40_000), Chunked((4000, 40_000))
     assert file.read_rate(machine, (64, 40_000)) == pytest.approx(machine.read)
     assert 1 / file.read_rate(machine, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
     assert npy(4000, 40_000, Op.T).read_rate(machine, (256, 64)) == file.read_rate(machine, (64, 256))
@@ -133,7 +137,7 @@ def test_strips_of_a_file_cost_time_per_partial_row() -> None:
 
 def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
     machine = default_model("cuda", 16)
-    packed = Layout((1024, 1024), partial_reads=False, decode_bytes=8 << 20)
+    packed = Chunked((1024, 1024), partial_reads=False, decode_bytes=8 << 20)
     one, two, many = (packed.read_rate(machine, (1024, width)) for width in (1024, 2048, 16_384))
     assert (
         one == machine.decode * 4 / 16
@@ -143,8 +147,8 @@ def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
 
 
 def test_threads_that_decode_leave_a_core_to_those_that_launch() -> None:
-    packed = Layout(read_chunk=(1024, 1024), decode_bytes=16 << 20)
-    on = Layouts(packed, packed, Layout(free_chunks=True))
+    packed = Chunked((1024, 1024), decode_bytes=16 << 20)
+    on = Layouts(packed, packed, Chunked(writing=Writing(free=True)))
     plans = (
         make_plan(problem(8192, 8192, 65_536), Budgets(GIB, 8 * GIB), default_model(backend, 16), on)
         for backend in ("cuda", "host")

@@ -11,8 +11,8 @@ from oocgemm.errors import BudgetError
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
+    InMemory,
     Kind,
-    Layout,
     Layouts,
     Op,
     Operation,
@@ -25,8 +25,8 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
 from tests.support.schedule_check import ScheduleError, verify
 
-MEMORY = Layout(in_memory=True, itemsize=4, zero_copy_width=8192)
-LAYOUTS = Layouts(MEMORY, MEMORY, Layout(in_memory=True))
+MEMORY = InMemory(itemsize=4, zero_copy_width=8192)
+LAYOUTS = Layouts(MEMORY, MEMORY, InMemory())
 HOW: tuple[dict[str, Any], ...] = ({"topk": 20}, {"sparse": True, "threshold": 0.5})
 
 

@@ -10,8 +10,8 @@ import pytest
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
+    InMemory,
     Kind,
-    Layout,
     Layouts,
     Plan,
     default_model,
@@ -28,7 +28,7 @@ from tests.support.suite import slow
 GIB = 1 << 30
 # An H100 has 80 GB. Per GPU there are 16 cores and 120 GiB of host memory, of which runs use half.
 DEVICE, HOST = 70 * GIB, 60 * GIB
-IN_MEMORY = Layout(in_memory=True)
+IN_MEMORY = InMemory()
 
 
 def setting_of(n: int, dtype: str, gpus: int, sessions: int = 1, *, stored: bool = False) -> Setting:

@@ -129,7 +129,7 @@ def test_zarr_reads_what_was_written_past_it(
     matrix = ZarrMatrix("C", array)
     rng = data.draw(st.integers(0, 2**32).map(np.random.default_rng))
     values = rng.integers(-9, 9, array.shape).astype(matrix.dtype)
-    height, width = matrix.layout.write_chunk
+    height, width = matrix.layout.writing.chunk
     for top in range(0, array.shape[0], 2 * height):
         for left in range(0, array.shape[1], width):
             rows = top, min(top + 2 * height, array.shape[0])

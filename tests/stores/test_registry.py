@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oocgemm.planning import Layout
+from oocgemm.planning import Chunked, Writing
 from oocgemm.stores import Store
 
 
@@ -30,7 +30,7 @@ class FakeMatrix:
     def __init__(self, name, path, array):
         self.name, self.path, self.array = name, path, array
         self.shape, self.dtype = array.shape, array.dtype
-        self.layout = Layout(read_chunk=(4, 4), write_chunk=(4, 4), partial_reads=False)
+        self.layout = Chunked((4, 4), partial_reads=False, writing=Writing((4, 4)))
 
     def read(self, rows, cols, out):
         out[...] = self.array[slice(*rows), slice(*cols)]
@@ -71,7 +71,7 @@ class Writable(ReadOnly):
         return Path(path).exists()
 
     def new_layout(self, path, problem, chunks, compressor):
-        return Layout(write_chunk=chunks or (4, 4))
+        return Chunked(writing=Writing(chunks or (4, 4)))
 
     def create(self, name, path, shape, dtype, chunks, compressor, *, journal=None):
         return FakeMatrix(name, path, np.zeros(shape, dtype))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,7 +75,7 @@ def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
 
     matrix.__class__ = Faulty
     # It is never multiplied in place, which would take no reads and writes.
-    matrix.layout = replace(matrix.layout, in_place=False)
+    matrix.layout = matrix.layout.in_run(in_place=False, pinned=False)
     return matrix
 
 
@@ -100,7 +100,7 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
         patch.object(stores, "open_matrix", open_matrix),
         patch.object(opening, "open_matrix", open_matrix),  # by which `open_pair` opens A and B
         patch.object(stores, "create_output", create_output),
-        patch.object(stores, "new_layout", lambda *of: replace(new_layout(*of), in_place=False)),
+        patch.object(stores, "new_layout", lambda *of: new_layout(*of).in_run(in_place=False, pinned=False)),
     ):
         yield
 

@@ -1,6 +1,6 @@
 """Problems, layouts and units of the tests of plans."""
 
-from oocgemm.planning import DTYPES, GemmProblem, Layout, Layouts, Op
+from oocgemm.planning import DTYPES, Chunked, GemmProblem, Layouts, Op, Writing
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -11,4 +11,4 @@ def problem(m: int, n: int, k: int, dtype: str = "float64", beta: float = 0) -> 
     return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.results[0], 1.0, beta, Op.N, Op.N)
 
 
-STORED = Layouts(Layout((2048, 2048)), Layout((2048, 2048)), Layout(free_chunks=True))
+STORED = Layouts(Chunked((2048, 2048)), Chunked((2048, 2048)), Chunked(writing=Writing(free=True)))

@@ -7,12 +7,13 @@ from typing import Any
 
 from oocgemm.planning import (
     Budgets,
+    Chunked,
     GemmProblem,
-    Layout,
     Layouts,
     MachineModel,
     Plan,
     TileShape,
+    Writing,
     default_model,
     make_plan,
 )
@@ -21,7 +22,7 @@ from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.timeline import Recorder, Span, Timeline
 
 GIB = 1 << 30
-CHUNKS = Layouts(Layout((512, 512)), Layout((512, 512)), Layout(write_chunk=(512, 512)))
+CHUNKS = Layouts(Chunked((512, 512)), Chunked((512, 512)), Chunked(writing=Writing((512, 512))))
 
 
 def machine(**rates: float) -> MachineModel:

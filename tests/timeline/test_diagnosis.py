@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from oocgemm.cli.display import print_report
-from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
+from oocgemm.planning import Budgets, Chunked, InMemory, Layouts, TileShape, Writing, recorded_plan
 from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, remedy
 from oocgemm.reports.fit import fit
 from oocgemm.reports.page import page
@@ -194,7 +194,7 @@ def test_a_short_run_says_nothing_of_other_programs() -> None:
     ],
 )
 def test_a_planned_run_is_bound_by_its_slow_link(slow: dict[str, float], bound: str) -> None:
-    coded = replace(CHUNKS, a=Layout((512, 512), partial_reads=False, decode_bytes=1 << 21))
+    coded = replace(CHUNKS, a=Chunked((512, 512), partial_reads=False, decode_bytes=1 << 21))
     deep, layouts = (16384, 16384, 131072), coded if bound == "decode" else CHUNKS
     plan = virtual_plan(deep, Budgets(4 * GIB, GIB), machine(**slow), layouts=layouts)
     assert diagnose(run_of(plan)).verdict.bound == bound
@@ -264,8 +264,8 @@ def test_advice_keeps_to_the_memory_that_there_is() -> None:
 
 
 def test_rechunking_is_advised_where_chunks_straddle_panels() -> None:
-    across = Layout((16384, 64), partial_reads=False, decode_bytes=8 << 20)
-    layouts = Layouts(across, Layout((512, 512)), Layout(write_chunk=(512, 512)))
+    across = Chunked((16384, 64), partial_reads=False, decode_bytes=8 << 20)
+    layouts = Layouts(across, Chunked((512, 512)), Chunked(writing=Writing((512, 512))))
     size = 16384, 4096, 16384
     # Storage is not calibrated, so the rate of reading uncompressed chunks is unknown.
     model = replace(machine(decode=4e9), storage_calibrated=False)
@@ -336,7 +336,7 @@ def test_a_lane_that_nothing_waits_for_is_not_slow() -> None:
 @pytest.mark.parametrize("unified", [False, True])
 def test_arrays_in_memory_are_not_called_storage(unified: bool) -> None:
     """The host backend copies C out of slots. A GPU copies it from the device to the array."""
-    layouts = Layouts(*(Layout(in_memory=True) for _ in "ABC"))
+    layouts = Layouts(*(InMemory() for _ in "ABC"))
     model = replace(machine(memory=20e9), unified=unified)
     run = run_of(virtual_plan((16384, 16384, 512), Budgets(GIB, GIB), model, layouts=layouts))
     header = dict(run.header) | {"operands": {x: {"store": "memory"} for x in "ABC"}}

@@ -104,7 +104,7 @@ class _Clock:
         """Return the times of the tiles that have run."""
         s, layouts = self.streams, self.setting.layouts
         lanes = {lane: s.busy.get(lane, 0.0) for lane in LANES} | {"issue": s.base + s.issued}
-        if layouts.c.encodes:
+        if layouts.c.writing.encodes:
             lanes |= {"encode": s.busy["write"], "write": 0.0}
         # The old C and panels are loaded at the same time, on different streams, but over the same link and
         # from the same storage.

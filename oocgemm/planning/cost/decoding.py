@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
-from oocgemm.planning.layout import Layout, Layouts
+from oocgemm.planning.layout import Coding, Layouts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import round_up
 
@@ -43,14 +42,6 @@ PANELS = 6
 # The GPU decodes an operand if it is predicted to be faster than the host by this factor, and besides by so
 # many seconds, which it takes to pin memory.
 MARGIN, START_SECONDS = 1.3, 0.3
-
-
-class Coding(NamedTuple):
-    """How the chunks of an array are compressed. The fields are those of `Layout`."""
-
-    decoded: str
-    stream_bytes: int
-    stored_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +89,12 @@ class DecodingShape:
 @lru_cache(64)
 def decoding_shape(setting: Setting) -> DecodingShape | None:
     """Choose the lanes of each device; None if it decodes no operand, or if the budgets are too small."""
-    decoded = [x for x in (setting.layouts.a, setting.layouts.b) if x.decoded]
+    layouts = setting.layouts
+    decoded = [(x, y) for x, y in ((layouts.a, layouts.codings.a), (layouts.b, layouts.codings.b)) if y]
     if not decoded:
         return None
-    chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x in decoded), ALIGNMENT)
-    share = min(1.0, FRAMES_MARGIN * max(x.stored_share for x in decoded))
+    chunk = round_up(max(prod(x.read_chunk) * x.itemsize for x, _ in decoded), ALIGNMENT)
+    share = min(1.0, FRAMES_MARGIN * max(y.stored_share for _, y in decoded))
 
     def shaped(lanes: int, batch: int) -> DecodingShape:
         # A compressed chunk may be larger than its content, and the host may decode it there.
@@ -122,21 +114,21 @@ def decoding_shape(setting: Setting) -> DecodingShape | None:
     return shape if fits(shape) else None
 
 
-def decoding_rate(setting: Setting, layout: Layout, elements: int) -> float:
-    """Return the decoded bytes per second at which a GPU decodes an operand of so many elements.
+def decoding_rate(setting: Setting, coding: Coding, size: int) -> float:
+    """Return the decoded bytes per second at which a GPU decodes an operand of so many bytes.
 
     The result is 0 if the budgets are too small for that.
     """
     shape = decoding_shape(setting)
     if shape is None:
         return 0.0
-    each, most = RATES[_compressor(layout.decoded)]
-    together = min(shape.lanes * shape.batch, elements * layout.itemsize)
-    return min(most, each * together / layout.stream_bytes, STORED_RATE / layout.stored_share)
+    each, most = RATES[_compressor(coding.codec)]
+    together = min(shape.lanes * shape.batch, size)
+    return min(most, each * together / coding.stream_bytes, STORED_RATE / coding.stored_share)
 
 
 def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
-    """Return the layouts of a setting, where those of the operands that a GPU shall decode say so.
+    """Return the layouts of a setting, with how a GPU shall decode the operands for which that pays.
 
     `codings` are those of the operands that it could decode.
     """
@@ -145,24 +137,21 @@ def with_decoding(setting: Setting, codings: Mapping[str, Coding]) -> Layouts:
         return layouts
     found = layouts
     for operand, coding in codings.items():
-        layout = layouts.by_operand[operand]
-        wanted = replace(layout, page_cached=True, **coding._asdict())
         elements = problem.m * problem.depth if operand == "A" else problem.depth * problem.n
-        tried = replace(layouts, a=wanted) if operand == "A" else replace(layouts, b=wanted)
-        rate = decoding_rate(replace(setting, layouts=tried), wanted, elements)
-        rate = min(rate, machine.h2d / coding.stored_share)
-        size = elements * layout.itemsize
+        size = elements * layouts.by_operand[operand].itemsize
+        tried = replace(setting, layouts=layouts.decoded(operand, coding))
+        rate = min(decoding_rate(tried, coding, size), machine.h2d / coding.stored_share)
         if rate >= MARGIN * machine.decode and size / machine.decode >= START_SECONDS + size / rate:
-            found = replace(found, a=wanted) if operand == "A" else replace(found, b=wanted)
+            found = found.decoded(operand, coding)
     # With both, the lanes may be larger, and not fit any more.
     return found if decoding_shape(replace(setting, layouts=found)) or found is layouts else layouts
 
 
 def describe(layouts: Layouts, operands: Iterable[str] = "AB") -> str:
     """Return which of the operands the GPU decodes, such as "A (zstd)"; "" if none."""
-    found = {operand: layouts.by_operand[operand].decoded for operand in operands}
-    return ", ".join(f"{operand} ({decoded})" for operand, decoded in found.items() if decoded)
+    found = {operand: layouts.coding(operand) for operand in operands}
+    return ", ".join(f"{operand} ({coding.codec})" for operand, coding in found.items() if coding)
 
 
-def _compressor(decoded: str) -> str:
-    return decoded.removeprefix("blosc-")
+def _compressor(codec: str) -> str:
+    return codec.removeprefix("blosc-")

@@ -5,12 +5,11 @@ into blocks of blosc, where each byte of the elements is a stream. It compresses
 batches, and writes the frames, which are what chunk files contain, to the strip's host slot.
 """
 
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES
-from oocgemm.planning.layout import Layouts
+from oocgemm.planning.layout import Coding, Layouts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div, round_up
 
@@ -101,8 +100,8 @@ def frames_bytes(division: Division, chunks: int) -> int:
 
 def division_of(setting: Setting, tile: TileShape) -> Division | None:
     """Return how chunks of C are divided if a GPU encodes them; None if it does not."""
-    encoded, itemsize = setting.layouts.c.encoded, setting.problem.itemsizes["C"]
-    return Division.of(encoded, setting.c_chunks(tile), itemsize) if encoded else None
+    coding, itemsize = setting.layouts.codings.c, setting.problem.itemsizes["C"]
+    return Division.of(coding.codec, setting.c_chunks(tile), itemsize) if coding else None
 
 
 def slot_frames(setting: Setting, tile: TileShape, strip: int) -> int:
@@ -117,12 +116,12 @@ def slot_frames(setting: Setting, tile: TileShape, strip: int) -> int:
 
 def encoding_bytes(setting: Setting) -> int:
     """Return the bytes of device memory in which a GPU encodes a batch; 0 if it does not encode C."""
-    encoded = setting.layouts.c.encoded
-    return _work_bytes(encoded, _max_chunk(setting)) if encoded else 0
+    coding = setting.layouts.codings.c
+    return _work_bytes(coding.codec, _max_chunk(setting)) if coding else 0
 
 
 def with_encoding(setting: Setting, codec: str) -> Layouts:
-    """Return the layouts of a setting, where that of C says so if a GPU shall encode C.
+    """Return the layouts of a setting, with how a GPU shall encode C, if that pays.
 
     `codec` is how chunks of C are compressed; "" if a GPU could not encode them.
     """
@@ -131,17 +130,17 @@ def with_encoding(setting: Setting, codec: str) -> Layouts:
     apart = problem.gram or problem.checked or problem.selects or problem.reads_c or problem.chained
     if codec not in COMPRESSORS or apart or setting.machine.unified or size < MIN_BYTES:
         return layouts
-    if not c.free_chunks and Division.of(codec, c.write_chunk, problem.itemsizes["C"]) is None:
+    if not c.writing.free and Division.of(codec, c.writing.chunk, problem.itemsizes["C"]) is None:
         return layouts
     if _work_bytes(codec, _max_chunk(setting)) > setting.budgets.device // SHARE:
         return layouts
-    return replace(layouts, c=replace(c, encoded=codec, encodes=False, encode_bytes=0))
+    return layouts.encoded(Coding(codec))
 
 
 def _max_chunk(setting: Setting) -> int:
     """Return the maximum bytes of a chunk of C. The planner chooses those of a new C for each tile shape."""
     c = setting.layouts.c
-    return 2 * NEW_CHUNK_BYTES if c.free_chunks else prod(c.write_chunk) * setting.problem.itemsizes["C"]
+    return 2 * NEW_CHUNK_BYTES if c.writing.free else prod(c.writing.chunk) * setting.problem.itemsizes["C"]
 
 
 def _work_bytes(codec: str, chunk: int) -> int:

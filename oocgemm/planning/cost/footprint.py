@@ -137,10 +137,10 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     layouts = setting.layouts
     ring, lanes, streamed = ring_shape(setting), 0, 0
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
-    reading, writing = 0, layouts.c.encode_bytes
+    reading, writing = 0, layouts.c.writing.encode_bytes
     m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
     for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
-        if source.decoded:
+        if number < 2 and layouts.coding("AB"[number]):
             continue
         if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
             lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
@@ -148,12 +148,12 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
             lines = 0 if tile is None else source.line_scratch(panel)
             reading = max(reading, source.decode_bytes, lines)
     if tile is not None:
-        writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
+        writing = max(writing, layouts.c.write_scratch)
     keeps = setting.keeps_outside
     if keeps or (setting.problem.gram == "full" and not setting.streams_c):
         # A thread transposes a part of a strip before it writes the part a second time, or reads old elements
         # of a part before it writes the part.
-        part = prod(layouts.c.write_chunk) * setting.problem.itemsizes["C"]
+        part = prod(layouts.c.writing.chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part) + (layouts.c.decode_bytes if keeps else 0)
     remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c or keeps)
     resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])

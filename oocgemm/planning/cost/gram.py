@@ -154,7 +154,7 @@ class _Formulas:
         # Off the diagonal, a whole Gram matrix is stored twice.
         twice = 2 if problem.gram == "full" else 1
         downs = strips * twice if streams_c else strips
-        out = "encode" if layouts.c.encodes else "write"
+        out = "encode" if layouts.c.writing.encodes else "write"
         busy[out] = 0.0 if streams_c else strips * twice * writing
         busy["d2h"] = 0.0 if slots.unified else downs * down
         if problem.reads_c:

@@ -131,9 +131,9 @@ class Prices:
         """Return the seconds for which the host copies a block between a pageable array and pinned memory."""
         if not self.streams[operand] or self._whole[operand][0].is_direct((rows, cols)):
             return 0.0
-        layout = self._whole[operand][0]
-        if layout.decoded:
-            return layout.stored_share * self.bytes(operand, rows, cols) / self.setting.machine.read
+        layout, coding = self._whole[operand][0], self.setting.layouts.coding(operand)
+        if coding:
+            return coding.stored_share * self.bytes(operand, rows, cols) / self.setting.machine.read
         size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
         return size / layout.copy_rate(self.setting.machine, (rows, cols))
 
@@ -183,22 +183,16 @@ class Prices:
         return rate
 
     def _write_rate(self, operand: str, strip: Shape) -> float:
-        machine, (layout, _) = self.setting.machine, self._whole[operand]
-        if layout.requests:
-            return layout.object_rate(machine, strip)
-        if layout.line:
-            return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
-        if layout.in_place:
-            return INSTANT
-        return machine.memory if layout.in_memory else machine.write
+        return self._whole[operand][0].write_rate(self.setting.machine, strip)
 
     def _copy_rate(self, link: str, operand: str, block: Shape) -> float:
         machine, (layout, whole) = self.setting.machine, self._whole[operand]
-        rate = machine.h2d if link == "h2d" else machine.d2h
+        rate, coding = machine.h2d if link == "h2d" else machine.d2h, self.setting.layouts.coding(operand)
         if not self.streams[operand]:
-            return min(rate, RATE) if layout.encoded else rate
-        if layout.decoded:
-            rate = min(rate / layout.stored_share, decoding_rate(self.setting, layout, prod(whole)))
+            return min(rate, RATE) if coding else rate
+        if coding:
+            decoded = decoding_rate(self.setting, coding, prod(whole) * layout.itemsize)
+            rate = min(rate / coding.stored_share, decoded)
             return rate / layout.read_amplification(whole, block)
         if not layout.is_direct(block):
             return min(rate, layout.copy_rate(machine, block))

@@ -53,7 +53,8 @@ def ring_shape(setting: Setting) -> RingShape | None:
     the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
     layouts, machine, devices = setting.layouts, setting.machine, setting.devices
-    copied = [x for x in (layouts.a, layouts.b) if not x.decoded and setting.streams(x)]
+    operands = (layouts.a, layouts.codings.a), (layouts.b, layouts.codings.b)
+    copied = [x for x, coding in operands if not coding and setting.streams(x)]
     copied += [layouts.c] if setting.streams_c else []
     if not copied:
         return None

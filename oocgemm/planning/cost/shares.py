@@ -63,9 +63,9 @@ def own_setting(setting: Setting, tile: TileShape | None, m: int, n: int) -> Set
     With `tile`, the chunks of a new C are those of the whole product.
     """
     problem, layouts = setting.problem, setting.layouts
-    if tile is not None and layouts.c.free_chunks:
-        chunk = setting.c_chunks(tile)
-        layouts = replace(layouts, c=replace(layouts.c, free_chunks=False, write_chunk=chunk))
+    if tile is not None and layouts.c.writing.free:
+        writing = replace(layouts.c.writing, free=False, chunk=setting.c_chunks(tile))
+        layouts = replace(layouts, c=replace(layouts.c, writing=writing))
     own = replace(problem, m=min(problem.m, m), n=min(problem.n, n))
     return Setting(own, setting.machine, layouts, setting.budgets)
 

@@ -6,7 +6,7 @@ from oocgemm.planning.cost.clock import Prediction, predict
 from oocgemm.planning.cost.footprint import footprint
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.layout import Layout
+from oocgemm.planning.layout import Chunked, Writing
 from oocgemm.planning.parts.part import Part, k_range, step_ranges
 from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.plan import Plan
@@ -61,7 +61,7 @@ def slice_problem(problem: GemmProblem) -> GemmProblem:
 def slice_setting(plan: Plan) -> Setting:
     """Return the setting in which slices of k are computed: partial products are new arrays of raw chunks."""
     problem = slice_problem(plan.problem)
-    partial = Layout(free_chunks=True, itemsize=problem.itemsizes["C"])
+    partial = Chunked(itemsize=problem.itemsizes["C"], writing=Writing(free=True))
     return replace(plan.setting, problem=problem, layouts=replace(plan.layouts, c=partial))
 
 

@@ -98,7 +98,7 @@ def in_place_tile(setting: Setting) -> TileShape:
 
 def min_tile(setting: Setting) -> TileShape:
     """Return the smallest tile shape that the planner uses: 16 x 16 x 16, rounded up to whole chunks of C."""
-    problem, unit = setting.problem, setting.layouts.c.write_chunk
+    problem, unit = setting.problem, setting.layouts.c.writing.chunk
     if problem.chained:
         return smallest_shape(problem)
     return TileShape(
@@ -119,7 +119,7 @@ def io_threads(setting: Setting) -> int:
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
-    codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
+    codecs = layouts.c.writing.encodes or any(layout.decode_bytes for layout in read)
     threads = machine.io_threads
     large = any(
         prod(layout.read_chunk) * problem.itemsizes[operand] >= LARGE_CHUNK

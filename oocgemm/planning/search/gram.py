@@ -113,7 +113,7 @@ def _counts(n: int) -> Iterator[int]:
 
 def _unit(setting: Setting) -> int:
     """Return the number of which the sides of tiles are multiples, so that no two share a chunk of C."""
-    return 1 if setting.layouts.c.free_chunks else lcm(*setting.layouts.c.write_chunk)
+    return 1 if setting.layouts.c.writing.free else lcm(*setting.layouts.c.writing.chunk)
 
 
 def _step_unit(setting: Setting, tile: TileShape) -> int:

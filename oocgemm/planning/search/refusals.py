@@ -36,7 +36,7 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
             f"tile {tile} would sum {tile.k} int8 products in int32, which can hold sums of "
             f"{MAX_INT32_DEPTH}: make k at most {MAX_INT32_DEPTH}"
         )
-    chunk = setting.layouts.c.write_chunk
+    chunk = setting.layouts.c.writing.chunk
     if problem.gram:
         chunk = (lcm(*chunk), lcm(*chunk))
     for name, extent, nominal, unit in (
@@ -44,7 +44,7 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
         ("n", problem.n, tile.n, chunk[1]),
     ):
         if nominal < extent and nominal % unit:
-            names, of_c = ("m and n", setting.layouts.c.write_chunk) if problem.gram else (name, chunk)
+            names, of_c = ("m and n", setting.layouts.c.writing.chunk) if problem.gram else (name, chunk)
             multiple = f"a multiple of {unit}, or " if unit < extent else ""
             raise InputError(
                 f"tile {tile}: {name} = {nominal} would make two tiles write to one chunk of C, which has "
@@ -79,7 +79,7 @@ def budget_error(setting: Setting, tile: TileShape | None, smallest: Candidate |
     remedies = []
     if needed.host_total > budgets.host:
         remedies += [f"rechunk {x}" for x, on in (("A", layouts.a), ("B", layouts.b)) if on.decode_bytes]
-    if max(layouts.c.write_chunk) > 16 or (needed.host_total > budgets.host and layouts.c.encodes):
+    if max(layouts.c.writing.chunk) > 16 or (needed.host_total > budgets.host and layouts.c.writing.encodes):
         remedies.append("give C smaller chunks")
     return too_small(setting, needed, "the smallest plan", " or ".join(remedies))
 

@@ -45,12 +45,12 @@ def alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     problem, layouts = setting.problem, setting.layouts
     units = []
     for extent, must, wish in (
-        (problem.m, layouts.c.write_chunk[0], layouts.a.read_chunk[0]),
-        (problem.n, layouts.c.write_chunk[1], layouts.b.read_chunk[1]),
+        (problem.m, layouts.c.writing.chunk[0], layouts.a.read_chunk[0]),
+        (problem.n, layouts.c.writing.chunk[1], layouts.b.read_chunk[1]),
     ):
         unit = 128 if must == 1 and extent > 1024 else must
         # The chunks of a new C divide its tiles: see `Setting.c_chunks`.
-        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 8))
+        fine = unit if layouts.c.writing.free else min(unit, lcm(must, 8))
         suits = wish if must == 1 and 128 <= wish < extent else lcm(unit, wish)
         units.append(tuple(dict.fromkeys((unit, fine, suits))))
     return units[0], units[1]

@@ -203,7 +203,7 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
         max(2, tiles * grid.steps) if setting.streams(layout) and not layout.pinned else 2
         for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
     ]
-    wanted_slots = [PANELS] if layouts.a.decoded or layouts.b.decoded else []
+    wanted_slots = [PANELS] if layouts.codings.a or layouts.codings.b else []
     counts = [[min(slots, of) for of in panels] for slots in (*wanted_slots, PAGEABLE_SLOTS)]
     for host in (0,) if machine.unified else (3, 2, 1):
         for rows in strips:
