@@ -36,7 +36,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
         kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
         plan = Plan(
             recorded_problem(data["problem"]),
-            _layouts(data["layouts"]),
+            recorded_layouts(data["layouts"]),
             _typed(Budgets, data["budget"]),
             _typed(MachineModel, data["model"], kernels=kernels),
             recorded_candidate(data["candidate"]),
@@ -71,7 +71,8 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
     return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
 
 
-def _layouts(data: Mapping[str, Any]) -> Layouts:
+def recorded_layouts(data: Mapping[str, Any]) -> Layouts:
+    """Rebuild layouts from the output of `Layouts.to_dict`. Raises `KeyError` or `TypeError` if not."""
     codings = {name: _typed(Coding, of) if of else None for name, of in data["codings"].items()}
     layouts = (_layout(data[name]) for name in "abc")
     return Layouts(*layouts, codings=Codings(**codings))
