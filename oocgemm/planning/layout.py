@@ -139,17 +139,15 @@ class Layout:
         writing = replace(self.writing, chunk=self.writing.chunk[::-1])
         return {"contiguous": 1 - self.contiguous, "writing": writing}
 
-    def computed(self, scratch: int, resident: int, itemsize: int = 0) -> "Layout":
+    def computed(self, scratch: int, resident: int) -> "Layout":
         """Return the layout of a view whose elements are computed from those of X when they are read.
 
         Args:
             scratch: temporary host memory in bytes that this takes per thread.
             resident: host memory in bytes that it takes during the whole run.
-            itemsize: bytes of an element of the view; 0 if they are those of X.
         """
         return replace(
             self,
-            itemsize=itemsize or self.itemsize,
             decode_bytes=self.decode_bytes + scratch,
             resident_bytes=self.resident_bytes + resident,
         )
@@ -344,11 +342,11 @@ class InMemory(Layout):
     def contiguous_rows(self) -> bool:
         return self.zero_copy_width > 0
 
-    def computed(self, scratch: int, resident: int, itemsize: int = 0) -> Layout:
+    def computed(self, scratch: int, resident: int) -> Layout:
         of_array = Chunked(
             page_cached=True, itemsize=self.itemsize, contiguous=self.contiguous, writing=self.writing
         )
-        return of_array.computed(scratch, resident, itemsize)
+        return of_array.computed(scratch, resident)
 
     def copied(self) -> Layout:
         return replace(self, zero_copy_width=0, in_place=False)

@@ -55,9 +55,9 @@ def test_the_transpose_of_the_transpose_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_a_view_computes_elements_in_memory_of_its_own(name: str) -> None:
     layout = EVERY[name]
-    view = layout.computed(1000, 50, itemsize=4)
+    view = layout.computed(1000, 50)
     assert view.decode_bytes == layout.decode_bytes + 1000
     assert view.resident_bytes == layout.resident_bytes + 50
-    assert view.itemsize == 4
+    assert view.itemsize == layout.itemsize
     assert [view.in_memory, view.in_place, view.is_direct((1, 1 << 20))] == [False] * 3
     assert view.page_cached == (layout.page_cached or layout.in_memory)
