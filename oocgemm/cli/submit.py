@@ -9,21 +9,8 @@ from oocgemm.cli.output import JSON, print_json, taking
 from oocgemm.cli.parameters import Place, option, transposes
 from oocgemm.cli.queue import finish
 from oocgemm.service.client import Client
+from oocgemm.service.job_planner import OPTIONS
 
-# Options of a job. The service chooses the backend and the device, and it always resumes.
-OPTIONS = (
-    *("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "kernel", "out_dtype", "memory"),
-    *(
-        "device_memory",
-        "host_memory",
-        "tile",
-        "chunks",
-        "compressor",
-        "verify",
-        "overwrite",
-        "trust_operands",
-    ),
-)
 CHOSEN = dict.fromkeys(("device_memory", "host_memory"), "chosen by the service")
 
 

@@ -37,14 +37,13 @@ from oocgemm.system.text import LINES, plain
 if TYPE_CHECKING:
     from oocgemm.jobs.plan import Plan
 
-# Options of a job, with the types of their values. `oocgemm.gemm` describes each.
-OPTIONS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("alpha", "beta"), (int, float, str)),
-    **dict.fromkeys(("trans_a", "trans_b", "kernel", "compute", "out_dtype", "tile", "compressor"), (str,)),
-    "chunks": (list,),
-    **dict.fromkeys(("memory", "device_memory", "host_memory"), (int, str)),
-    **dict.fromkeys(("verify", "decode", "overwrite", "trust_operands"), (bool,)),
-}
+# Options of a job: `oocgemm.jobs.options` describes those of `gemm`. The service chooses the backend and the
+# device, and it always resumes.
+OPTIONS = (
+    *("alpha", "beta", "trans_a", "trans_b", "compute", "decode", "kernel", "out_dtype", "memory"),
+    *("device_memory", "host_memory", "tile", "chunks", "compressor", "verify", "overwrite"),
+    "trust_operands",
+)
 # Bytes of host memory beyond what the plan needs: a C that exists, as in later attempts, needs more
 # buffers than one that is created.
 MARGIN = 64 << 20
@@ -94,10 +93,24 @@ def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name not in OPTIONS:
             raise InputError(f"unknown option {name}: a job takes {', '.join(sorted(OPTIONS))}")
-        if type(value) not in OPTIONS[name]:
-            kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
+        if type(value) not in (allowed := json_types(name)):
+            kinds = " or ".join(kind.__name__ for kind in allowed)
             raise InputError(f"option {name} must be of type {kinds}, not {type(value).__name__}")
     return {**paths, "options": dict(options)}
+
+
+def json_types(name: str) -> tuple[type, ...]:
+    """Return the types that the value of an option may have in JSON."""
+    from oocgemm.jobs.options import types_of
+
+    types = types_of("gemm", name)
+    if types == {bool}:
+        return (bool,)
+    if tuple[int, int] in types:
+        return (list,)
+    if complex in types:  # a text if it is complex, infinite or nan
+        return int, float, str
+    return (int, str) if int in types else (str,)
 
 
 def arguments(spec: Mapping[str, Any]) -> dict[str, Any]:

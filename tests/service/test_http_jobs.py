@@ -54,6 +54,8 @@ def test_a_dry_run_stores_nothing(server: RealServer) -> None:
     assert reply.json()["plan"]["flops"] == 2 * 64**3
     assert reply.json()["host_bytes"] > 0
     assert reply.json()["predicted_start"] > 0
+    memory = JOB | {"c": "out:dry.npy", "options": {"memory": "64MiB"}}
+    assert server.ask("POST", "/v1/jobs?dry_run=1", memory).json()["host_bytes"] <= 64 << 20
     assert len(server.ask("GET", "/v1/jobs?limit=1000").json()["jobs"]) == before
     assert not (server.out / "dry.npy").exists()
 

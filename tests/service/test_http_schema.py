@@ -1,6 +1,7 @@
 """Random requests that follow the OpenAPI description of the real server, and some that do not."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from oocgemm.jobs.options import options_of
+from oocgemm.service.job_planner import OPTIONS
 from oocgemm.service.protocol import Action
 from tests.support.real_server import RealServer, running_server
 from tests.support.suite import examples
@@ -56,6 +59,18 @@ def test_the_description_is_openapi_3_1_and_complete(server: RealServer) -> None
         *(("patch", "/v1/jobs/{job}"), ("delete", "/v1/jobs/{job}")),
         *(("get", path) for path in ("/livez", "/readyz", "/metrics")),
     }
+
+
+def test_the_form_has_options_that_a_job_takes_with_their_choices(server: RealServer) -> None:
+    schemas = server.ask("GET", "/v1/openapi.json").json()["components"]["schemas"]
+    text = server.ask("GET", "/static/fields.js").body.decode()
+    names = set(re.findall(r'name: "(\w+)"', text)) - schemas["JobBody"]["properties"].keys()
+    assert names <= schemas["OptionsBody"]["properties"].keys() == set(OPTIONS)
+    table = options_of("gemm")
+    for name, listed in (("COMPUTE", r'\["\w*", "(\w+)"\]'), ("COMPRESSOR", r'"([\w-]+)"')):
+        line = re.search(rf"const {name} = (.*);", text)
+        assert line is not None
+        assert {*re.findall(listed, line[1])} == {*table[name.lower()].choices}
 
 
 @pytest.mark.timeout(3600)

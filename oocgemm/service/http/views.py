@@ -1,13 +1,15 @@
 """The JSON of requests, of answers, and of errors: problem documents of RFC 9457."""
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 from typing_extensions import TypedDict
 
 from oocgemm.errors import BackendError, BudgetError, InputError
+from oocgemm.service.job_planner import OPTIONS, json_types
 from oocgemm.service.protocol import (
     PROBLEMS,
     AccessError,
@@ -45,27 +47,23 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class OptionsBody(TypedDict, total=False):
-    """Options of a product, as `oocgemm.gemm` takes them. Those that are left out have its defaults."""
+# The JSON of options, by the types of their values.
+_VALUES: Mapping[tuple[type, ...], Any] = {
+    (bool,): Flag,
+    (int, float, str): Number,
+    (int, str): Size,
+    (list,): Annotated[list[Extent], Field(min_length=2, max_length=2)],
+    (str,): Word,
+}
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-
-    alpha: Number
-    beta: Number
-    trans_a: Word
-    trans_b: Word
-    kernel: Word
-    compute: Word
-    out_dtype: Word
-    tile: Word
-    compressor: Word
-    chunks: Annotated[list[Extent], Field(min_length=2, max_length=2)]
-    device_memory: Size
-    host_memory: Size
-    verify: Flag
-    decode: Flag
-    overwrite: Flag
-    trust_operands: Flag
+if TYPE_CHECKING:
+    OptionsBody = dict[str, Any]
+else:
+    OptionsBody = TypedDict("OptionsBody", {name: _VALUES[json_types(name)] for name in OPTIONS}, total=False)
+    OptionsBody.__doc__ = (
+        "Options of a product, as `oocgemm.gemm` takes them. Those that are left out have its defaults."
+    )
+    OptionsBody.__pydantic_config__ = ConfigDict(extra="forbid")
 
 
 class JobBody(_Request):
