@@ -295,7 +295,7 @@ class DeviceStripSums:
         memory = self._free.pop() if self._free else self._allocate(self._size)
         shape = rows.blocks, cols.blocks
         self._taken[op.tile, op.m] = memory, shape
-        columns = sign_stream(self._seed, int(not self._problem.gram))
+        columns = sign_stream(self._seed, int(not self._problem.b.shares))
         arguments = Summed(
             x=self._address(op.reads[0]), norms=memory.ptr + 8 * shape[0] * shape[1], sums=memory.ptr,
             rows=_fields(rows), cols=_fields(cols), pitch=width, sums_pitch=shape[1],
@@ -312,7 +312,7 @@ class DeviceStripSums:
 
     def _cut(self, height: int, width: int) -> tuple[Blocking, Blocking]:
         """Return how a strip is divided into blocks. Those of a Gram matrix are alike in both directions."""
-        across = self._strip if self._problem.gram else width
+        across = self._strip if self._problem.cover.square else width
         return Blocking.of(height, self._strip), Blocking.of(width, across)
 
 

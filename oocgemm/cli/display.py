@@ -35,9 +35,9 @@ def console() -> Console:
 
 def _factors(problem: GemmProblem) -> str:
     """Describe the two factors of a product."""
-    if problem.gram:
-        return f"op(X) {problem.m} x {problem.k}  @  its adjoint, {problem.gram}"
-    if problem.chained:
+    if problem.b.shares:
+        return f"op(X) {problem.m} x {problem.k}  @  its adjoint, {problem.cover.name}"
+    if problem.b.updated:
         return f"X^T {problem.m} x {problem.k}  @  (X Q + 1 row) {problem.k} x {problem.n}"
     return f"op(A) {problem.m} x {problem.k}  @  op(B) {problem.k} x {problem.n}"
 

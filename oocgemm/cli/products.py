@@ -31,7 +31,7 @@ from oocgemm.jobs import api, resume
 from oocgemm.jobs.options import PlanOptions, Progress
 from oocgemm.jobs.result import Result
 from oocgemm.planning import Plan
-from oocgemm.planning.problem import GRAMS
+from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.units import format_size
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
@@ -116,7 +116,8 @@ def run_product(
             error.add_note("(add --trust-operands if you repair files of A or B first)")
         raise
     planned = result.plan
-    has_triangle = planned.problem.gram and result.c is not None  # not a selection, whose C is not stored
+    # Not a selection, whose C is not stored.
+    has_triangle = planned.problem.cover.square and result.c is not None
     if not quiet:
         note_clipped(options["tile"], planned)
     if live and planned.done:

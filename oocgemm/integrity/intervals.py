@@ -14,7 +14,7 @@ from oocgemm.backends.base import Array, Finishing, limits_of
 from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import Step
-from oocgemm.planning.problem import SELECTED
+from oocgemm.planning.sinks import SELECTED
 
 Interval = tuple[Array, Array]
 
@@ -37,7 +37,7 @@ class Elements:
         depth = problem.depth
         # At most one rounded operation per index along k, and two per panel.
         self._rounding = Rounding(problem.as_summed, 3 * depth, depth)
-        stored = problem.acc_dtype if problem.selects else problem.c_dtype
+        stored = problem.c_dtype if problem.sink.stores_c else problem.acc_dtype
         scores = {SELECTED[name]: name for name in ("float32", "float64")}.get(problem.c_dtype, "")
         limits = limits_of(scores or (stored if stored != "int32" else "float64"))
         self._unit, self._largest = float(limits.eps) / 2, float(limits.max) * 0.99

@@ -29,6 +29,7 @@ from oocgemm.integrity.rounding import sum_error
 from oocgemm.integrity.sign_sums import product, row_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.selection import NONE
+from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink
 from oocgemm.planning.tiling import Range
 
 # The number of sampled rows, and of sampled columns, and the number of runs of neighbors that they are in. A
@@ -53,20 +54,17 @@ class Made:
     """What a run made of a product.
 
     Attributes:
+        sink: what was made of it. The threshold of selected elements is in the dtype of scores.
         stored: C, if it is stored.
         kept: what is kept of each row: selected elements (`SELECTED`), or results of a reduction.
         sparse: row starts, columns and scores of the elements at or above a threshold.
-        least, absolute: this threshold, in the dtype of scores, and whether magnitudes are compared.
-        excludes_self: whether elements on the diagonal are left out.
         factor: V, if `kept` is its product with C.
     """
 
+    sink: Sink
     stored: Oriented | None = None
     kept: Array | None = None
     sparse: tuple[Array, Array, Array] | None = None
-    least: float = 0.0
-    absolute: bool = False
-    excludes_self: bool = False
     factor: Array | None = None
 
 
@@ -115,11 +113,11 @@ class Samples:
             self._check_lines(made.stored, rows, sums, norms, of_rows=True)
             # Rows of a symmetric product are columns.
             cols = rows
-            if not self.problem.gram:
+            if not self.problem.b.shares:
                 cols = chosen(rng, n, lines)
                 sums, norms = self._products(self.right.transposed(), self.left.transposed(), cols)
             self._check_lines(made.stored.transposed(), cols, sums, norms, of_rows=False)
-        if made.sparse is not None or self.problem.topk:
+        if isinstance(made.sink, Selected):
             self._check_pairs(made, rng)
 
     def _products(self, left: Oriented, right: Oriented, lines: Sequence[int]) -> tuple[Array, Array]:
@@ -179,8 +177,8 @@ class Samples:
                 continue
             assert made.kept is not None
             kept = made.kept[i]
-            if self.problem.topk:
-                taken = kept[kept.view(np.uint8).reshape(self.problem.topk, -1).min(1) != NONE]
+            if isinstance(made.sink, Largest):
+                taken = kept[kept.view(np.uint8).reshape(len(kept), -1).min(1) != NONE]
                 self._check_selected(made, i, taken["index"].astype(np.int64), taken["score"], found)
             else:
                 self._check_reduced(made, i, kept, found)
@@ -231,17 +229,19 @@ class Samples:
         self._compare(scores, (low[cols], high[cols]), i, cols)
         others = np.ones(len(low), bool)
         others[cols] = False
-        if made.excludes_self and i < len(low):
+        sink = made.sink
+        assert isinstance(sink, Largest | AtLeast)
+        without_own = sink.excludes_self and i < len(low)
+        if without_own:
             others[i] = False
-        if self.problem.topk:
-            count = min(self.problem.topk, len(low) - (made.excludes_self and i < len(low)))
+        if isinstance(sink, Largest):
             least = scores.min(initial=np.inf)
-            wrong = len(np.unique(cols)) != count
+            wrong = len(np.unique(cols)) != min(sink.topk, len(low) - without_own)
             missing = others & (low > least)
         else:
-            large = np.maximum(high, -low) if made.absolute else high
-            wrong = len(np.unique(cols)) != len(cols) or bool((large[cols] < made.least).any())
-            missing = others & ((low >= made.least) | (made.absolute & (high <= -made.least)))
+            least, large = sink.threshold, np.maximum(high, -low) if sink.absolute else high
+            wrong = len(np.unique(cols)) != len(cols) or bool((large[cols] < least).any())
+            missing = others & ((low >= least) | (sink.absolute & (high <= -least)))
         if wrong or missing.any():
             what = f"element {int(missing.argmax())} is missing" if missing.any() else "their number is wrong"
             raise self._error(f"the elements that were selected of row {i} of C are wrong: {what}")
@@ -258,10 +258,10 @@ class Samples:
                 error = error + (len(low) + 2) * float(limits.tiny)  # products may underflow
                 error = np.where(terms < float(limits.max) / 16, error, np.nan)  # or overflow
                 bounds = middle @ v - error, middle @ v + error
-            elif self.problem.reduction == "max":
+            elif isinstance(made.sink, Reduced) and made.sink.reduction == "max":
                 bounds = low.max(keepdims=True), high.max(keepdims=True)
             else:
-                if self.problem.reduction == "sumsq":
+                if isinstance(made.sink, Reduced) and made.sink.reduction == "sumsq":
                     least = np.where((low < 0) & (high > 0), 0, np.minimum(low * low, high * high))
                     low, high = least, np.maximum(low * low, high * high)
                 error = sum_error(len(low) + 2, 2.0**-53) * np.maximum(abs(low), abs(high)).sum()

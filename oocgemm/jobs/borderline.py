@@ -46,7 +46,7 @@ def settle(job: Job, found: SparseMatrix, retries: Retries, cancel: Cancel) -> N
         return
     rows = np.searchsorted(starts, at, side="right") - 1
     exact, mirrored = np.empty(at.size), np.zeros(at.size, bool)
-    if problem.gram:  # a pair is computed once
+    if problem.cover.square:  # a pair is computed once
         mirrored = cols[at] > rows
     once = np.flatnonzero(~mirrored)
     left, right = (

@@ -46,7 +46,7 @@ def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Corre
     if v is not None:
         rows = _product(a, int(not problem.trans_a.swaps), v, memory)
     if u is not None:
-        cols = rows.copy() if problem.gram else _product(b, int(problem.trans_b.swaps), u, memory)
+        cols = rows.copy() if problem.b.shares else _product(b, int(problem.trans_b.swaps), u, memory)
         if v is not None:
             cols -= np.einsum("i,i", u, v)
     alpha = problem.applied_alpha.real

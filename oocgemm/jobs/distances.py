@@ -59,7 +59,8 @@ def centered(
             "distances from products in float64: drop compute"
         )
     moved = [_moved(x, k_axis, center, dtype) for x, k_axis in sides]
-    wide = replace(problem, a_dtype=dtype, b_dtype=dtype, acc_dtype=dtype)
+    wide = replace(problem, a=replace(problem.a, dtype=dtype), b=replace(problem.b, dtype=dtype))
+    wide = wide.with_sums(dtype)
     return wide, moved[0], moved[-1]
 
 

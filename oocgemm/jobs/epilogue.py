@@ -158,7 +158,7 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
     chain = [_step(step, problem, f"epilogue[{number}]") for number, step in enumerate(steps)]
     if isinstance(steps[0], Gaussian):
         chain.insert(1, Step("identical", True, True))
-    return replace(problem, c_dtype=dtype, epilogue=tuple(chain))
+    return replace(problem, sink=replace(problem.sink, dtype=dtype, epilogue=tuple(chain)))
 
 
 def _check(problem: GemmProblem, given: Epilogue) -> None:
@@ -270,7 +270,7 @@ def _cast(step: Cast) -> str:
 def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matrix | None:
     """Open D, the further matrix that a step reads; None without one. Raises `InputError`."""
     operand = next((step.d for step in given if isinstance(step, Add | Divide)), None)
-    if not problem.merges:
+    if not problem.sink.merges:
         return None
     d = stores.open_matrix("D", stores.located("D", operand), decode=decode)
     if (d.shape, d.dtype) != ((problem.m, problem.n), numpy_dtype(problem.c_dtype)):

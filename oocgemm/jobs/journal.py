@@ -66,7 +66,7 @@ from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs import lease
 from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
-from oocgemm.planning.problem import GRAMS
+from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import sync_path

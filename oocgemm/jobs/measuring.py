@@ -35,7 +35,7 @@ def measured(
         tile: the tile that the user chose.
         free: returns the free device memory in bytes; None if it is unknown.
     """
-    if not (problem.gram and isinstance(x, TransformedMatrix) and _is_measurable(problem, x)):
+    if not (problem.b.shares and isinstance(x, TransformedMatrix) and _is_measurable(problem, x)):
         return problem
     return replace(problem, measured=_decided(request, problem, tile, free))
 

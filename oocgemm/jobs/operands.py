@@ -12,7 +12,9 @@ from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.standardizing import standardized
 from oocgemm.jobs.transforms import by_rows, transformed
 from oocgemm.planning import GemmProblem, Op, integers
-from oocgemm.planning.problem import SELECTED
+from oocgemm.planning.cover import Triangle
+from oocgemm.planning.problem import Updated, same
+from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
 from oocgemm.stores import Matrix
 from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix
@@ -85,18 +87,16 @@ def _open_selection(
     if not problem.epilogue:
         problem = _accumulated(problem, backend)
     if selection.same and is_symmetric(request.epilogue):
-        problem = replace(problem, gram="lower")
+        problem = replace(problem, b=same(problem.b), cover=Triangle())
     if selection.topk or backend == "cuda":
-        problem = replace(
-            problem,
-            c_dtype=SELECTED[problem.acc_dtype],
-            topk=selection.topk,
-            sparse=not selection.topk,
-            threshold=selection.least(problem),
-            absolute=selection.absolute,
-            scaled=selection.cosine,
-            excludes_self=selection.excludes_self,
+        of_each = SELECTED[problem.acc_dtype], problem.epilogue, selection.cosine, selection.excludes_self
+        least = selection.least(problem)
+        sink = (
+            Largest(*of_each, selection.topk)
+            if selection.topk
+            else AtLeast(*of_each, least, selection.absolute)
         )
+        problem = replace(problem, sink=sink)
     # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
     return a, b, _checked(request, problem, "host")
 
@@ -128,10 +128,15 @@ def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
     problem = with_epilogue(problem, request.epilogue, casts=False)
-    if problem.merges or any(isinstance(step, Cast) for step in request.epilogue):
+    if problem.sink.merges or any(isinstance(step, Cast) for step in request.epilogue):
         raise InputError("Add, Divide and Cast need a C that is stored: drop them")
     problem, a, b = centered(problem, a, b, request)
-    return a, b, replace(problem, c_dtype=problem.acc_dtype) if problem.measures_distances else problem
+    return a, b, _wide(problem) if problem.measures_distances else problem
+
+
+def _wide(problem: GemmProblem) -> GemmProblem:
+    """Return the problem with a C of the accumulator's dtype."""
+    return replace(problem, sink=replace(problem.sink, dtype=problem.acc_dtype))
 
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -144,7 +149,8 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
         x = x.with_vectors(chain.vectors)
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)
     problem = problem_of(x, added, 1, 0, trans, Op.N)
-    return x, added, replace(problem, chained=chain.columns)
+    b = Updated(problem.b.dtype, problem.b.op, problem.b.stored, chain.columns)
+    return x, added, replace(problem, b=b)
 
 
 def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -154,13 +160,13 @@ def _open_reduced(request: Request, reduction: Reduction, backend: str) -> tuple
         if reduction.kind == "max" and not problem.n:
             raise InputError("C has no elements, so that none is the largest: pass a larger A and B")
         problem = problem if problem.epilogue else _accumulated(problem, backend)
-        problem = replace(problem, c_dtype="float64", reduction=reduction.kind)
+        problem = replace(problem, sink=Reduced("float64", problem.epilogue, reduction.kind))
         return a, b, _checked(request, problem, "host")
     assert reduction.factor is not None
     rows, columns = reduction.factor.shape
     if rows != problem.n:
         raise InputError(f"V has {rows} rows, and C has {problem.n} columns: pass a row of V for each")
-    problem = replace(problem, c_dtype=problem.acc_dtype, applied=columns)
+    problem = replace(problem, sink=Applied(problem.acc_dtype, problem.epilogue, columns))
     return a, b, _checked(request, problem, "host")
 
 
@@ -187,7 +193,7 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
     """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if none can overflow."""
     if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
-        return replace(problem, acc_dtype="int32")
+        return problem.with_sums("int32")
     return problem
 
 
@@ -203,7 +209,7 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
             f"beta = {problem.beta}, and verify computes elements of C again, but the run overwrites the old "
             f"C: {remedy}"
         )
-    return replace(problem, checked=tier)
+    return problem.checked_on(tier)
 
 
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
@@ -213,5 +219,5 @@ def checksum_tier(backend: str, problem: GemmProblem) -> str:
     checksum kernels for integers, nor for panels that serve in both roles. Nor does it check the accumulator
     before an epilogue changes it (`GemmProblem.checks_sums`) against checksums of its own.
     """
-    host = problem.exact or problem.gram or problem.epilogue
+    host = problem.exact or problem.b.shares or problem.epilogue
     return "device" if backend == "cuda" and not host else "host"

@@ -83,7 +83,7 @@ class Unjournaled(Target):
     """A C without a journal: in memory, or in a remote store."""
 
     def __init__(self, job: Job) -> None:
-        self._was_complete, self._uplo = _was_complete(job), job.plan.problem.gram
+        self._was_complete, self._uplo = _was_complete(job), job.plan.problem.cover.name
         self.matrix = create_output(job)
         self.matrix.set_finished(False)
 
@@ -137,7 +137,7 @@ class Journaled(Target):
         self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
         self._was_complete = ended and _was_complete(job)
-        self._redo, self._uplo = job.plan.problem.updates_c, job.plan.problem.gram
+        self._redo, self._uplo = job.plan.problem.updates_c, job.plan.problem.cover.name
         if found is not None:
             self.matrix = cast(Durable, found)
         try:
@@ -273,9 +273,9 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
     problem, selection = job.plan.problem, job.request.selection
     if selection is not None and not selection.topk:
         least, scales = selection.least(problem), job.finishing.scales
-        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.gram != "")
+        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.cover.square)
         score = numpy_dtype(problem.c_dtype)
-        score = score["score"] if problem.sparse else score
+        score = score["score"] if problem.sink.bounded else score
         limit = int(SPARSE_SHARE * available_memory())
         return SparseMatrix("C", (problem.m, problem.n), score, rule, limit)
     shape, dtype = problem.stored_shape, numpy_dtype(problem.c_dtype)
@@ -290,7 +290,7 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
             "available: pass a path for C, to store it on disk"
         )
     # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
-    make = np.zeros if problem.triangle or problem.reduction else np.empty
+    make = np.zeros if problem.triangle or problem.sink.begins_with_zeros else np.empty
     return stores.open_matrix("C", make(shape, dtype), writable=True)
 
 

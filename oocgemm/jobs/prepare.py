@@ -210,7 +210,7 @@ def _bytes_of_c(request: Request, problem: GemmProblem) -> int:
     if request.compressor not in (None, "none"):
         return 0
     m, n, itemsize = problem.m, problem.n, problem.itemsizes["C"]
-    if problem.gram not in ("", "full"):
+    if problem.cover.stored_triangle:
         return m * (m + 1) // 2 * itemsize
     if request.chunks is None:
         return m * n * itemsize
@@ -335,12 +335,13 @@ def _plan(
     of_c = _layout(
         c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
         engine,
-        in_place=in_place and not (problem.finishes or problem.gram or request.selection),
+        in_place=in_place and not (problem.finishes or problem.b.shares or request.selection),
     )
     created = existing is None if output.resumed is None else output.resumed.header["created"]
     of_c = replace(of_c, writing=replace(of_c.writing, existing=not created))
     # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
-    of_c = of_c.in_run(in_place=True, pinned=False) if problem.gram == "full" or problem.merges else of_c
+    plain = not (problem.cover.mirrored or problem.sink.merges)
+    of_c = of_c if plain else of_c.in_run(in_place=True, pinned=False)
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}

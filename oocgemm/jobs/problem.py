@@ -13,6 +13,8 @@ from oocgemm.jobs.corrections import is_centered
 from oocgemm.jobs.epilogue import CASTS
 from oocgemm.jobs.options import Transpose
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
+from oocgemm.planning.cover import COVERS
+from oocgemm.planning.problem import same
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import dtype_name, named_dtype
 from oocgemm.stores.transformed import TransformedMatrix
@@ -68,7 +70,7 @@ def problem_of(
 
 
 # The same object for the same product: comparing two equal ones takes longer, and each caches properties.
-_problem = lru_cache(64)(GemmProblem)
+_problem = lru_cache(64)(GemmProblem.of)
 
 
 def gram_problem(
@@ -92,7 +94,7 @@ def gram_problem(
                 f"Hermitian: pass a real {name}"
             )
     problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    return replace(problem, gram=gram)
+    return replace(problem, b=same(problem.b), cover=COVERS[gram])
 
 
 def _out_dtype(given: Any, operands: DType) -> str:

@@ -19,7 +19,7 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
 
     `known` contains the parts of the header that describe the machine and the backend.
     """
-    operands = {"A": job.a} if job.plan.problem.gram else {"A": job.a, "B": job.b}
+    operands = {"A": job.a} if job.plan.problem.b.shares else {"A": job.a, "B": job.b}
     header = known | {
         "operands": {name: x.describe() for name, x in (operands | {"C": c}).items()},
         "rates": rates(job, c),

@@ -24,8 +24,8 @@ from oocgemm.jobs.options import (
     Transpose,
 )
 from oocgemm.planning import GemmProblem, Op, Plan, TileShape
+from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.parts.slicing import Slicing
-from oocgemm.planning.problem import GRAMS
 from oocgemm.stores import Array
 from oocgemm.stores.gcta import is_grm
 from oocgemm.stores.transform import Transform

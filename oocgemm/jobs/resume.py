@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from oocgemm.jobs.committer import tile_fingerprint
 from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import REDO, Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
-from oocgemm.planning.problem import GRAMS
+from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
@@ -201,8 +201,8 @@ def recorded_uplo(c: Matrix) -> str:
 def check_uplo(c: Matrix, problem: GemmProblem) -> None:
     """Raise `InputError` if a run needs old elements of C, and C stores only the other triangle of them."""
     uplo = recorded_uplo(c)
-    needed = "upper" if problem.gram == "upper" else "lower"
-    if uplo in ("lower", "upper") and uplo != (needed if problem.gram else ""):
+    needed = "upper" if problem.cover.name == "upper" else "lower"
+    if uplo in ("lower", "upper") and uplo != (needed if problem.cover.square else ""):
         raise InputError(
             f"beta = {problem.beta}, and C stores only the {uplo} triangle of a Gram matrix: update it by "
             f"gram with uplo = {uplo!r} (--uplo {uplo})"
@@ -225,10 +225,10 @@ def identify(
     Two runs with the same description and the same plan give the same bits.
     """
     existing = c.fingerprint() if c is not None else None
-    described = {name: str(value) for name, value in asdict(problem).items() if name != "checked"}
+    described = {name: str(value) for name, value in problem.record().items() if name != "checked"}
     further = {} if d is None else {"D": d.fingerprint()}
     return {
-        "problem": described | {"gram": problem.gram or NOT_GRAM},
+        "problem": described | {"gram": problem.cover.name or NOT_GRAM},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()} | further,
         "numbers": numbers,

@@ -19,6 +19,7 @@ from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
+from oocgemm.planning.sinks import AtLeast
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import ReadError, Retries
 from oocgemm.stores.sparse import SparseMatrix
@@ -46,20 +47,20 @@ def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) ->
     oriented = partial(Oriented, retries=retries)
     how: Any = {"distances": problem.measures_distances}
     a, b = (oriented(_as_multiplied(x, op, memory, left=left, **how), op.swaps) for x, op, left in sides)
-    made = Made(stored=oriented(result))
+    made = Made(problem.sink, stored=oriented(result))
     if isinstance(result, SparseMatrix):
         assert selection is not None
         least = selection.threshold
         least = least if selection.margin(problem) else float(result.dtype.type(least))
-        made = Made(
-            sparse=result.csr(),
-            least=least,
-            absolute=selection.absolute,
+        found = AtLeast(
+            problem.c_dtype,
             excludes_self=selection.excludes_self,
+            threshold=least,
+            absolute=selection.absolute,
         )
-    elif problem.kept:
-        excludes = selection is not None and selection.excludes_self
-        made = Made(kept=stores.memory(result), excludes_self=excludes, factor=job.factor)
+        made = Made(found, sparse=result.csr())
+    elif problem.sink.per_row:
+        made = Made(problem.sink, kept=stores.memory(result), factor=job.factor)
     piece = max(MIN_PIECE, min(PIECE, memory // (32 * _threads())))
     room = max(x.piece_bytes(piece) for x in (a, b)) + 16 * piece  # the elements in float64, twice
     threads = max(1, min(_threads(), memory // room))

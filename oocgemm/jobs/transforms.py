@@ -231,7 +231,7 @@ def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmPr
     )
     if not (stored_a or stored_b):
         return problem
-    return replace(problem, stored_a=stored_a, stored_b=stored_b)
+    return replace(problem, a=replace(problem.a, stored=stored_a), b=replace(problem.b, stored=stored_b))
 
 
 def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:

@@ -25,7 +25,7 @@ from oocgemm.jobs.problem import op_of, problem_of
 from oocgemm.jobs.resume import check_complete, recorded_uplo
 from oocgemm.jobs.transforms import readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
-from oocgemm.planning.problem import GRAMS
+from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix

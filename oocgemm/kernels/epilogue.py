@@ -5,6 +5,7 @@ import ctypes
 from oocgemm.kernels.spec import C_TYPES, blocks
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS
+from oocgemm.planning.sinks import Reduced
 
 # Maximum numbers of thread blocks along a row of the strip, and along its rows (CUDA allows 65535).
 _ACROSS, _DOWN = 64, 4096
@@ -43,7 +44,9 @@ def chain_grid(rows: int, cols: int) -> tuple[int, int, int]:
 
 def reduce_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernel reduce."""
-    macros = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "REDUCTION": REDUCTIONS.index(problem.reduction)}
+    sink = problem.sink
+    assert isinstance(sink, Reduced)
+    macros = {"ACCUMULATED": C_TYPES[problem.acc_dtype], "REDUCTION": REDUCTIONS.index(sink.reduction)}
     return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
 
 

@@ -10,7 +10,7 @@ from itertools import product
 from oocgemm.errors import InputError
 from oocgemm.kernels.fast import FAST
 from oocgemm.kernels.plain import PLAIN
-from oocgemm.kernels.selection import MAX_TOPK
+from oocgemm.kernels.selection import check_sink
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params
 from oocgemm.planning import Plan
 
@@ -52,11 +52,7 @@ def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     for example "cublas", nothing is checked. `device` is the GPU that shall run the plan.
     """
     problem, tile = plan.problem, plan.tile
-    if problem.topk > MAX_TOPK:
-        raise InputError(
-            f"topk = {problem.topk}, but a GPU selects at most {MAX_TOPK} elements of a row: pass a smaller "
-            "topk, or backend='host' (--backend host)"
-        )
+    check_sink(problem.sink)
     if name not in names():
         return
     extents = ((problem.m, tile.m), (problem.n, tile.n), (problem.depth, tile.k))

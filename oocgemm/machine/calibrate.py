@@ -288,7 +288,7 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
     host = 0 if machine.unified else 2
     slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
     room = available_memory()
-    problem = GemmProblem(side, side, side, "float64", "float64", "float64", "float64")
+    problem = GemmProblem.of(side, side, side, "float64", "float64", "float64", "float64")
     plan = Plan(problem, Layouts(), Budgets(room, room), machine, Candidate(tile, slots))
     matrices = {name: stores.open_matrix(name, numbers((side, side))) for name in "ABC"}
     with ExitStack() as cleanup:

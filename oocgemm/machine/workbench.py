@@ -280,7 +280,7 @@ def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "
     """
     kind = DTYPES[dtype]
     shape = tile.m, tile.n, tile.k
-    problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
+    problem = GemmProblem.of(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
     host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
     slots = Slots(1, 1, 1, host, host, host, strip=tile.m, planes=planes, unified=machine.unified)
     available = available_memory()
@@ -365,7 +365,7 @@ def rate_of(a: Matrix, seconds: float) -> float:
 
 def _plan(machine: MachineModel, a: Matrix, depth: int) -> Plan:
     (rows, cols), room = a.shape, available_memory()
-    problem = GemmProblem(rows, COLUMNS, cols, "float64", "float64", "float64", "float64")
+    problem = GemmProblem.of(rows, COLUMNS, cols, "float64", "float64", "float64", "float64")
     layouts = Layouts(a.layout.copied(), InMemory(), InMemory())
     budgets = Budgets(room, room)
     setting = Setting(problem, machine, layouts, budgets)

@@ -256,7 +256,7 @@ def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
     """Return the numbers of blocks down and across a tile, and the depth (extent along k) of its panels."""
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
-    return Blocking.of(m, strip).blocks, Blocking.of(n, strip if problem.gram else n).blocks, k
+    return Blocking.of(m, strip).blocks, Blocking.of(n, strip if problem.cover.square else n).blocks, k
 
 
 def _double_bytes(problem: GemmProblem) -> int:

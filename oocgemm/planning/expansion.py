@@ -66,8 +66,8 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
     a, b = (
         round_up(rows * k * DTYPES[name].itemsize, _ALIGNMENT) if stored else 0
         for rows, name, stored in (
-            (m, problem.a_dtype, problem.stored_a),
-            (n, problem.b_dtype, problem.stored_b),
+            (m, problem.a_dtype, problem.a.stored),
+            (n, problem.b_dtype, problem.b.stored),
         )
     )
     return a, b
@@ -104,20 +104,20 @@ def epilogue_bytes(problem: GemmProblem) -> int:
 def scale_bytes(problem: GemmProblem) -> int:
     """Return the bytes on the device of the numbers by which rows and columns of C are scaled, aligned."""
     itemsize = DTYPES[problem.c_dtype].itemsize // 2  # that of a score
-    return round_up(itemsize * problem.n, _ALIGNMENT) if problem.scaled else 0
+    return round_up(itemsize * problem.n, _ALIGNMENT) if problem.sink.scaled else 0
 
 
 def vector_bytes(problem: GemmProblem) -> dict[str, int]:
     """Return the bytes on the device of the numbers of each operand's transform, aligned."""
-    stored = {"A": problem.stored_a, "B": problem.stored_b}
+    stored = {"A": problem.a.stored, "B": problem.b.stored}
     each = round_up(VECTOR_BYTES * problem.vector_length, _ALIGNMENT)
     return {operand: each for operand in problem.operands if stored[operand]}
 
 
 def factor_bytes(problem: GemmProblem) -> int:
-    """Return the bytes on the device of Q of a `chained` problem, or of V of an `applied` one, aligned.
+    """Return the bytes on the device of Q of an updated B, or of V where C is applied to it, aligned.
 
     Q is as wide as C.
     """
-    elements = problem.m * problem.n if problem.chained else problem.n * problem.applied
+    elements = problem.m * problem.n if problem.b.updated else problem.n * problem.sink.vector_elements
     return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)

@@ -139,9 +139,9 @@ class Plan:
 
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of C that are written for a tile, or for its row of tiles if elements are selected."""
-        if self.problem.kept:
+        if self.problem.sink.per_row:
             rows = self.grid.rows(tile[0])
-            return (rows[1] - rows[0]) * self.problem.kept * self.problem.itemsizes["C"]
+            return (rows[1] - rows[0]) * self.problem.sink.per_row * self.problem.itemsizes["C"]
         return self.grid.written(tile) * self.problem.itemsizes["C"]
 
     @property
@@ -173,7 +173,7 @@ class Plan:
             return counted
         if self.devices > 1:
             return estimate_shared_loads(self.setting, self.candidate, self.rounds)
-        estimate = estimate_line_loads if self.problem.gram else estimate_loads
+        estimate = estimate_line_loads if self.problem.b.shares else estimate_loads
         every = estimate(self.problem, self.grid, self.slots, self.candidate.traversal)
         whole = TileSet.of(self.grid).extents
         a, b = (part / all_ for part, all_ in zip(self.tiles.extents, whole, strict=True))
@@ -189,7 +189,7 @@ class Plan:
         """Bytes over each link if every element crossed it once."""
         required, sizes = required_bytes(self.problem, self.coverage, self.in_place), self.problem.itemsizes
         c_read = required["write"] if self.problem.reads_c else 0
-        if self.problem.gram == "full":
+        if self.problem.cover.mirrored:
             required["write"] = self.schedule().elements_written * sizes["C"]
         if self.setting.turns_on_device:
             required["d2h"] = required["write"]
@@ -243,7 +243,7 @@ class Plan:
         """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
         problem, tile = self.problem, self.tile
         found = {"A": self.layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k))}
-        if not problem.gram:
+        if not problem.b.shares:
             found["B"] = self.layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n))
         return found
 
@@ -304,8 +304,9 @@ class Plan:
     def to_dict(self) -> dict[str, object]:
         """Convert to plain data, for ``--json`` and the header of a timeline."""
         prediction = self.prediction
-        problem = asdict(self.problem)
+        problem = self.problem.record()
         problem |= {name: _number(problem[name]) for name in ("alpha", "beta")}
+        problem["epilogue"] = [asdict(step) for step in self.problem.epilogue]
         return {
             "problem": problem,
             "flops": self.flops,
@@ -355,8 +356,8 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.writing.encodes}
     traversal, only = candidate.traversal, None if tiles is None or tiles.is_whole else tiles
     encoded = frozenset(operand for operand in coded if coded[operand])
-    if problem.gram:
-        order = triangle(grid.shape[0], traversal.band, upper=problem.gram == "upper")
+    if problem.cover.square:
+        order = triangle(grid.shape[0], traversal.band, upper=problem.cover.name == "upper")
         chosen = order if only is None else [tile for tile in order if tile in only]
         return Schedule(problem, grid, chosen, candidate.slots, encoded, order[-1] if order else None)
     end = last(traversal, *grid.shape) if 0 not in grid.shape else None

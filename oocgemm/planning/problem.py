@@ -1,10 +1,14 @@
-"""The product ``C = alpha * op(A) @ op(B) + beta * C``: its extents, dtypes and scalars."""
+"""A product of matrices: its extents, operands, arithmetic, and what becomes of C."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, ClassVar
 
+from oocgemm.planning.cover import COVERS, WHOLE, Cover
 from oocgemm.planning.epilogue import Step
+from oocgemm.planning.sinks import SINKS, Sink, Stored
 
 
 class Op(StrEnum):
@@ -51,7 +55,7 @@ DTYPES = {
         DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),
-        # Elements of C that are selected (`GemmProblem.topk`): a score and the index of its column, float32
+        # Elements of C that are selected (`sinks.Selected`): a score and the index of its column, float32
         # and uint32, or float64 and uint64.
         DType("void64", 8),
         DType("void128", 16),
@@ -60,17 +64,7 @@ DTYPES = {
 # Dtypes of A and B.
 OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
-# Values of `GemmProblem.gram`: the triangle of C that is computed. With "full", it is the lower one, and the
-# other one is mirrored.
-GRAMS = ("lower", "upper", "full")
-
-# The dtype of selected elements, by the accumulator's dtype.
-SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
-
-# Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
-SPARSE = 64
-
-# Values of `GemmProblem.compute`, each with the dtypes of A and B for which it is allowed.
+# Values of `Arithmetic.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
     "native": OPERANDS,
     "tf32": ("float32",),
@@ -80,20 +74,84 @@ COMPUTES = {
 
 
 @dataclass(frozen=True)
-class GemmProblem:
-    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
+class Operand:
+    """A or B as the product multiplies it: op(X) of elements of `dtype`.
 
-    The accumulator and C may be wider than A and B. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round
-    float32 operands before the product, and "emulated" computes it from exact int8 products
+    If `stored` is not empty, panels have this dtype until the device expands them: it transforms their
+    elements to `dtype` just before they are multiplied.
+
+    `shares` says whether panels of A are used in place of panels of B. `updated` is the number of columns of
+    Q if panels of B are updated before they are multiplied, as `Updated` describes; 0 otherwise.
+    """
+
+    dtype: str
+    op: Op = Op.N
+    stored: str = ""
+
+    shares: ClassVar[bool] = False
+
+    @property
+    def updated(self) -> int:
+        """Columns of B that each product changes."""
+        return 0
+
+    @property
+    def slot_dtype(self) -> str:
+        """The dtype of panels in slots."""
+        return self.stored or self.dtype
+
+
+@dataclass(frozen=True)
+class Same(Operand):
+    """B is the conjugate transpose of op(A), so that m = n, and C is Hermitian if alpha and beta are real.
+
+    There are no panels of B: a panel of A is used in both roles.
+    """
+
+    shares = True
+
+
+def same(operand: Operand) -> Same:
+    """Return an operand B that is the conjugate transpose of op(A)."""
+    return Same(operand.dtype, operand.op, operand.stored)
+
+
+@dataclass(frozen=True)
+class Updated(Operand):
+    """Two products are computed for each panel, by one read of op(A): ``C = op(A) @ (B + op(A)^H Q)``.
+
+    The product of the adjoint of a panel of op(A) and a matrix Q, m x `columns`, is added to the first
+    columns of the panel of B before it is multiplied. C is then one tile.
+    """
+
+    columns: int = 1
+
+    @property
+    def updated(self) -> int:
+        """The columns of Q."""
+        return self.columns
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How sums are computed.
+
+    `acc` is the accumulator's dtype. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round float32
+    operands before the product, and "emulated" computes it from exact int8 products
     (`oocgemm.planning.emulation`). `checked` says whether the "host" or the "device" computes checksums; ""
     means that C is not checked.
+    """
 
-    If `gram` is not empty, op(B) is the conjugate transpose of op(A), so that m = n and C is Hermitian. Only
-    a triangle of C is computed (SYRK, HERK), which `gram` names: it is one of `GRAMS`. There is no operand B:
-    a panel of A is used in both roles.
+    acc: str
+    compute: str = "native"
+    checked: str = ""
 
-    If `stored_a` (or `stored_b`) is not empty, panels of A (or B) have this dtype until the device expands
-    them: it transforms their elements to `a_dtype` just before they are multiplied.
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """``C (m x n) = op(A) (m x k) @ op(B) (k x n)``, and what becomes of C (`oocgemm.planning.sinks`).
+
+    The accumulator and C may be wider than A and B. `cover` says which elements of C are computed and stored.
 
     If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
     is computed, and a matrix of rank one is subtracted when C is finished.
@@ -101,65 +159,111 @@ class GemmProblem:
     If it is `measured`, the device finds the means and scales for its transform in the panels themselves,
     just before they are transformed. That is possible for a Gram matrix of one tile: a panel has all rows of
     X.
-
-    If `topk` is not 0, C is not stored. Of each of its rows, the `topk` largest elements are, as scores with
-    the indices of their columns: m x topk elements of the dtype `c_dtype`. If they are `scaled`, row i and
-    column j of C are first multiplied by s[i] and s[j], for a vector s, and clipped to [-1, 1].
-    With `excludes_self`, the elements on C's diagonal are left out.
-
-    If it is `sparse`, C is not stored either. Its elements (scaled, and without the diagonal, as above) that
-    are at least `threshold` are, also as scores with indices. With `absolute`, their magnitudes are compared.
-
-    If `chained` is not 0, two products are computed for each panel, by one read of op(A). The product of the
-    adjoint of a panel of op(A) and a matrix Q, m x `chained`, is added to the first columns of the panel of B
-    before it is multiplied: ``C = op(A) @ (B + op(A)^H Q)``. C is then one tile.
-
-    The steps of the `epilogue` change each element of C before it is stored, selected or used in another way
-    (`oocgemm.planning.epilogue`).
-
-    If `applied` is not 0, C is not stored, but multiplied by a matrix V, n x `applied`. If there is a
-    `reduction`, C is not stored either: of each of its rows, the sum, the sum of squares or the largest
-    element is.
     """
 
     m: int
     n: int
     k: int
-    a_dtype: str
-    b_dtype: str
-    acc_dtype: str
-    c_dtype: str
-    alpha: complex = 1.0
-    beta: complex = 0.0
-    trans_a: Op = Op.N
-    trans_b: Op = Op.N
-    compute: str = "native"
-    checked: str = ""
-    gram: str = ""
-    stored_a: str = ""
-    stored_b: str = ""
+    a: Operand
+    b: Operand
+    arithmetic: Arithmetic
+    sink: Sink
+    cover: Cover = WHOLE
     centered: bool = False
-    topk: int = 0
-    scaled: bool = False
-    excludes_self: bool = False
-    sparse: bool = False
-    threshold: float = 0.0
-    absolute: bool = False
-    chained: int = 0
-    applied: int = 0
     measured: bool = False
-    epilogue: tuple[Step, ...] = ()
-    reduction: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        a_dtype: str,
+        b_dtype: str,
+        acc_dtype: str,
+        c_dtype: str,
+        alpha: complex = 1.0,
+        beta: complex = 0.0,
+        trans_a: Op = Op.N,
+        trans_b: Op = Op.N,
+        compute: str = "native",
+    ) -> "GemmProblem":
+        """Return the product ``C = alpha * op(A) @ op(B) + beta * C`` of stored operands."""
+        operands = Operand(a_dtype, trans_a), Operand(b_dtype, trans_b)
+        return cls(m, n, k, *operands, Arithmetic(acc_dtype, compute), Stored(c_dtype, (), alpha, beta))
 
     @property
-    def selects(self) -> bool:
-        """Whether C is not stored: only some of its elements are, or a product of it."""
-        return self.sparse or self.kept > 0
+    def a_dtype(self) -> str:
+        """The dtype of A in the product."""
+        return self.a.dtype
 
     @property
-    def kept(self) -> int:
-        """How many elements are kept for each row of C, and updated by each tile; 0 if C is stored."""
-        return self.topk or self.applied or int(self.reduction != "")
+    def b_dtype(self) -> str:
+        """The dtype of B in the product."""
+        return self.b.dtype
+
+    @property
+    def trans_a(self) -> Op:
+        """The operation that is applied to the stored A."""
+        return self.a.op
+
+    @property
+    def trans_b(self) -> Op:
+        """The operation that is applied to the stored B."""
+        return self.b.op
+
+    @property
+    def acc_dtype(self) -> str:
+        """The accumulator's dtype."""
+        return self.arithmetic.acc
+
+    @property
+    def compute(self) -> str:
+        """The arithmetic of products, a key of `COMPUTES`."""
+        return self.arithmetic.compute
+
+    @property
+    def checked(self) -> str:
+        """Where checksums are computed: on the "host" or the "device"; "" if C is not checked."""
+        return self.arithmetic.checked
+
+    @property
+    def c_dtype(self) -> str:
+        """The dtype of the elements that are stored."""
+        return self.sink.dtype
+
+    @property
+    def alpha(self) -> complex:
+        """The factor of the product."""
+        return self.sink.alpha
+
+    @property
+    def beta(self) -> complex:
+        """The factor of the old C."""
+        return self.sink.beta
+
+    @property
+    def epilogue(self) -> tuple[Step, ...]:
+        """The steps that change each element of C."""
+        return self.sink.epilogue
+
+    def with_sums(self, acc: str) -> "GemmProblem":
+        """Return the problem with another dtype of the accumulator."""
+        return replace(self, arithmetic=replace(self.arithmetic, acc=acc))
+
+    def checked_on(self, tier: str) -> "GemmProblem":
+        """Return the problem with checksums that the "host" or the "device" computes; "" for none."""
+        return replace(self, arithmetic=replace(self.arithmetic, checked=tier))
+
+    @property
+    def operands(self) -> str:
+        """Letters of the operands that have panels: "AB", or "A" if panels of A have both roles."""
+        return "A" if self.b.shares else "AB"
+
+    @property
+    def elements(self) -> int:
+        """Elements of C, or of the triangle of C with its diagonal that is needed."""
+        return self.cover.elements(self.m, self.n)
 
     @property
     def triangle(self) -> str:
@@ -167,17 +271,7 @@ class GemmProblem:
 
         The other one stays as it is: 0 in a new array.
         """
-        return self.gram if self.gram in ("lower", "upper") and not self.selects else ""
-
-    @property
-    def operands(self) -> str:
-        """Letters of the operands that have panels: "AB", or "A" for a Gram matrix."""
-        return "A" if self.gram else "AB"
-
-    @property
-    def elements(self) -> int:
-        """Elements of C, or of the triangle of C with its diagonal that a Gram matrix needs."""
-        return self.m * (self.m + 1) // 2 if self.gram else self.m * self.n
+        return self.cover.stored_triangle if self.sink.stores_c else ""
 
     @property
     def depth(self) -> int:
@@ -198,11 +292,6 @@ class GemmProblem:
         return self.beta != 0
 
     @property
-    def merges(self) -> bool:
-        """Whether a step of the epilogue reads a further matrix, D."""
-        return any(step.merges for step in self.epilogue)
-
-    @property
     def measures_distances(self) -> bool:
         """Whether squared distances of rows of op(A) and columns of op(B) are computed from C."""
         return bool(self.epilogue) and self.epilogue[0].kind == "gaussian"
@@ -210,7 +299,7 @@ class GemmProblem:
     @property
     def reads_c(self) -> bool:
         """Whether strips of C's shape are loaded: of the old C, or of D."""
-        return self.updates_c or self.merges
+        return self.updates_c or self.sink.merges
 
     @property
     def planes(self) -> int:
@@ -220,7 +309,7 @@ class GemmProblem:
     @property
     def expands(self) -> bool:
         """Whether panels of A or B are transformed on the device."""
-        return bool(self.stored_a or self.stored_b)
+        return bool(self.a.stored or self.b.stored)
 
     @property
     def prepares(self) -> bool:
@@ -229,7 +318,7 @@ class GemmProblem:
 
     def prepared_bytes(self, m: int, n: int, k: int) -> int:
         """Return the bytes of the panels that the Prepare of an m x n x k step reads."""
-        a, b = (bool(self.planes or stored) for stored in (self.stored_a, self.stored_b))
+        a, b = (bool(self.planes or stored) for stored in (self.a.stored, self.b.stored))
         return (m * a * self.itemsizes["A"] + n * b * self.itemsizes["B"]) * k
 
     @property
@@ -240,7 +329,7 @@ class GemmProblem:
     @property
     def described_dtype(self) -> str:
         """The dtype of A and B in the product, and in storage if the device transforms them, as text."""
-        stored = dict.fromkeys(filter(None, (self.stored_a, self.stored_b)))
+        stored = dict.fromkeys(filter(None, (self.a.stored, self.b.stored)))
         return f"{self.a_dtype} from {' and '.join(stored)}" if stored else self.a_dtype
 
     @property
@@ -259,52 +348,46 @@ class GemmProblem:
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
         changes = scales or self.centered or bool(self.epilogue)
-        return self.acc_dtype != self.c_dtype or changes or self.kept > 0
+        return self.acc_dtype != self.c_dtype or changes or not self.sink.stores_c
 
     @property
     def checks_sums(self) -> bool:
         """Whether checksums are compared with the accumulator, before a Finish changes its elements."""
-        return bool(self.checked) and (bool(self.epilogue) or self.centered or self.selects)
+        return bool(self.checked) and (bool(self.epilogue) or self.centered or not self.sink.stores_c)
 
     @property
     def as_summed(self) -> "GemmProblem":
         """The product that the accumulator has when a Finish begins: without alpha, beta and an epilogue."""
-        dtype = "int64" if self.exact else self.acc_dtype
+        b = Operand(self.b.dtype, self.b.op)
         return replace(
-            GemmProblem(self.m, self.n, self.k, self.a_dtype, self.b_dtype, self.acc_dtype, dtype),
-            compute=self.compute,
-            gram=self.gram,
-            trans_a=self.trans_a,
-            trans_b=self.trans_b,
+            self,
+            a=Operand(self.a.dtype, self.a.op),
+            b=same(b) if self.b.shares else b,
+            arithmetic=replace(self.arithmetic, checked=""),
+            sink=Stored("int64" if self.exact else self.acc_dtype),
+            centered=False,
+            measured=False,
         )
 
     @property
     def halves_diagonal(self) -> bool:
-        """Whether the host's BLAS computes one triangle of the squares on the diagonal of a Gram matrix.
+        """Whether the host's BLAS computes one triangle of the squares on C's diagonal, where B is A^T.
 
         The other one is mirrored before the strip is written. Nothing else may use the strip before.
         """
         real = self.acc_dtype in ("float32", "float64")
-        return bool(self.gram) and real and not (self.finishes or self.planes or self.checked)
+        same = self.b.shares and self.cover.square
+        return same and real and not (self.finishes or self.planes or self.checked)
 
     @property
     def finish_slots(self) -> int:
         """Number of device slots that a Finish needs: two for strips, or one for the elements of all rows."""
-        return (1 if self.kept else 2) if self.finishes else 0
+        return (1 if self.sink.per_row else 2) if self.finishes else 0
 
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Rows and columns of the array that is stored: C, or the selected elements of its rows."""
-        return self.m, self.kept or self.n
-
-    def stored(self, rows: int, elements: int) -> int:
-        """Count the elements that are stored of `rows` rows of C, which have `elements` elements.
-
-        If C is `sparse`, the number is an estimate.
-        """
-        if self.sparse:
-            return elements // SPARSE
-        return rows * self.kept if self.kept else elements
+        return self.m, self.sink.per_row or self.n
 
     @property
     def flops(self) -> int:
@@ -317,15 +400,15 @@ class GemmProblem:
         A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
         """
         flops = (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
-        return flops * (self.n + self.chained) // self.n if self.chained else flops
+        return flops * (self.n + self.b.updated) // self.n if self.b.updated else flops
 
     @property
     def vector_length(self) -> int:
         """How many numbers of each kind a transform of op(A) has: one per index along k, or along m.
 
-        The products of a `chained` problem sum over both. Its transform has one per index along m.
+        The products of an updated B sum over both. Its transform has one per index along m.
         """
-        return self.m if self.chained else self.depth
+        return self.m if self.b.updated else self.depth
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:
@@ -335,5 +418,53 @@ class GemmProblem:
     @property
     def dtypes(self) -> dict[str, str]:
         """Names of the dtypes of A, B and C in slots, and of the accumulator ("acc")."""
-        a, b = self.stored_a or self.a_dtype, self.stored_b or self.b_dtype
-        return {"A": a, "B": b, "C": self.c_dtype, "acc": self.acc_dtype}
+        slots = {"A": self.a.slot_dtype, "B": self.b.slot_dtype}
+        return slots | {"C": self.c_dtype, "acc": self.acc_dtype}
+
+    def record(self) -> dict[str, Any]:
+        """Return the problem as plain data for records, such as journals and timeline logs."""
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "a_dtype": self.a.dtype,
+            "b_dtype": self.b.dtype,
+            "acc_dtype": self.acc_dtype,
+            "trans_a": self.a.op,
+            "trans_b": self.b.op,
+            "compute": self.compute,
+            "checked": self.checked,
+            "gram": self.cover.name,
+            "stored_a": self.a.stored,
+            "stored_b": self.b.stored,
+            "chained": self.b.updated,
+            "centered": self.centered,
+            "measured": self.measured,
+        } | self.sink.record()
+
+    @classmethod
+    def recorded(cls, data: Mapping[str, Any]) -> "GemmProblem":
+        """Rebuild a problem from its `record`. Raises `KeyError`, `TypeError` or `ValueError` for other data.
+
+        Values are not checked.
+        """
+        a = Operand(data["a_dtype"], data["trans_a"], data["stored_a"])
+        given = data["b_dtype"], data["trans_b"], data["stored_b"]
+        b = Operand(*given)
+        if data["gram"]:
+            b = Same(*given)
+        elif data["chained"]:
+            b = Updated(*given, data["chained"])
+        kind, own = SINKS[data["sink"]], dict(data, dtype=data["c_dtype"])
+        return cls(
+            data["m"],
+            data["n"],
+            data["k"],
+            a,
+            b,
+            Arithmetic(data["acc_dtype"], data["compute"], data["checked"]),
+            kind(**{field.name: own[field.name] for field in fields(kind)}),
+            COVERS[data["gram"]],
+            data["centered"],
+            data["measured"],
+        )

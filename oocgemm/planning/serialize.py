@@ -1,7 +1,7 @@
 """Rebuild a plan from the plain data that `Plan.to_dict` returned, as stored in a timeline's header."""
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from math import isclose, isfinite
 from typing import Any, TypeVar
 
@@ -56,13 +56,16 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
 
 
 def recorded_problem(data: Mapping[str, Any]) -> GemmProblem:
-    """Rebuild a problem from the output of `asdict`. Raises `KeyError`, `TypeError` or `ValueError`."""
+    """Rebuild a problem from `Plan.to_dict`. Raises `KeyError`, `TypeError` or `ValueError`."""
     made: dict[str, Any] = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
     made |= {name: Op(data[name]) for name in ("trans_a", "trans_b")}
     made["epilogue"] = tuple(_typed(Step, step) for step in data["epilogue"])
     for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype"):
         DTYPES[data[name]]
-    return _typed(GemmProblem, data, **made)
+    problem = GemmProblem.recorded(dict(data) | made)
+    for part in (problem, problem.a, problem.b, problem.arithmetic, problem.sink):
+        _check_types(part)
+    return problem
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
@@ -91,6 +94,19 @@ def _pair(value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def _check_types(value: Any) -> None:
+    """Raise `TypeError` if a number or text among the fields of a dataclass is of another type."""
+    for field in fields(value):
+        if field.type in (int, float, bool, str):
+            _check_field(field, getattr(value, field.name))
+
+
+def _check_field(field: Field[Any], value: Any) -> None:
+    allowed = (int, float) if field.type is float else (field.type,)
+    if type(value) not in allowed or (isinstance(value, float) and not isfinite(value)):
+        raise TypeError(f"{field.name} must be a finite {field.type}, not {value!r}")
+
+
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
     """Build a dataclass of type `kind`.
 
@@ -101,11 +117,8 @@ def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
     values = dict(data) | made
     for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass
         value = values.get(field.name)
-        if field.name in made or field.name not in values:
-            continue
-        allowed = (int, float) if field.type is float else (field.type,)
-        if type(value) not in allowed or (isinstance(value, float) and not isfinite(value)):
-            raise TypeError(f"{field.name} must be a finite {field.type}, not {value!r}")
+        if field.name not in made and field.name in values:
+            _check_field(field, value)
     return kind(**values)
 
 

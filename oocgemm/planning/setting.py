@@ -89,8 +89,8 @@ class Setting:
         If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
         are mirrored unless a GPU does it, and get the old elements outside of a triangle.
         """
-        mirrored = self.problem.gram and self.machine.multiprocessors == 1
-        in_slots = not self.problem.selects and (self.problem.checked or mirrored)
+        mirrored = self.problem.cover.square and self.machine.multiprocessors == 1
+        in_slots = self.problem.sink.stores_c and (self.problem.checked or mirrored)
         return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
 
     @property
@@ -106,7 +106,7 @@ class Setting:
     @cached_property
     def turns_on_device(self) -> bool:
         """Whether the device transposes strips of a whole Gram matrix for their second Download."""
-        return self.streams_c and self.problem.gram == "full"
+        return self.streams_c and self.problem.cover.mirrored
 
     @cached_property
     def enqueues(self) -> bool:
@@ -151,7 +151,7 @@ class Setting:
         if not self.layouts.c.writing.free:
             return self.layouts.c.writing.chunk
         elements = CHUNK_BYTES // self.problem.itemsizes["C"]
-        if self.problem.gram:
+        if self.problem.cover.square:
             # Chunks are square, so that the strips of a staircase begin and end at borders of chunks in both
             # directions. They are smaller if strips of whole chunks would be thick for the matrix.
             target = min(isqrt(elements), max(MIN_GRAM_CHUNK, self.problem.m // GRAM_STRIPS))

@@ -35,7 +35,7 @@ class TileSet:
     @classmethod
     def of(cls, grid: TileGrid) -> "TileSet":
         """Return all tiles of a grid that are computed."""
-        return replace(cls.rectangle(grid), lower=grid.gram in ("lower", "full"))
+        return replace(cls.rectangle(grid), lower=grid.cover.square and grid.cover.name != "upper")
 
     @classmethod
     def rectangle(cls, grid: TileGrid) -> "TileSet":
@@ -66,7 +66,7 @@ class TileSet:
     @cached_property
     def count(self) -> int:
         """Number of tiles."""
-        triangle = self.lower or self.grid.gram
+        triangle = self.lower or self.grid.cover.square
         inside = sum(length(self._cols(i)) for i in range(*self.rows)) if triangle else self._area
         return inside - sum(map(self._covers, self.done))
 
@@ -77,11 +77,11 @@ class TileSet:
         For a Gram matrix, `rows` counts the rows of op(A) that are used in either role, and `cols` is 0.
         """
         grid = self.grid
-        if self.is_whole and not grid.gram:
+        if self.is_whole and not grid.cover.square:
             return Coverage(grid.m, grid.n, grid.m * grid.n)
         rows, cols, elements = dict[int, int](), dict[int, int](), 0
         for i, j in self:
-            rows[i], (rows if grid.gram else cols)[j] = length(grid.rows(i)), length(grid.cols(j))
+            rows[i], (rows if grid.cover.square else cols)[j] = length(grid.rows(i)), length(grid.cols(j))
             elements += grid.elements((i, j))
         return Coverage(sum(rows.values()), sum(cols.values()), elements)
 
@@ -89,7 +89,7 @@ class TileSet:
     def extents(self) -> tuple[int, int]:
         """The sums over all tiles of their numbers of rows and of their numbers of columns."""
         grid = self.grid
-        if self.is_whole and not grid.gram:
+        if self.is_whole and not grid.cover.square:
             down, across = grid.shape
             return grid.m * across, grid.n * down
         return sum(length(grid.rows(i)) for i, _ in self), sum(length(grid.cols(j)) for _, j in self)
@@ -114,8 +114,8 @@ class TileSet:
 
     def _cols(self, i: int) -> Range:
         """Return the range of tile columns that the set covers in tile row i."""
-        if self.grid.gram == "upper":
-            return _common(self.cols, (i, self.grid.shape[1]))
+        if self.grid.cover.square:
+            return _common(self.cols, self.grid.cover.columns(i, self.grid.shape[1]))
         if not self.lower:
             return self.cols
         return _common(self.cols, (0, ceil_div(self.grid.rows(i)[1], self.grid.tile.n)))

@@ -16,6 +16,7 @@ tile count only the rows and columns that C has. They are smaller in the last ro
 from dataclasses import dataclass
 from functools import lru_cache
 
+from oocgemm.planning.cover import WHOLE, Cover
 from oocgemm.planning.problem import GemmProblem
 
 # Start and stop of a range of indices along one axis.
@@ -74,10 +75,10 @@ class TileShape:
 class TileGrid:
     """The tiles of C and the steps along k of an m x n x k product.
 
-    For a Gram matrix (`GemmProblem.gram`), tiles are square, and only those on one side of the diagonal and
-    on it are computed. In a tile on the diagonal, each strip of `strip` rows is computed up to the end of its
-    diagonal block, or from the start of it. Such a tile is a staircase, and its strips are stored one after
-    another without gaps::
+    The `cover` says which tiles are computed. For a triangle, tiles are square, and only those on one side of
+    the diagonal and on it are computed. In a tile on the diagonal, each strip of `strip` rows is computed up
+    to the end of its diagonal block, or from the start of it. Such a tile is a staircase, and its strips are
+    stored one after another without gaps::
 
         lower, strip = 2:    # # . . . .       upper, strip = 2:    # # # # # #
                              # # . . . .                            # # # # # #
@@ -91,14 +92,14 @@ class TileGrid:
     n: int
     k: int
     tile: TileShape
-    gram: str = ""
+    cover: Cover = WHOLE
     strip: int = 1
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, strip: int = 1) -> "TileGrid":
-        """Divide a problem into tiles of shape `tile`. `strip` matters only for a Gram matrix."""
-        gram = problem.gram
-        return cls(problem.m, problem.n, problem.depth, tile, gram, strip if gram else 1)
+        """Divide a problem into tiles of shape `tile`. `strip` matters only for a triangle."""
+        cover = problem.cover
+        return cls(problem.m, problem.n, problem.depth, tile, cover, strip if cover.square else 1)
 
     @property
     def shape(self) -> Shape:
@@ -108,8 +109,7 @@ class TileGrid:
     @property
     def count(self) -> int:
         """Number of tiles that are computed."""
-        down, across = self.shape
-        return down * (down + 1) // 2 if self.gram else down * across
+        return self.cover.count(*self.shape)
 
     @property
     def steps(self) -> int:
@@ -125,39 +125,32 @@ class TileGrid:
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
     def is_staircase(self, tile: Tile) -> bool:
-        """Tell whether a tile is on the diagonal of a Gram matrix, so that its strips differ in width."""
-        return bool(self.gram) and tile[0] == tile[1]
+        """Tell whether a tile is on the diagonal of a triangle, so that its strips differ in width."""
+        return self.cover.is_staircase(*tile)
 
     def span(self, tile: Tile, rows: Range) -> Range:
         """Return the range of columns of C that are computed in a strip of a tile."""
-        first, end = self.cols(tile[1])
-        if not self.is_staircase(tile):
-            return first, end
-        return (rows[0], end) if self.gram == "upper" else (first, rows[1])
+        cols = self.cols(tile[1])
+        return self.cover.span(rows, cols) if self.is_staircase(tile) else cols
 
     def mirrored(self, tile: Tile, rows: Range) -> Range:
         """Return the columns of a strip that are also stored as rows right of the diagonal, if any."""
-        first, end = self.cols(tile[1])
-        return (first, min(end, rows[0])) if self.gram == "full" else (first, first)
+        return self.cover.mirrored_columns(rows, self.cols(tile[1]))
 
     def above(self, tile: Tile, row: int) -> int:
         """Count the elements of a tile that are computed in its rows above `row`, where a strip begins."""
         (top, bottom), width = self.rows(tile[0]), length(self.cols(tile[1]))
         if not self.is_staircase(tile):
             return (row - top) * width
-        whole, rest = divmod(row - top, self.strip)
-        if self.gram == "upper":
-            right = self.strip * (whole * width - self.strip * (whole * (whole - 1) // 2))
-            return right + rest * (bottom - top - whole * self.strip)
-        return self.strip * self.strip * (whole * (whole + 1) // 2) + rest * (row - top)
+        return self.cover.above(row - top, bottom - top, width, self.strip)
 
     def elements(self, tile: Tile) -> int:
         """Count the elements of C that are computed in a tile."""
         return self.above(tile, self.rows(tile[0])[1])
 
     def written(self, tile: Tile) -> int:
-        """Count the elements of C that are written for a tile. With "full", mirrored ones count too."""
-        if self.gram != "full":
+        """Count the elements of C that are written for a tile. Mirrored ones count, too."""
+        if not self.cover.mirrored:
             return self.elements(tile)
         height = length(self.rows(tile[0]))
         return height * height if tile[0] == tile[1] else 2 * self.elements(tile)
@@ -165,7 +158,7 @@ class TileGrid:
     def blocks(self, tile: Tile) -> list[tuple[Range, Range]]:
         """Return the blocks of C, each as ranges of rows and columns, into which a tile is written."""
         block = self.rows(tile[0]), self.cols(tile[1])
-        return [block, block[::-1]] if self.gram == "full" and tile[0] != tile[1] else [block]
+        return [block, block[::-1]] if self.cover.mirrored and tile[0] != tile[1] else [block]
 
     def depth(self, step: int) -> Range:
         """Return the range of indices along k that a step multiplies."""

@@ -76,7 +76,7 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
     moved = dict.fromkeys(LINKS, 0)
     flops = 0
     recent: deque[Span] = deque(maxlen=MAX_RECENT)
-    finish = finish_cause(selects=plan.problem.selects)
+    finish = finish_cause(selects=not plan.problem.sink.stores_c)
 
     def step(span: Span) -> None:
         nonlocal shown, flops

@@ -65,7 +65,7 @@ class GrmFiles(Store):
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
         refuse_zarr_options(self.kind, chunks, compressor)
-        if problem.gram != "lower":
+        if problem.triangle != "lower":
             raise InputError(
                 f"C at {path} would be {self.kind}, which stores the lower triangle of a Gram matrix: use "
                 "grm, or gram with uplo='lower' (--uplo lower), or give a path that ends in .zarr or .npy"

@@ -1,4 +1,4 @@
-"""Multiplies a product and V on a CUDA device, without storing the product (`GemmProblem.applied`)."""
+"""Multiplies a product and V on a CUDA device, without storing the product (`sinks.Applied`)."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.expansion import factor_bytes
+from oocgemm.planning.sinks import Applied, Sink
 from oocgemm.planning.tiling import length
 
 
@@ -30,7 +31,7 @@ class AppliedSession(CudaSession):
 
     def _product(self, op: Operation) -> Call:
         """Return the product of the strip and its rows of V, which is added to what is kept of its rows."""
-        problem, count = self._problem, self._problem.applied
+        problem, count = self._problem, self._problem.sink.per_row
         itemsize = problem.itemsizes["acc"]
         strip, kept = self._address(op.reads[0]), self._address(op.writes[0])
         factor = self._factor + op.n[0] * count * itemsize
@@ -38,3 +39,7 @@ class AppliedSession(CudaSession):
         how = "native", self._multiplier.kernels.device, self._arena + self._work
         beta = 0.0 if op.first else 1.0
         return Call(*kind, *extents, 1.0, strip, length(op.n), factor, count, beta, kept, count, *how)
+
+
+# The class of the session of a product, by its sink. Sessions of other sinks are of the class `CudaSession`.
+SESSIONS: dict[type[Sink], type[CudaSession]] = {Applied: AppliedSession}

@@ -29,8 +29,8 @@ class Expander:
         # For the roles of op(A) and op(B) whose panels are transformed: dtypes before and after, and whether
         # columns of the stored panel are the indices that have numbers of their own.
         kinds = {
-            "A": (problem.stored_a, problem.a_dtype, problem.trans_a.swaps == bool(problem.chained)),
-            "B": (problem.stored_b, problem.b_dtype, problem.trans_b.swaps),
+            "A": (problem.a.stored, problem.a_dtype, problem.trans_a.swaps == bool(problem.b.updated)),
+            "B": (problem.b.stored, problem.b_dtype, problem.trans_b.swaps),
         }
         self._kinds = {role: kind for role, kind in kinds.items() if kind[0]}
         self._transforms: dict[str, PanelTransform] = {}
@@ -51,7 +51,7 @@ class Expander:
             cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
             stream.synchronize()
             # A panel of a Gram matrix has both roles.
-            for role in "AB" if self._problem.gram else operand:
+            for role in "AB" if self._problem.b.shares else operand:
                 self._transforms[role], self._vectors[role] = given, address
             address += size
         for role in self._kinds:
@@ -69,7 +69,7 @@ class Expander:
             slot: the address of the slot with the expanded panels.
         """
         # In a tile on the diagonal of a Gram matrix, one panel has both roles.
-        behind = 0 if self._problem.gram and a == b else self._b_offset
+        behind = 0 if self._problem.b.shares and a == b else self._b_offset
         return slot if "A" in self._kinds else a, slot + behind if "B" in self._kinds else b
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class Expander:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
         role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
         width, code = 1 if cols % WIDTH else WIDTH, self._transforms[role].code
-        first = panel.m[0] if self._problem.chained else panel.k[0]
+        first = panel.m[0] if self._problem.b.updated else panel.k[0]
         vectors = (self._vectors[role] + 8 * (self._problem.vector_length * i + first) for i in range(3))
         self._kernel(role, width)(
             expand_grid(rows, cols, width),

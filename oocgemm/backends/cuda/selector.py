@@ -1,4 +1,4 @@
-"""Selects elements of C on a CUDA device (`GemmProblem.selects`)."""
+"""Selects elements of C on a CUDA device (`oocgemm.planning.sinks`)."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -32,11 +32,12 @@ from oocgemm.kernels.selection import (
     topk_launch,
     topk_options,
 )
-from oocgemm.planning import GemmProblem, Operation, Plan, Region, Tier
+from oocgemm.planning import Operation, Plan, Region, Tier
 from oocgemm.planning.expansion import scale_bytes
 from oocgemm.planning.schedule.selecting import mirrored_columns
 from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
+from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
 from oocgemm.planning.tiling import length
 
 
@@ -85,7 +86,7 @@ class Selector(Scaled):
 
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
         super().use(finishing, address, stream, measurer)
-        size = self._problem.m * self._problem.topk * self._problem.itemsizes["C"]
+        size = self._problem.m * self._problem.sink.per_row * self._problem.itemsizes["C"]
         kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0), 0, 0))
         cuda_calls.make(cuda_calls.fill(kept, size, stream, NONE))
         stream.synchronize()
@@ -93,11 +94,13 @@ class Selector(Scaled):
     def finish(self, op: Operation) -> None:
         """Launch the kernels for the strip of a Finish."""
         problem, rows, elements = self._problem, length(op.m), self._changed(op)
-        columns = length(mirrored_columns(op.m, op.n)) if problem.gram else 0
+        sink = problem.sink
+        assert isinstance(sink, Largest)
+        columns = length(mirrored_columns(op.m, op.n)) if problem.b.shares else 0
         strip = rows, length(op.n), op.m[0], op.n[0]
-        launches = [(self._kernel, topk_launch(problem, rows), (problem.topk, int(problem.excludes_self)))]
+        launches = [(self._kernel, topk_launch(problem, rows), (sink.topk, int(sink.excludes_self)))]
         if columns:
-            launches.append((self._of_columns, columns_launch(problem, columns), (columns, problem.topk)))
+            launches.append((self._of_columns, columns_launch(problem, columns), (columns, sink.topk)))
         for (kernel, how, more), kept in zip(launches, op.writes, strict=True):
             kernel(
                 how,
@@ -116,14 +119,15 @@ class Sifter(Scaled):
     def finish(self, op: Operation) -> None:
         """Launch the kernel for the strip of a Finish."""
         problem, rows, to = self._problem, length(op.m), self._address(op.writes[0])
-        room = found_layout(problem, rows, length(op.n))
-        numbers = rows, length(op.n), op.m[0], op.n[0], problem.excludes_self
+        sink, room = problem.sink, found_layout(problem, rows, length(op.n))
+        assert isinstance(sink, AtLeast)
+        numbers = rows, length(op.n), op.m[0], op.n[0], sink.excludes_self
         cuda_calls.make(cuda_calls.fill(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
         self._kernel(
             threshold_launch(rows),
             ctypes.c_void_p(self._changed(op)),
             *map(ctypes.c_longlong, numbers),
-            ctypes.c_double(problem.threshold),
+            ctypes.c_double(sink.threshold),
             *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
         )
 
@@ -163,7 +167,7 @@ def _copied(ring: Ring, address: int, array: Array) -> Work:
 
 
 class Reducer(Scaled):
-    """The kernel of the Finish operations of one product of which rows are reduced (`reduction`)."""
+    """The kernel of the Finish operations of one product of which rows are reduced."""
 
     def _load(self, kernels: Kernels) -> Callable[..., None]:
         return kernels.plain("reduce", "reduce", reduce_options(self._problem))
@@ -193,10 +197,11 @@ class Applier(Scaled):
 AnyFinisher = Finisher | Selector | Sifter | Reducer | Applier
 
 
-def finisher_of(problem: GemmProblem) -> type[AnyFinisher]:
-    """Return the class for the Finish operations of a product."""
-    if problem.reduction:
-        return Reducer
-    if problem.applied:
-        return Applier
-    return Sifter if problem.sparse else Selector if problem.topk else Finisher
+# The class for the Finish operations of a product, by its sink.
+FINISHERS: dict[type[Sink], type[AnyFinisher]] = {
+    Stored: Finisher,
+    Largest: Selector,
+    AtLeast: Sifter,
+    Reduced: Reducer,
+    Applied: Applier,
+}

@@ -40,7 +40,7 @@ from oocgemm.backends.cuda.host_memory import HostMemory
 from oocgemm.backends.cuda.loading import Loading
 from oocgemm.backends.cuda.multiplier import Multiplier
 from oocgemm.backends.cuda.peers import Places, connected
-from oocgemm.backends.cuda.selector import AnyFinisher, Sifter, finisher_of
+from oocgemm.backends.cuda.selector import FINISHERS, AnyFinisher, Sifter
 from oocgemm.backends.cuda.turner import Turner
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
@@ -96,7 +96,9 @@ class CudaSession:
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
                 self.checksums, self.strip_sums = sums.opened(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
-                    self._finisher = finisher_of(self._problem)(plan, self._multiplier.kernels, self._address)
+                    self._finisher = FINISHERS[type(self._problem.sink)](
+                        plan, self._multiplier.kernels, self._address
+                    )
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
                 self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)
                 self._clock = self._warm.clock
@@ -125,7 +127,8 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
-        m = min(m, plan.slots.strip) if plan.problem.gram else m  # a staircase has less room than m x n
+        if plan.problem.cover.square:
+            m = min(m, plan.slots.strip)  # a staircase has less room than m x n
         used = ("A", plan.problem.operands[-1], "P" if self._expander else "C", "C")
         slots = [Region(Slot(Tier.DEVICE, x, 0, self._number), 0, 1) for x in used]
         (a, b), c = self._addresses(slots), self._address(slots[-1])

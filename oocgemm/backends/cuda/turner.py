@@ -40,8 +40,8 @@ class Turner:
         blocks are completed on one of `streams`, by name.
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
-        self._size, self._upper = problem.itemsizes["C"], problem.gram == "upper"
-        self._completes = bool(problem.gram) and plan.setting.streams_c and not problem.selects
+        self._size, self._upper = problem.itemsizes["C"], problem.cover.name == "upper"
+        self._completes = problem.cover.square and plan.setting.streams_c and problem.sink.stores_c
         if self._completes:
             options = turn_options(problem)
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))
@@ -116,7 +116,7 @@ def turn_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernels."""
     return (
         f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
-        f"-DOOC_UPPER={int(problem.gram == 'upper')}",
+        f"-DOOC_UPPER={int(problem.cover.name == 'upper')}",
         f"-DOOC_MIRROR={int(not problem.triangle)}",
     )
 

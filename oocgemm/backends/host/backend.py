@@ -30,17 +30,15 @@ from oocgemm.backends.base import (
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm, syrk
-from oocgemm.backends.host.epilogue import reduce_rows, run_chain
+from oocgemm.backends.host.epilogue import run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
-from oocgemm.backends.host.selection import select
+from oocgemm.backends.host.sinks import KEEPERS, Keeper
 from oocgemm.backends.integers import finish
 from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets
-from oocgemm.planning.schedule.selecting import mirrored_columns
 from oocgemm.planning.schedule.slots import slot_of
-from oocgemm.planning.selection import NONE
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.memory import RECENT, allocate, available_memory
 
@@ -65,6 +63,7 @@ class HostSession:
         self._in_place: Mapping[str, Array] = {}
         self._finishing = Finishing()
         self._factor: Array | None = None
+        self._keeper: Keeper | None = None
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
         # Multiply and Finish share the workspace. They never run at the same time, because one thread runs
@@ -115,10 +114,6 @@ class HostSession:
     def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
         assert not transforms  # operands are transformed when they are read
         self._finishing = finishing
-        if topk := self._problem.topk:
-            slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(self._problem.c_dtype)
-            self._kept = self._view(self._offsets[slot], (self._problem.m, topk), dtype)
-            self._kept.view(np.uint8)[...] = NONE
 
     def use_factor(self, factor: Array) -> None:
         self._factor = factor
@@ -131,7 +126,7 @@ class HostSession:
 
     def close(self, failed: bool = False) -> None:
         del self._arena, self._work
-        self._in_place, self._factor = {}, None
+        self._in_place, self._factor, self._keeper = {}, None, None
 
     def pin(self, host: Sequence[Array]) -> None:
         pass
@@ -189,9 +184,9 @@ class HostSession:
         if self._factor is not None:
             # Op.C is not needed: chained products are real.
             adjoint = Op.N if problem.trans_a.swaps else Op.T
-            gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.chained], 1.0, b[:, : problem.chained])
+            gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.b.updated], 1.0, b[:, : problem.b.updated])
         if problem.halves_diagonal and op.tile[0] == op.tile[1]:
-            upper = problem.gram == "upper"
+            upper = problem.cover.name == "upper"
             square = slice(0, m) if upper else slice(c.shape[1] - m, None)
             rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
             syrk(problem.trans_a, alpha.real, a, beta.real, c[:, square], upper=upper)
@@ -241,10 +236,14 @@ class HostSession:
 
     def _finish(self, op: Operation) -> None:
         accumulator, problem = self._rows(op, op.reads[0]), self._problem
-        if problem.kept:
+        if problem.sink.per_row:
             if problem.epilogue:
                 self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
-            self._keep(op, accumulator)
+            if self._keeper is None:
+                slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(problem.c_dtype)
+                kept = self._view(self._offsets[slot], (problem.m, problem.sink.per_row), dtype)
+                self._keeper = KEEPERS[type(problem.sink)](problem, kept, self._finishing, self._factor)
+            self._keeper.keep(op, accumulator)
             return
         finished = self._rows(op, op.writes[0])
         alpha, beta = problem.applied_alpha.real, problem.beta.real
@@ -265,27 +264,6 @@ class HostSession:
         ]
         reads = self._problem.reads_c
         run_chain(self._problem.epilogue, numbers, sums, scalars, result, reads=reads)
-
-    def _keep(self, op: Operation, strip: Array) -> None:
-        """Update what is kept of the rows of a strip, or begin with it."""
-        problem = self._problem
-        if problem.topk:
-            self._select(op, strip)
-            return
-        kept = self._rows(op._replace(n=(0, problem.kept)), op.writes[0])
-        if problem.reduction:
-            reduce_rows(problem.reduction, strip, kept[:, 0], begins=op.first)
-        else:
-            assert self._factor is not None
-            gemm(Op.N, Op.N, 1.0, strip, self._factor[slice(*op.n)], 0.0 if op.first else 1.0, kept)
-
-    def _select(self, op: Operation, strip: Array) -> None:
-        """Update the selected elements of the rows of a strip, and of its columns that are mirrored."""
-        cols = mirrored_columns(op.m, op.n) if self._problem.gram else (0, 0)
-        for (m, n), block in (((op.m, op.n), strip), ((cols, op.m), strip[:, : length(cols)].T)):
-            if length(m):
-                at, excludes_self = (m[0], n[0]), self._problem.excludes_self
-                select(self._kept[slice(*m)], block, self._finishing.scales, at, excludes_self)
 
 
 class HostBackend:

@@ -124,7 +124,7 @@ class Checks:
 
     def ended(self, operation: Operation) -> None:
         """Check the strip of a Finish that has ended on a GPU, if no Write of the strip follows."""
-        selects = self._early and self._problem.selects
+        selects = self._early and not self._problem.sink.stores_c
         if selects and operation.kind is Kind.FINISH and self._session.strip_sums is not None:
             self._check_sums(operation)
 
@@ -183,7 +183,7 @@ class Checks:
         else:
             found = self._sums.of_strip(operation, self._session.view(operation, operation.reads[0]))
         self._check(operation, self._sums.expected(operation, *found), None)
-        if self.failed and self._problem.selects:
+        if self.failed and not self._problem.sink.stores_c:
             self.raise_first_failure("")
 
     def _check(self, operation: Operation, sums: StripSums, columns: Sequence[Array] | None) -> None:

@@ -159,7 +159,7 @@ class HostSums:
         self._problem = problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
         # The checksums of a panel of a Gram matrix serve in both roles. So rows and columns have equal signs.
-        self._signs = signs(seed, 0, problem.m), signs(seed, int(not problem.gram), problem.n)
+        self._signs = signs(seed, 0, problem.m), signs(seed, int(not problem.b.shares), problem.n)
         self._panels: dict[Slot, BlockSums] = {}
         self._tiles: dict[Tile, TileSums] = {}
         self._checking = threading.Lock()
@@ -204,7 +204,7 @@ class HostSums:
             tile = self._tile(operation.tile)
             rows, cols = self._blocks(tile, operation)
             # op(B) of a Gram matrix is the conjugate transpose of op(A).
-            right = b.sums[cols].conj() if self._problem.gram else b.sums[cols]
+            right = b.sums[cols].conj() if self._problem.b.shares else b.sums[cols]
             with np.errstate(all="ignore"):
                 add_product(tile.product[rows, cols], a.sums[rows], right)
                 tile.norm[rows, cols] += np.outer(a.norms[rows], b.norms[cols])
@@ -305,7 +305,8 @@ class HostSums:
         if tile not in self._tiles:
             height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
             strip = self._plan.slots.strip
-            rows, cols = borders(height, strip), borders(width, strip if self._problem.gram else width)
+            across = strip if self._problem.cover.square else width
+            rows, cols = borders(height, strip), borders(width, across)
             shape = len(rows) - 1, len(cols) - 1
             nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]

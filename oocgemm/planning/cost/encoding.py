@@ -127,7 +127,8 @@ def with_encoding(setting: Setting, codec: str) -> Layouts:
     """
     layouts, problem = setting.layouts, setting.problem
     c, size = layouts.c, problem.elements * problem.itemsizes["C"]
-    apart = problem.gram or problem.checked or problem.selects or problem.reads_c or problem.chained
+    apart = problem.cover.square or bool(problem.checked) or not problem.sink.stores_c
+    apart = apart or problem.reads_c or problem.b.updated > 0
     if codec not in COMPRESSORS or apart or setting.machine.unified or size < MIN_BYTES:
         return layouts
     if not c.writing.free and Division.of(codec, c.writing.chunk, problem.itemsizes["C"]) is None:

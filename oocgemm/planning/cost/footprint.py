@@ -102,7 +102,7 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
     sizes = problem.itemsizes
     strip = min(strip, m)
     elements = m * n
-    if problem.gram and m == problem.m:
+    if problem.cover.square and m == problem.m:
         elements = TileGrid.of(problem, tile, strip=strip).elements((0, 0)) if m else 0
     return {
         ("device", "A"): round_up(m * k * sizes["A"], DEVICE_ALIGNMENT),
@@ -120,9 +120,9 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
 
 def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
     """Return the bytes of a slot for a finished strip of `strip` rows and n columns, or for what is kept."""
-    if problem.sparse:
+    if problem.sink.bounded:
         return found_layout(problem, strip, n).end
-    elements = problem.m * problem.kept if problem.kept else strip * n
+    elements = problem.m * problem.sink.per_row if problem.sink.per_row else strip * n
     return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 
@@ -150,7 +150,7 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     if tile is not None:
         writing = max(writing, layouts.c.write_scratch)
     keeps = setting.keeps_outside
-    if keeps or (setting.problem.gram == "full" and not setting.streams_c):
+    if keeps or (setting.problem.cover.mirrored and not setting.streams_c):
         # A thread transposes a part of a strip before it writes the part a second time, or reads old elements
         # of a part before it writes the part.
         part = prod(layouts.c.writing.chunk) * setting.problem.itemsizes["C"]
@@ -236,7 +236,7 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
 
 def whole(problem: GemmProblem) -> Coverage:
     """Return the coverage of all of C, or of the triangle of a Gram matrix."""
-    return Coverage(problem.m, 0 if problem.gram else problem.n, problem.elements)
+    return Coverage(problem.m, 0 if problem.b.shares else problem.n, problem.elements)
 
 
 def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
@@ -262,7 +262,7 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     elements = max(1, memory // narrowest)
     once = required_bytes(problem, part)["h2d"]
     products = min(part.elements, problem.elements) * problem.depth
-    streaming = (sqrt(2) if problem.gram else 2) * products / sqrt(elements) - 2 * elements
+    streaming = (sqrt(2) if problem.b.shares else 2) * products / sqrt(elements) - 2 * elements
     if not problem.reads_c:
         streaming -= part.elements
     return max(once, int(streaming * narrowest))
@@ -278,7 +278,7 @@ def required_bytes(
     part = part or whole(problem)
     sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
     # How many elements of a sparse C are kept is not known.
-    c_bytes = 0 if problem.sparse else problem.stored(part.rows, part.elements) * sizes["C"]
+    c_bytes = 0 if problem.sink.bounded else problem.sink.count(part.rows, part.elements) * sizes["C"]
     up = (
         part.rows * problem.depth * sizes["A"]
         + problem.depth * part.cols * sizes["B"]

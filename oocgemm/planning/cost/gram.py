@@ -35,7 +35,7 @@ def predict(
     The loads of panels are counted if that takes little time, and otherwise estimated. With `rough`, they are
     always estimated.
     """
-    if not setting.problem.gram:
+    if not setting.problem.cover.square:
         return clock.predict(setting, candidate, prices)
     grid = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip)
     if 0 in grid.shape:
@@ -147,12 +147,12 @@ class _Formulas:
         busy[lane] = read * reading + held * prices.faults("A", self._side, depth)
         busy["h2d"] = uploads * uploading
         strip, strips = min(slots.strip, self._side), self._strips()
-        if problem.selects:
+        if not problem.sink.stores_c:
             busy["compute"] += strips * prices.finish(strip, self._side)
         streams_c = slots.streams("C")
         down, writing = prices.download(strip, self._side), prices.write(strip, self._side)
         # Off the diagonal, a whole Gram matrix is stored twice.
-        twice = 2 if problem.gram == "full" else 1
+        twice = 2 if problem.cover.mirrored else 1
         downs = strips * twice if streams_c else strips
         out = "encode" if layouts.c.writing.encodes else "write"
         busy[out] = 0.0 if streams_c else strips * twice * writing
@@ -179,11 +179,11 @@ class _Formulas:
             # Those that pass through the ring have drained when the host has copied them, which is later.
             waiting = self._side / strip * draining - (0 if streams_c else 2 * slots.turn_steps * step)
             # Elements that are selected are in other slots when the next tile begins.
-            tiles = grid.count - 1 if slots.c == 1 and not problem.selects else 0
+            tiles = grid.count - 1 if slots.c == 1 and problem.sink.stores_c else 0
             bubbles = tiles * max(0.0, waiting) + self._first_waits(max(reading, uploading), depth)
             total = start + max(*busy.values(), busy["compute"] + busy["prepare"] + bubbles, staged)
             # Of the largest elements of rows, those of a tile row are downloaded together.
-            total += (grid.shape[0] if problem.kept else downs) * STREAMED_STRIP if streams_c else 0.0
+            total += (grid.shape[0] if problem.sink.per_row else downs) * STREAMED_STRIP if streams_c else 0.0
         return Prediction(busy, start, bubbles, tail, total + tail, total + tail)
 
     def _staircase(self, rows: int, depth: int) -> float:

@@ -108,9 +108,7 @@ class Prices:
     def finish(self, rows: int, cols: int) -> float:
         """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
         problem, machine = self.setting.problem, self.setting.machine
-        searched = rows * cols * self._sizes["acc"] if problem.selects else 0
-        if problem.gram and problem.topk:
-            searched *= 2  # the rows of a strip, then its columns
+        searched = problem.sink.searched(rows * cols, twice=problem.b.shares) * self._sizes["acc"]
         return machine.step_latency + searched / machine.select
 
     def download(self, rows: int, cols: int) -> float:
@@ -170,8 +168,8 @@ class Prices:
 
     def _stored_bytes(self, rows: int, cols: int) -> float:
         problem = self.setting.problem
-        stored = problem.stored(rows, rows * cols) * self._sizes["C"]
-        return stored * cols / max(1, problem.n) if problem.kept else stored
+        stored = problem.sink.count(rows, rows * cols) * self._sizes["C"]
+        return stored * cols / max(1, problem.n) if problem.sink.per_row else stored
 
     def _read_rate(self, operand: str, block: Shape) -> float:
         setting, (layout, whole) = self.setting, self._whole[operand]

@@ -40,7 +40,7 @@ def duration(operation: Operation, setting: Setting) -> float:
 def _seconds(operation: Operation, prices: Prices) -> float:
     rows, cols = map(length, operation.block)
     k, seconds = length(operation.k), 0.0
-    if prices.setting.problem.kept and operation.kind in (Kind.DOWNLOAD, Kind.WRITE):
+    if prices.setting.problem.sink.per_row and operation.kind in (Kind.DOWNLOAD, Kind.WRITE):
         cols = prices.setting.problem.n  # the selected elements of whole rows
     match operation.kind:
         case Kind.READ:

@@ -83,7 +83,8 @@ class Streams:
         self.prices, self.slots = prices, slots
         self.issue, self.shares_cores = machine.issue, machine.shares_cores
         self.wake = 0.0 if setting.enqueues else machine.issue
-        self.finishes, self.reads_c, self.selects = problem.finishes, problem.reads_c, problem.kept > 0
+        self.finishes, self.reads_c = problem.finishes, problem.reads_c
+        self.selects = problem.sink.per_row > 0
         lanes = ["decode" if x.decode_bytes else "read" for x in (layouts.a, layouts.b, layouts.c)]
         host_a, host_b = (0, 0) if slots.unified else (slots.host_a, slots.host_b)
         self.panels = Panels(slots.a, host_a, lanes[0]), Panels(slots.b, host_b, lanes[1])

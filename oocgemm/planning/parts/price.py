@@ -13,6 +13,7 @@ from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
+from oocgemm.planning.sinks import Stored
 from oocgemm.planning.tiling import ceil_div, length
 
 
@@ -55,7 +56,7 @@ def slice_problem(problem: GemmProblem) -> GemmProblem:
 
     alpha and beta are applied when the slices are added.
     """
-    return replace(problem, c_dtype=problem.acc_dtype, alpha=1.0, beta=0.0)
+    return replace(problem, sink=Stored(problem.acc_dtype))
 
 
 def slice_setting(plan: Plan) -> Setting:

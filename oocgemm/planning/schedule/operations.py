@@ -18,9 +18,9 @@ The last steps of a tile run strip by strip: one strip (a block of rows of the t
 while the next strip is multiplied. With only one accumulator, the first steps of the next tile also run strip
 by strip, into strips that have been downloaded.
 
-For a Gram matrix (`GemmProblem.gram`), B(p,j) is the panel of A that belongs to tile row j, in the same
-slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because its
-strips differ in width (`TileGrid`).
+Where B is A^H (`oocgemm.planning.problem.Same`), B(p,j) is the panel of A that belongs to tile row j, in the
+same slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because
+its strips differ in width (`TileGrid`).
 
 If two products are chained (`GemmProblem.chained`), each Multiply also changes its panel of B. C is then one
 tile of one strip, so that this happens once for each panel.
@@ -36,6 +36,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from oocgemm.planning.cover import WHOLE
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Kind, Operation
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
@@ -77,7 +78,7 @@ class Schedule:
         take the next group.
         """
         strips_done = prepared = 0
-        selecting = self._selecting() if self.problem.kept else None
+        selecting = self._selecting() if self.problem.sink.per_row else None
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
@@ -122,7 +123,7 @@ class Schedule:
                 yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
         for step, a, b in group:
             yield from self._load_panel("A", tile, step, a)
-            if not self.problem.gram:
+            if not self.problem.b.shares:
                 yield from self._load_panel("B", tile, step, b)
             elif tile[0] != tile[1]:
                 yield from self._load_panel("A", tile, step, b, line=tile[1])
@@ -192,25 +193,25 @@ class Schedule:
     def elements(self) -> int:
         """Elements of C in the tiles of the schedule."""
         down, across = self.grid.shape
-        if len(self.tiles) == down * across and not self.grid.gram:
+        if len(self.tiles) == down * across and self.grid.cover == WHOLE:
             return self.grid.m * self.grid.n
         return sum(map(self.grid.elements, self.tiles))
 
     @property
     def elements_stored(self) -> int:
         """Elements that the device returns: those of C, or those that are selected of its rows."""
-        return self.problem.stored(self.grid.m, self.elements)
+        return self.problem.sink.count(self.grid.m, self.elements)
 
     @property
     def elements_written(self) -> int:
         """Elements of C that the schedule writes. Mirrored elements count twice."""
-        if self.problem.selects:
+        if not self.problem.sink.stores_c:
             return self.elements_stored
-        return sum(map(self.grid.written, self.tiles)) if self.grid.gram == "full" else self.elements
+        return sum(map(self.grid.written, self.tiles)) if self.grid.cover.mirrored else self.elements
 
     def _placing(self) -> Placing:
         given = self.tiles, self.grid.steps, self.slots, self.last
-        return LinePlacing(*given) if self.problem.gram else Placing(*given, ends=self.ends)
+        return LinePlacing(*given) if self.problem.b.shares else Placing(*given, ends=self.ends)
 
     def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])
@@ -287,7 +288,7 @@ class Schedule:
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         sums = self._sums(c_slot, tile, rows)
-        if self.problem.chained and inputs:
+        if self.problem.b.updated and inputs:
             sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
         return Operation(
             *(Kind.MULTIPLY, "C", tile, step),
@@ -374,7 +375,7 @@ class Schedule:
         n = self.grid.span(tile, rows)
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c), self.device), 0, elements)
-        return n, self.problem.stored(length(rows), elements) * self.problem.itemsizes["C"], host
+        return n, self.problem.sink.count(length(rows), elements) * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.

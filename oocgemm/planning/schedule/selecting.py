@@ -1,4 +1,4 @@
-"""The end of a tile of which only the largest elements of each row are kept (`GemmProblem.kept`).
+"""The end of a tile of which only the largest elements of each row are kept (`Sink.per_row`).
 
 The device keeps the largest elements so far of every row of C in one slot, D. The Finish of a tile updates
 the rows of this tile. When the last tile of a tile row has been finished, the elements of its rows are
@@ -29,7 +29,7 @@ class Selecting:
         self._begun: set[int] = set()  # tile rows of which a tile has been finished
         # The position of the last tile with elements of a tile row of a Gram matrix, which may be mirrored.
         self._last: dict[int, int] = {}
-        if problem.gram:
+        if problem.b.shares:
             self._last = {line: position for position, tile in enumerate(tiles) for line in tile}
 
     def operations(
@@ -39,11 +39,11 @@ class Selecting:
 
         `strips` are all strips of the tile: their rows and their elements in the accumulator.
         """
-        first = tile[0] not in self._begun and not self._problem.gram
+        first = tile[0] not in self._begun and not self._problem.b.shares
         self._begun.add(tile[0])
         for rows, elements in strips:
             yield self._finish(tile, rows, elements, first=first)
-        if self._problem.gram:
+        if self._problem.b.shares:
             for line in dict.fromkeys(tile):
                 if self._last[line] == position:
                     yield self._leave((line, line), self._grid.rows(line))
@@ -54,7 +54,7 @@ class Selecting:
     def _finish(self, tile: Tile, rows: Range, elements: Region, *, first: bool) -> Operation:
         """Return the operation that updates what is kept of the rows of a strip, and of its columns."""
         cols, step = self._grid.span(tile, rows), self._grid.steps - 1
-        lines = [rows, mirrored_columns(rows, cols)] if self._problem.gram else [rows]
+        lines = [rows, mirrored_columns(rows, cols)] if self._problem.b.shares else [rows]
         kept = tuple(self._kept(each) for each in lines if length(each))
         reads = (elements,) if first else (elements, *kept)
         return Operation(
@@ -64,13 +64,13 @@ class Selecting:
     def _leave(self, tile: Tile, rows: Range) -> Operation:
         """Return the operation that copies what is kept of some rows of C from the device."""
         kind = Kind.WRITE if self._slots.unified else Kind.DOWNLOAD
-        selected: Range = (0, self._problem.kept)
-        size = length(rows) * self._problem.kept * self._problem.itemsizes["C"]
+        selected: Range = (0, self._problem.sink.per_row)
+        size = length(rows) * self._problem.sink.per_row * self._problem.itemsizes["C"]
         where = kind, "C", tile, self._grid.steps - 1, (self._kept(rows),), ()
         return Operation(*where, rows, selected, bytes=size, device=self._device)
 
     def _kept(self, rows: Range) -> Region:
-        count = self._problem.kept
+        count = self._problem.sink.per_row
         return Region(slot_of(Tier.DEVICE, "D", 0, self._device), rows[0] * count, rows[1] * count)
 
 

@@ -35,7 +35,7 @@ def candidates(prices: Prices, tile: TileShape | None, io_threads: int) -> Itera
     problem, machine = setting.problem, setting.machine
     if tile is None and needs_no_memory(setting):
         tile = in_place_tile(setting)
-    if problem.chained:
+    if problem.b.updated:
         for shape in [tile] if tile else chained_shapes(setting):
             if found := list(slot_counts(prices, shape, 1, io_threads)):
                 yield from found
@@ -99,7 +99,7 @@ def in_place_tile(setting: Setting) -> TileShape:
 def min_tile(setting: Setting) -> TileShape:
     """Return the smallest tile shape that the planner uses: 16 x 16 x 16, rounded up to whole chunks of C."""
     problem, unit = setting.problem, setting.layouts.c.writing.chunk
-    if problem.chained:
+    if problem.b.updated:
         return smallest_shape(problem)
     return TileShape(
         max(1, min(problem.m, round_up(16, unit[0]))),

@@ -144,7 +144,7 @@ def resumed_plan(
     slots = candidate.slots
     if not slots.unified and not problem.checked:
         # A Gram matrix has no slots for B, which is the same array as A.
-        a, b = slots.streams("A"), slots.streams("A" if problem.gram else "B")
+        a, b = slots.streams("A"), slots.streams(problem.operands[-1])
         layouts = layouts.cached_as(a and not layouts.a.in_memory, b and not layouts.b.in_memory)
     # The last steps of a tile run strip by strip, so that the panels of all these steps are needed together.
     together = max(2, slots.last_steps)
@@ -181,7 +181,7 @@ def _enumerated(setting: Setting, tile: TileShape | None) -> tuple[Prices, Seque
     """Return the prices and all candidates with their lower bounds, for searches of any effort."""
     if tile is not None:
         check_tile(setting, tile)
-    prices, gram = Prices(setting), bool(setting.problem.gram)
+    prices, gram = Prices(setting), setting.problem.cover.square
     enumerated = gram_candidates if gram else candidates
     for threads in (io_threads(setting), 1):  # one I/O thread needs the least temporary memory
         found = list(enumerated(prices, tile, threads))
@@ -193,7 +193,7 @@ def _enumerated(setting: Setting, tile: TileShape | None) -> tuple[Prices, Seque
 @lru_cache(64)
 def _planned(setting: Setting, tile: TileShape | None, effort: float = 1.0) -> Plan:
     prices, found = _enumerated(setting, tile)
-    fixed = setting.problem.gram or setting.problem.chained
+    fixed = setting.problem.cover.square or setting.problem.b.updated
     search = _Search(prices, effort)
     search.run_best(found)
     if effort and tile is None and not fixed and 0 not in (setting.problem.m, setting.problem.n):

@@ -22,12 +22,12 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     problem = setting.problem
     if min(tile.m, tile.n, tile.k) < 1:
         raise InputError(f"tile {tile} has an extent below 1: write MxNxK, such as 4096x4096x512")
-    if problem.gram and tile.m != tile.n:
+    if problem.cover.square and tile.m != tile.n:
         raise InputError(
             f"tile {tile} is not square, as the tiles of a Gram matrix must be: write MxMxK, such as "
             f"{tile.m}x{tile.m}x{tile.k}"
         )
-    if problem.chained and (tile.m, tile.n) != (problem.m, problem.n):
+    if problem.b.updated and (tile.m, tile.n) != (problem.m, problem.n):
         raise InputError(
             f"tile {tile} divides C, but chained products need one tile: write {problem.m}x{problem.n}xK"
         )
@@ -37,14 +37,15 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
             f"{MAX_INT32_DEPTH}: make k at most {MAX_INT32_DEPTH}"
         )
     chunk = setting.layouts.c.writing.chunk
-    if problem.gram:
+    if problem.cover.square:
         chunk = (lcm(*chunk), lcm(*chunk))
     for name, extent, nominal, unit in (
         ("m", problem.m, tile.m, chunk[0]),
         ("n", problem.n, tile.n, chunk[1]),
     ):
         if nominal < extent and nominal % unit:
-            names, of_c = ("m and n", setting.layouts.c.writing.chunk) if problem.gram else (name, chunk)
+            square = problem.cover.square
+            names, of_c = ("m and n", setting.layouts.c.writing.chunk) if square else (name, chunk)
             multiple = f"a multiple of {unit}, or " if unit < extent else ""
             raise InputError(
                 f"tile {tile}: {name} = {nominal} would make two tiles write to one chunk of C, which has "

@@ -76,8 +76,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    if problem.kept:
-        memory -= problem.stored(m, 0) * problem.itemsizes["C"] + scale_bytes(problem)
+    if problem.sink.per_row:
+        memory -= problem.sink.count(m, 0) * problem.itemsizes["C"] + scale_bytes(problem)
         memory -= factor_bytes(problem) + epilogue_bytes(problem)
     # Tiles with fewer rows would use less than 1/16 of the device memory. They are not tried, since larger
     # tiles load fewer bytes.

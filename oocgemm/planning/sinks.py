@@ -1,0 +1,200 @@
+"""What becomes of the finished tiles of C: the sinks of a product.
+
+A tile is finished when all of its steps have been added. Then its sink stores it, or makes something smaller
+of it. Every sink is a class of its own. Planning, engine and journal ask a sink what they need to know, and
+never which one it is.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from oocgemm.planning.epilogue import Step
+
+# The dtype of selected elements, by the accumulator's dtype.
+SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
+
+# Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
+SPARSE = 64
+
+
+@dataclass(frozen=True)
+class Sink:
+    """What becomes of finished tiles. `dtype` is that of the elements which are stored.
+
+    The steps of the `epilogue` change each element of C before it is stored, selected or used in another way
+    (`oocgemm.planning.epilogue`). A sink that is not `Stored` leaves C as ``op(A) @ op(B)``, so that alpha =
+    1 and beta = 0.
+
+    Class attributes, as they are for a sink that does not store C:
+
+    - `name`: the sink's name in records, such as journals.
+    - `stores_c`: whether the elements of C are stored. If they are not, they never leave the device, and a
+      finished tile cannot be computed again: its elements have been merged with those of other tiles.
+    - `bounded`: whether the number of elements that are stored is only known when the run has ended. It is at
+      most the number of elements of C.
+    - `scaled`: whether row i and column j of C are first multiplied by s[i] and s[j], for a vector s, and
+      clipped to [-1, 1].
+    - `begins_with_zeros`: whether the array in which results are stored needs zeros before the run.
+    """
+
+    dtype: str
+    epilogue: tuple[Step, ...] = ()
+
+    name: ClassVar[str]
+    stores_c: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
+    begins_with_zeros: ClassVar[bool] = False
+
+    @property
+    def alpha(self) -> complex:
+        """The factor of the product."""
+        return 1.0
+
+    @property
+    def beta(self) -> complex:
+        """The factor of the old C."""
+        return 0.0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows and columns of C are multiplied by the numbers of a vector."""
+        return False
+
+    @property
+    def per_row(self) -> int:
+        """How many elements are kept for each row of C, and updated by each tile; 0 if none are.
+
+        The device keeps those of all rows in one slot. When the last tile with elements of a row has been
+        finished, they are stored.
+        """
+        return 0
+
+    @property
+    def vector_elements(self) -> int:
+        """Elements of the matrix on the device with which each strip is multiplied, per column of C."""
+        return 0
+
+    def count(self, rows: int, elements: int) -> int:
+        """Count the elements that are stored of `rows` rows of C, which have `elements` elements."""
+        return rows * self.per_row
+
+    def searched(self, elements: int, *, twice: bool) -> int:
+        """Count the elements of the accumulator that a Finish searches, of a strip with `elements` elements.
+
+        With `twice`, those of a triangle are also elements of the rows with the numbers of their columns.
+        """
+        return elements
+
+    @property
+    def merges(self) -> bool:
+        """Whether a step of the epilogue reads a further matrix, D."""
+        return any(step.merges for step in self.epilogue)
+
+    def record(self) -> dict[str, Any]:
+        """Return the sink as plain data for records. The scalars alpha and beta are always there."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["c_dtype"] = given.pop("dtype")
+        return {"sink": self.name, "alpha": self.alpha, "beta": self.beta} | given
+
+
+@dataclass(frozen=True)
+class Stored(Sink):
+    """C itself is stored: ``alpha * op(A) @ op(B) + beta * C``, changed by the epilogue."""
+
+    alpha: complex = 1.0
+    beta: complex = 0.0
+
+    name = "stored"
+    stores_c = True
+
+    def count(self, rows: int, elements: int) -> int:
+        """Count all of them."""
+        return elements
+
+    def searched(self, elements: int, *, twice: bool) -> int:
+        """Return 0: none is searched."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Selected(Sink):
+    """Some elements of C are stored, as scores with the indices of their columns (`SELECTED`).
+
+    With `excludes_self`, the elements on C's diagonal are left out.
+    """
+
+    scaled: bool = False
+    excludes_self: bool = False
+
+
+@dataclass(frozen=True)
+class Largest(Selected):
+    """The `topk` largest elements of each row of C."""
+
+    topk: int = 1
+
+    name = "largest"
+
+    @property
+    def per_row(self) -> int:
+        """The number of elements of a row: `topk`."""
+        return self.topk
+
+    def searched(self, elements: int, *, twice: bool) -> int:
+        """Count the elements of the rows of a strip, then those of its columns."""
+        return 2 * elements if twice else elements
+
+
+@dataclass(frozen=True)
+class AtLeast(Selected):
+    """The elements of C that are at least `threshold`. With `absolute`, their magnitudes are compared."""
+
+    threshold: float = 0.0
+    absolute: bool = False
+
+    name = "at least"
+    bounded = True
+
+    def count(self, rows: int, elements: int) -> int:
+        """Estimate their number: it depends on the elements."""
+        return elements // SPARSE
+
+
+@dataclass(frozen=True)
+class Reduced(Sink):
+    """Of each row of C one number: the sum, the sum of squares or the largest of its elements.
+
+    `reduction` is one of `oocgemm.planning.epilogue.REDUCTIONS`.
+    """
+
+    reduction: str = "sum"
+
+    name = "reduced"
+    begins_with_zeros = True
+
+    @property
+    def per_row(self) -> int:
+        """One number."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Applied(Sink):
+    """C is multiplied by a matrix V, n x `applied`."""
+
+    applied: int = 1
+
+    name = "applied"
+
+    @property
+    def per_row(self) -> int:
+        """The columns of the product with V."""
+        return self.applied
+
+    @property
+    def vector_elements(self) -> int:
+        """The columns of V."""
+        return self.applied
+
+
+SINKS: dict[str, type[Sink]] = {kind.name: kind for kind in (Stored, Largest, AtLeast, Reduced, Applied)}
