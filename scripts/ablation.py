@@ -100,7 +100,7 @@ def grid_setting(case: Case, backend: str) -> Setting:
     accumulator = "int32" if case.dtype == "int8" else DTYPES[case.dtype].accumulator
     size = ITEM_BYTES[case.dtype]
     names = case.dtype, case.dtype, accumulator, case.c_dtype
-    problem = GemmProblem(case.m, case.n, case.k, *names, compute=case.compute)
+    problem = GemmProblem.of(case.m, case.n, case.k, *names, compute=case.compute)
     layouts = Layouts(
         layout(case, case.m, case.k, size),
         layout(case, case.k, case.n, size),
@@ -124,7 +124,7 @@ def settings() -> Iterator[tuple[str, Setting]]:
         for m, n, k, dtype, beta, device, host in large:
             d = DTYPES[dtype]
             names = d.name, d.name, d.accumulator, d.results[0]
-            problem = GemmProblem(m, n, k, *names, 1.0, beta, Op.N, Op.N)
+            problem = GemmProblem.of(m, n, k, *names, 1.0, beta, Op.N, Op.N)
             for kind, on in (("raw", STORED), ("packed", PACKED)):
                 name = f"{backend} {m}x{k}x{n} {dtype} {kind} beta={beta} {device}+{host}"
                 model = default_model(backend, CORES[backend])

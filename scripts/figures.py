@@ -51,7 +51,7 @@ def fenced(show: Callable[[], None]) -> str:
 def plan() -> None:
     """Return the output of `oocgemm plan` for an H200, which this machine need not have."""
     names = "float64", "float64", "float64", "float64"
-    problem, chunks = GemmProblem(32768, 32768, 524288, *names), Chunked((2048, 2048))
+    problem, chunks = GemmProblem.of(32768, 32768, 524288, *names), Chunked((2048, 2048))
     layouts = Layouts(chunks, chunks, new_layout("C.zarr", problem, None, None))
     print_plan(make_plan(problem, Budgets(8 << 30, 24 << 30), default_model("cuda", 16), layouts))
 

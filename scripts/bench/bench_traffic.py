@@ -71,7 +71,7 @@ def machine(kind: str, p: GemmProblem) -> MachineModel:
 
 def problem(m: int, n: int, k: int, dtype: str, beta: float) -> GemmProblem:
     d = DTYPES[dtype]
-    return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.results[0], 1.0, beta, Op.N, Op.N)
+    return GemmProblem.of(m, n, k, d.name, d.name, d.accumulator, d.results[0], 1.0, beta, Op.N, Op.N)
 
 
 @dataclass(frozen=True)

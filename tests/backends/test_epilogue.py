@@ -28,6 +28,7 @@ from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.nvrtc import Nvrtc, resources
+from tests.support.products import product_of
 from tests.support.suite import slow
 from tests.support.unfinished_runs import failing_after
 
@@ -341,7 +342,7 @@ def drawn(step: Step, count: int) -> NDArray[Any]:
 
 
 def chain_problem(accumulated: str, steps: tuple[Step, ...], reduction: str = "") -> GemmProblem:
-    return GemmProblem(
+    return product_of(
         9, 9, 9, *(accumulated, accumulated, accumulated, accumulated), epilogue=steps, reduction=reduction
     )
 

@@ -1,7 +1,6 @@
 """Products of int8 matrices are exact. If a result does not fit its dtype, the run fails."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from oocgemm.planning.integers import EXACT_LIMIT, MAX_FLOAT64_DEPTH, MAX_INT32_
 from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on, staged
 from tests.support.command import command, contents
 from tests.support.problems import Array, applied, stored
+from tests.support.products import changed, product_of
 from tests.support.suite import examples
 
 GENOTYPES = 3  # the number of values that a genotype can have: 0, 1 and 2
@@ -258,7 +258,7 @@ def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
 
 
 def of_int8(m: int, n: int, k: int, acc: str) -> GemmProblem:
-    return GemmProblem(m, n, k, "int8", "int8", acc, "int32")
+    return product_of(m, n, k, "int8", "int8", acc, "int32")
 
 
 def test_a_device_sums_in_int32_what_it_holds() -> None:
@@ -270,8 +270,8 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
         assert (planned.acc_dtype, planned.c_dtype) == (held, "int32")
         assert planned.finishes == (held == "float64")
         # With alpha = 2, sums that fit into int32 may have results that do not.
-        assert replace(planned, alpha=2).finishes
-        assert replace(planned, beta=1).finishes
+        assert changed(planned, alpha=2).finishes
+        assert changed(planned, beta=1).finishes
         assert oocgemm.plan(operand, operand, backend="host", **options).problem.acc_dtype == "float64"
 
 

@@ -17,7 +17,6 @@ from oocgemm.backends.base import Array
 from oocgemm.backends.host.backend import HostBackend
 from oocgemm.planning import (
     Budgets,
-    GemmProblem,
     InMemory,
     Kind,
     Layouts,
@@ -29,6 +28,7 @@ from oocgemm.stores import arrays
 from oocgemm.system.memory import allocate
 from oocgemm.timeline import metrics as figures
 from tests.support.backends_here import needs_gpu, running_on, staged
+from tests.support.products import product_of
 
 
 @pytest.fixture(autouse=True)
@@ -310,7 +310,7 @@ def test_panels_of_pinned_arrays_are_wide() -> None:
     """The link is slower for narrow panels."""
     pageable = InMemory(zero_copy_width=4096)
     pinned, n = replace(pageable, pinned=True), 24576
-    problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
+    problem = product_of(n, n, n, "float64", "float64", "float64", "float64")
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
     through, straight = (make_plan(problem, budgets, cuda, Layouts(x, x, x)) for x in (pageable, pinned))
     assert all(map(straight.is_direct, "ABC"))
@@ -327,7 +327,7 @@ def test_panels_of_pinned_arrays_are_wide() -> None:
 @pytest.mark.parametrize("checked", ["", "device", "host"])
 def test_checked_runs_have_host_slots_for_what_the_host_checks(checked: str) -> None:
     memory = InMemory(zero_copy_width=4096, pinned=True)
-    problem = GemmProblem(8192, 8192, 8192, "float64", "float64", "float64", "float64", checked=checked)
+    problem = product_of(8192, 8192, 8192, "float64", "float64", "float64", "float64", checked=checked)
     plan = make_plan(
         problem, Budgets(1 << 30, 1 << 30), default_model("cuda", 16), Layouts(memory, memory, memory),
         TileShape(4096, 4096, 2048),
@@ -341,7 +341,7 @@ def test_checked_runs_have_host_slots_for_what_the_host_checks(checked: str) -> 
 @pytest.mark.parametrize("budget", [1 << 30, 64 << 20, 1 << 20, 136 << 10])
 def test_the_ring_is_within_the_host_budget(budget: int) -> None:
     memory = InMemory()
-    problem = GemmProblem(600, 600, 600, "float64", "float64", "float64", "float64")
+    problem = product_of(600, 600, 600, "float64", "float64", "float64", "float64")
     machine = replace(default_model("cuda", 16), host_reserve=0)
     plan = make_plan(problem, Budgets(1 << 30, budget), machine, Layouts(memory, memory, memory))
     assert 0 < plan.footprint.host["ring"] <= budget // 4

@@ -15,7 +15,6 @@ from oocgemm import backends
 from oocgemm.errors import BackendError, ExecutionError, OutOfMemoryError
 from oocgemm.planning import (
     Budgets,
-    GemmProblem,
     Kind,
     Layouts,
     Operation,
@@ -30,6 +29,7 @@ from tests.support.command import own_threads
 from tests.support.fake_cuda import PACKAGE, Device, Fault, fake_cuda
 from tests.support.faulty_runs import saved
 from tests.support.problems import Array
+from tests.support.products import changed, product_of
 from tests.support.suite import slow
 
 NO_MEMORY, NO_DEVICE, LAUNCH_FAILED = 2, 100, 719
@@ -43,7 +43,7 @@ def device() -> Iterator[Device]:
 
 @pytest.fixture
 def plan() -> Plan:
-    problem = GemmProblem(64, 64, 64, "float64", "float64", "float64", "float64")
+    problem = product_of(64, 64, 64, "float64", "float64", "float64", "float64")
     budgets, layouts = Budgets(1 << 28, 1 << 28), Layouts()
     return make_plan(problem, budgets, default_model("cuda", 2), layouts, TileShape(32, 32, 32))
 
@@ -112,7 +112,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 ) -> None:
     # With checks, all kernels are loaded before the run: loading one later would wait for running kernels.
     if refuses == "Module.load":
-        plan = replace(plan, problem=replace(plan.problem, checked="device"))
+        plan = replace(plan, problem=changed(plan.problem, checked="device"))
     device.faults[refuses] = Fault(NO_MEMORY)
     with pytest.raises(
         OutOfMemoryError, match=r"no room left for the kernels and their workspace .*, [\d.]+ MiB are free"
@@ -351,7 +351,7 @@ def test_a_stream_waits_for_host_and_device_before_its_copy(device: Device, plan
 
 def test_a_multiply_waits_for_checksums_of_an_old_c_alone(device: Device, plan: Plan) -> None:
     """The checksums of panels are computed while the Multiply runs, so it does not wait for them."""
-    problem = replace(plan.problem, beta=1, checked="device")
+    problem = changed(plan.problem, beta=1, checked="device")
     checked = make_plan(
         problem, Budgets(1 << 28, 1 << 28), default_model("cuda", 2), Layouts(), TileShape(32, 32, 32)
     )

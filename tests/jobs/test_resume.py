@@ -15,7 +15,6 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.committer import Committer
 from oocgemm.planning import (
     Budgets,
-    GemmProblem,
     Layouts,
     Slots,
     TileShape,
@@ -27,6 +26,7 @@ from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.command import Finished, contents, run
+from tests.support.products import product_of
 from tests.support.unfinished_runs import (
     KINDS,
     TILE,
@@ -212,7 +212,7 @@ def test_a_zarr_array_in_a_group_is_resumed(here: Path) -> None:
 
 
 def test_with_less_memory_a_run_resumes_with_fewer_panels() -> None:
-    problem = GemmProblem(64, 64, 640, "float64", "float64", "float64", "float64")
+    problem = product_of(64, 64, 640, "float64", "float64", "float64", "float64")
     machine = default_model("cuda", 2)
     roomy = make_plan(problem, Budgets(1 << 30, 1 << 30), machine, Layouts(), TileShape(16, 16, 16))
     done = frozenset({(0, 0), (0, 1)})

@@ -15,12 +15,14 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.selection import threshold_launch, threshold_options
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.problem import SELECTED as DTYPES
 from oocgemm.planning.selection import COUNTER_BYTES, SEGMENT_BYTES, found_layout
+from oocgemm.planning.sinks import SELECTED as DTYPES
+from oocgemm.planning.sinks import AtLeast
 from oocgemm.stores.sparse import Rule, SparseMatrix
 from tests.kernels.test_kernels_cpu import built
 from tests.kernels.test_topk_kernel import ACCUMULATORS, GPU, scores
 from tests.support.nvrtc import Nvrtc, resources
+from tests.support.products import product_of
 from tests.support.suite import slow
 
 Array = NDArray[Any]
@@ -35,7 +37,7 @@ SHAPES = ((5, 700), (3, 40), (9, 1))
 def problem(accumulator: str, least: float, *, scaled: bool, absolute: bool) -> GemmProblem:
     dtypes = accumulator, accumulator, accumulator, DTYPES[accumulator]
     how: Any = {"scaled": scaled, "absolute": absolute, "excludes_self": True, "gram": "lower"}
-    return GemmProblem(1, 1, 1, *dtypes, sparse=True, threshold=least, **how)
+    return product_of(1, 1, 1, *dtypes, sparse=True, threshold=least, **how)
 
 
 def check(run: Run, accumulator: str) -> None:
@@ -87,10 +89,11 @@ def arguments(
     source, scales, slot = pointers
     room = found_layout(given, *sums.shape)
     to = slot, slot + room.segments, slot + room.elements
-    numbers = *sums.shape, *at, given.excludes_self
+    assert isinstance(given.sink, AtLeast)
+    numbers = *sums.shape, *at, given.sink.excludes_self
     pointer = ctypes.c_void_p
     return (
-        *(pointer(source), *map(ctypes.c_longlong, numbers), ctypes.c_double(given.threshold)),
+        *(pointer(source), *map(ctypes.c_longlong, numbers), ctypes.c_double(given.sink.threshold)),
         *(pointer(scales), *map(pointer, to)),
     )
 

@@ -17,11 +17,13 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.selection import MAX_TOPK, columns_launch, topk_launch, topk_options
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.problem import SELECTED as DTYPES
 from oocgemm.planning.selection import NONE
+from oocgemm.planning.sinks import SELECTED as DTYPES
+from oocgemm.planning.sinks import Largest
 from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import CUDA
 from tests.support.nvrtc import Nvrtc, resources
+from tests.support.products import product_of
 from tests.support.suite import slow
 
 Array = NDArray[Any]
@@ -38,7 +40,12 @@ ACCUMULATORS = ("float32", "float64", "int32")
 
 def problem(accumulator: str, topk: int, *, scaled: bool = False, excludes_self: bool = True) -> GemmProblem:
     dtypes = accumulator, accumulator, accumulator, DTYPES[accumulator]
-    return GemmProblem(1, 1, 1, *dtypes, topk=topk, scaled=scaled, excludes_self=excludes_self)
+    return product_of(1, 1, 1, *dtypes, topk=topk, scaled=scaled, excludes_self=excludes_self)
+
+
+def excludes_self_of(given: GemmProblem) -> bool:
+    assert isinstance(given.sink, Largest)
+    return given.sink.excludes_self
 
 
 def scores(rng: np.random.Generator, shape: tuple[int, int], accumulator: str) -> Array:
@@ -63,7 +70,7 @@ def ranked(rows: Array, own: Array | None, count: int) -> Array:
 
 def none(rows: int, given: GemmProblem) -> Array:
     """Return the selected elements of rows that have not been searched."""
-    kept = np.empty((rows, given.topk), SELECTED[given.c_dtype])
+    kept = np.empty((rows, given.sink.per_row), SELECTED[given.c_dtype])
     kept.view(np.uint8)[...] = NONE
     return kept
 
@@ -118,7 +125,7 @@ def check_columns(
 def arguments(
     given: GemmProblem, tile: Array, at: tuple[int, int], pointers: tuple[int, int, int]
 ) -> tuple[Any, ...]:
-    numbers = *tile.shape, *at, given.topk, given.excludes_self
+    numbers = *tile.shape, *at, given.sink.per_row, excludes_self_of(given)
     source, scales, kept = map(ctypes.c_void_p, pointers)
     return source, *map(ctypes.c_longlong, numbers), scales, kept
 
@@ -126,13 +133,13 @@ def arguments(
 def of_columns(
     given: GemmProblem, tile: Array, at: tuple[int, int], columns: int, pointers: tuple[int, int, int]
 ) -> tuple[Any, ...]:
-    numbers = *tile.shape, *at, columns, given.topk
+    numbers = *tile.shape, *at, columns, given.sink.per_row
     source, scales, kept = map(ctypes.c_void_p, pointers)
     return source, *map(ctypes.c_longlong, numbers), scales, kept
 
 
 def on_host(given: GemmProblem, tile: Array, at: tuple[int, int], scales: Array, kept: Array) -> None:
-    select(kept, tile, scales if given.scaled else None, at, given.excludes_self)
+    select(kept, tile, scales if given.sink.scaled else None, at, excludes_self_of(given))
 
 
 # The columns that are searched of strips of a shape, for several numbers of warps per block.

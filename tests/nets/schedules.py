@@ -37,6 +37,7 @@ from oocgemm.planning.cost.footprint import footprint
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.plan import schedule_of
 from oocgemm.planning.schedule.hazards import Program
+from tests.support.products import changed, product_of
 
 KEPT = Path(__file__).with_suffix(".json")
 BUDGETS = Budgets(2 << 30, 2 << 30)
@@ -66,7 +67,7 @@ class Case:
 def product(m: int, n: int, k: int, dtype: str = "float64", **how: Any) -> GemmProblem:
     """Describe a product whose operands, accumulator and C have one dtype unless `how` says otherwise."""
     names = {"a_dtype": dtype, "b_dtype": dtype, "acc_dtype": dtype, "c_dtype": dtype} | how
-    return GemmProblem(m, n, k, **names)
+    return product_of(m, n, k, **names)
 
 
 def products() -> Iterator[tuple[str, GemmProblem]]:
@@ -101,9 +102,9 @@ def products() -> Iterator[tuple[str, GemmProblem]]:
     for uplo in ("lower", "upper", "full"):
         square = product(23, 23, 31, trans_b=Op.T, gram=uplo)
         yield f"gram {uplo}", square
-        yield f"gram {uplo} with beta", replace(square, beta=2.0)
-        yield f"gram {uplo} transformed", replace(square, stored_a="int8")
-        yield f"gram {uplo} checked", replace(square, checked="device")
+        yield f"gram {uplo} with beta", changed(square, beta=2.0)
+        yield f"gram {uplo} transformed", changed(square, stored_a="int8")
+        yield f"gram {uplo} checked", changed(square, checked="device")
         yield f"gram {uplo} half", product(23, 23, 31, "float16", trans_b=Op.T, gram=uplo, **half)
     pairs: dict[str, Any] = {"trans_b": Op.T, "scaled": True, "excludes_self": True}
     for dtype, found in (("float32", "void64"), ("float64", "void128")):
@@ -123,8 +124,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     """Yield named cases: all products on both backends, some with other arrays, devices and parts."""
     tiles = TileShape(10, 8, 7), TileShape(23, 40, 12)
     for name, problem in products():
-        square = bool(problem.gram)
-        whole = problem.chained or problem.applied > 0
+        square = problem.cover.square
+        whole = problem.b.updated > 0 or problem.sink.vector_elements > 0
         for backend in ("host", "cuda"):
             for number, tile in enumerate(tiles):
                 used = TileShape(*(2 * (max(problem.m, problem.n),)), tile.k) if whole else tile
@@ -135,7 +136,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         tile = TileShape(10, 10 if square else 8, 7).within(problem)
         if not whole:
             yield f"{name}, cuda, remainder", Case(problem, "cuda", FILES, tile, part="remainder")
-        if not (square or whole or problem.selects):
+        if not (square or whole or not problem.sink.stores_c):
             for devices in (2, 3):
                 yield f"{name}, {devices} devices", Case(problem, "cuda", FILES, tile, devices)
             yield f"{name}, cuda, rectangle", Case(problem, "cuda", CODED, tile, part="rectangle")

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oocgemm.integrity.checksums.host import runs
-from oocgemm.planning import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
+from oocgemm.planning import DTYPES, Budgets, Layouts, Tier, TileShape, default_model, make_plan
 from oocgemm.planning.check_blocks import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
 from oocgemm.planning.cost.footprint import payload_bytes, slot_bytes
 from tests.support.problems import Array
+from tests.support.products import product_of
 from tests.support.suite import examples
 from tests.support.summing import FLOATS
 
@@ -62,7 +63,7 @@ def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) 
     names = dtype, dtype, DTYPES[dtype].accumulator, dtype
     beta = data.draw(st.sampled_from([0, 1]))
     problem, tile = (
-        GemmProblem(m, n, k, *names, beta=beta, checked="device"),
+        product_of(m, n, k, *names, beta=beta, checked="device"),
         TileShape(tile_m, tile_n, tile_k),
     )
     wide = 16 if DTYPES[dtype].is_complex else 8
@@ -95,7 +96,7 @@ def test_a_plan_has_memory_for_checksums_within_its_budgets(dtype: str) -> None:
     names = dtype, dtype, DTYPES[dtype].accumulator, dtype
     plans = {
         checked: make_plan(
-            GemmProblem(24576, 24576, 24576, *names, checked=checked), budgets, machine, Layouts()
+            product_of(24576, 24576, 24576, *names, checked=checked), budgets, machine, Layouts()
         )
         for checked in ("", "device")
     }

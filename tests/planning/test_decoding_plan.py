@@ -10,7 +10,6 @@ from oocgemm.planning import (
     Budgets,
     Chunked,
     Coding,
-    GemmProblem,
     Layout,
     Layouts,
     Setting,
@@ -21,6 +20,7 @@ from oocgemm.planning import (
     with_decoding,
 )
 from oocgemm.planning.cost.decoding import DecodingShape, decoding_rate, decoding_shape, describe
+from tests.support.products import changed, product_of
 
 GIB, MIB = 1 << 30, 1 << 20
 MACHINE = default_model("cuda", 16)
@@ -29,7 +29,7 @@ CHUNK = 1024, 1024
 
 
 def setting(k: int = 1 << 20, device: int = 40 * GIB, host: int = 20 * GIB, decode: float = 9e9) -> Setting:
-    problem = GemmProblem(4096, 4096, k, "float64", "float64", "float64", "float64")
+    problem = product_of(4096, 4096, k, "float64", "float64", "float64", "float64")
     x = Chunked(CHUNK, partial_reads=False, decode_bytes=8 * MIB, writing=Writing(CHUNK))
     return Setting(problem, replace(MACHINE, decode=decode), Layouts(x, x, Layout()), Budgets(device, host))
 
@@ -63,7 +63,7 @@ def test_the_host_decodes_otherwise(why: str) -> None:
         case "host":
             given = setting(host=64 * MIB)
         case "checked":
-            given = replace(given, problem=replace(given.problem, checked="device"))
+            given = replace(given, problem=changed(given.problem, checked="device"))
     found = with_decoding(given, {"A": coding, "B": coding})
     assert found == given.layouts
     assert describe(found) == ""

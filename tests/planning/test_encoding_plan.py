@@ -12,7 +12,6 @@ from oocgemm.planning import (
     Chunked,
     Coding,
     Division,
-    GemmProblem,
     InMemory,
     Layout,
     Layouts,
@@ -31,6 +30,7 @@ from oocgemm.planning.cost.encoding import (
     frames_bytes,
     slot_frames,
 )
+from tests.support.products import changed, product_of
 
 GIB, MIB = 1 << 30, 1 << 20
 MACHINE = default_model("cuda", 16)
@@ -38,7 +38,7 @@ NEW = Chunked(writing=Writing(free=True, encodes=True, encode_bytes=MIB))
 
 
 def setting(c: Layout = NEW, device: int = 40 * GIB, m: int = 16384) -> Setting:
-    problem = GemmProblem(m, 16384, 4096, "float64", "float64", "float64", "float64")
+    problem = product_of(m, 16384, 4096, "float64", "float64", "float64", "float64")
     a = InMemory()
     return Setting(problem, MACHINE, Layouts(a, a, c), Budgets(device, 20 * GIB))
 
@@ -68,7 +68,7 @@ def test_the_host_compresses_otherwise(why: str) -> None:
         case "odd":
             given = setting(Chunked(writing=Writing((1, 1_000_003))))
         case "gram":
-            given = replace(given, problem=replace(given.problem, gram="lower"))
+            given = replace(given, problem=changed(given.problem, gram="lower"))
         case "unified":
             given = replace(given, machine=default_model("host", 16))
     assert with_encoding(given, codec) == given.layouts
@@ -94,7 +94,7 @@ def test_batches_fit_their_memory(height: int, width: int, codec: str, item: int
     given = setting(c, m=2 * height)
     dtype = {1: "int8", 2: "float16", 4: "float32", 8: "float64", 16: "complex128"}[item]
     kinds = (dtype, "int32", "int32") if item == 1 else (dtype, dtype, dtype)
-    problem = GemmProblem(2 * height, chunks * width, 64, *kinds, kinds[-1])
+    problem = product_of(2 * height, chunks * width, 64, *kinds, kinds[-1])
     if problem.itemsizes["C"] != item:
         return
     given = replace(given, problem=problem, layouts=given.layouts.encoded(Coding(codec)))

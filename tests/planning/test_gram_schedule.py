@@ -1,6 +1,5 @@
 """Schedules of Gram matrices: one set of slots for both roles, and staircases on the diagonal."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.support.suite import examples
 def problem(n: int, k: int, gram: str = "lower", **options: Any) -> GemmProblem:
     finishes = options.pop("finishes", False)
     stored, accumulated = ("float16", "float32") if finishes else ("float64", "float64")
-    return GemmProblem(*(n, n, k, stored, stored, accumulated, stored), trans_b=Op.T, gram=gram, **options)
+    return product_of(*(n, n, k, stored, stored, accumulated, stored), trans_b=Op.T, gram=gram, **options)
 
 
 @st.composite
@@ -39,14 +38,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
     side = draw(st.integers(1, 5))
     tile, strip = TileShape(side, side, draw(st.integers(1, 5))), draw(st.integers(1, side))
     grid = TileGrid.of(p, tile, strip=strip)
-    tiles = triangle(grid.shape[0], draw(st.integers(1, 3)), upper=p.gram == "upper")
+    tiles = triangle(grid.shape[0], draw(st.integers(1, 3)), upper=p.cover.name == "upper")
     last = draw(st.sampled_from([None, tiles[-1]]))
     if draw(st.booleans()):
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
     unified = draw(st.booleans())
     streams = not unified and draw(st.booleans())  # C
     if not (unified or streams):
-        p = replace(p, checked=draw(st.sampled_from(["", "device"])))
+        p = changed(p, checked=draw(st.sampled_from(["", "device"])))
     a, drain = draw(st.integers(2, 9)), draw(st.integers(1, 4))
     host = (0, 0, 0) if unified else (draw(st.integers(2, 9)), 0, 0 if streams else draw(st.integers(1, 3)))
     slots = Slots(

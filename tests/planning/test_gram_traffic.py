@@ -8,6 +8,7 @@ import pytest
 from oocgemm.planning import Budgets, GemmProblem, Op, TileShape, default_model, make_plan
 from oocgemm.planning.cost.footprint import min_bytes
 from tests.support.plan_cases import GIB, MIB
+from tests.support.products import product_of
 from tests.support.suite import slow
 
 bench_traffic: Any = importlib.import_module("bench_traffic")
@@ -16,7 +17,7 @@ traffic_oracle: Any = importlib.import_module("traffic_oracle")
 
 def problem(n: int, k: int, gram: str = "lower", beta: float = 0) -> GemmProblem:
     dtypes = ("float64",) * 4
-    return GemmProblem(n, n, k, *dtypes, beta=beta, trans_b=Op.T, gram=gram)
+    return product_of(n, n, k, *dtypes, beta=beta, trans_b=Op.T, gram=gram)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from oocgemm.planning import (
     Budgets,
     Chunked,
-    GemmProblem,
     Layout,
     Layouts,
     Remote,
@@ -17,6 +16,7 @@ from oocgemm.planning import (
 )
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.layout import request_bytes
+from tests.support.products import product_of
 
 HOST = default_model("host", 4)
 
@@ -28,7 +28,7 @@ REMOTE = Remote(
     partial_reads=False,
     writing=Writing((256, 256)),
 )
-PROBLEM = GemmProblem(4096, 4096, 4096, "float64", "float64", "float64", "float64")
+PROBLEM = product_of(4096, 4096, 4096, "float64", "float64", "float64", "float64")
 
 
 def prices(a: Layout, b: Layout, c: Layout = CHUNKED) -> Prices:

@@ -17,6 +17,7 @@ from oocgemm.planning.parts.partition import CLOSE, MIN_GAIN, UNSURE, Partition,
 from oocgemm.planning.parts.storage import Storage
 from tests.support.part_runs import simulated_seconds
 from tests.support.plan_cases import GIB, STORED, problem
+from tests.support.products import changed
 from tests.support.suite import ALL, examples, slow
 
 CPU = default_model("host", 16)
@@ -195,9 +196,9 @@ def test_a_given_tile_is_kept() -> None:
 
 def test_products_whose_k_may_not_be_split() -> None:
     plan = plan_for((8192, 8192, 1000000), device=60)
-    checked = replace(plan, problem=replace(plan.problem, checked="device"))
+    checked = replace(plan, problem=changed(plan.problem, checked="device"))
     in_memory = replace(plan, layouts=replace(plan.layouts, c=InMemory()))
-    no_sum = replace(plan, problem=replace(plan.problem, alpha=0.0))
+    no_sum = replace(plan, problem=changed(plan.problem, alpha=0.0))
     assert any(divisions(plan, (1, 1, 4)))
     for other in (checked, in_memory, no_sum):
         assert not any(divisions(other, (1, 1, 4)))

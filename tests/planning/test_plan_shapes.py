@@ -23,6 +23,7 @@ from oocgemm.planning import (
 from oocgemm.planning.search import depths, planner
 from oocgemm.planning.setting import CHUNK_BYTES
 from tests.support.plan_cases import GIB, MIB, STORED, problem
+from tests.support.products import changed
 from tests.support.schedule_check import verify
 
 
@@ -158,7 +159,7 @@ def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
 )
 def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: str) -> None:
     m, n, k = 4000, 4000, 40_000
-    p = replace(problem(m, n, k, "float64"), trans_a=trans_a, trans_b=trans_b)
+    p = changed(problem(m, n, k, "float64"), trans_a=trans_a, trans_b=trans_b)
     a = npy(k, m, trans_a) if trans_a.swaps else npy(m, k)
     b = npy(n, k, trans_b) if trans_b.swaps else npy(k, n)
     budgets, machine = Budgets(64 * MIB, 64 * MIB), default_model("host", 2)

@@ -23,6 +23,7 @@ from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.simulate import simulate
 from tests.support.plan_cases import GIB, MIB, STORED, problem
+from tests.support.products import changed
 from tests.support.suite import slow, thinned
 
 
@@ -30,7 +31,7 @@ def test_taking_digests_counts_as_time_of_reading() -> None:
     p, budgets = problem(24_576, 24_576, 393_216), Budgets(8 * GIB, 24 * GIB)
     machine, shape = default_model("cuda", 16), TileShape(16_384, 12_288, 2048)
     plain, checked = (
-        make_plan(replace(p, checked=tier), budgets, machine, STORED, shape) for tier in ("", "device")
+        make_plan(changed(p, checked=tier), budgets, machine, STORED, shape) for tier in ("", "device")
     )
     assert plain.traffic["read"] == checked.traffic["read"]
     more = checked.prediction.lanes["read"] - plain.prediction.lanes["read"]

@@ -41,7 +41,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     counts = st.integers(1, 7)
     unified = draw(st.booleans())
     if not unified:
-        p = replace(p, checked=draw(st.sampled_from(["", "device"])))
+        p = changed(p, checked=draw(st.sampled_from(["", "device"])))
     host = (0, 0, 0) if unified else draw(st.tuples(counts, counts, st.integers(1, 3)))
     a, b, drain = draw(counts), draw(counts), draw(st.integers(1, 4))
     slots = Slots(

@@ -23,6 +23,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
+from tests.support.products import product_of
 from tests.support.schedule_check import ScheduleError, verify
 
 MEMORY = InMemory(itemsize=4, zero_copy_width=8192)
@@ -32,7 +33,7 @@ HOW: tuple[dict[str, Any], ...] = ({"topk": 20}, {"sparse": True, "threshold": 0
 
 def problem(rows: int, depth: int, how: dict[str, Any]) -> GemmProblem:
     dtypes = "float32", "float32", "float32", "void64"
-    return GemmProblem(
+    return product_of(
         rows, rows, depth, *dtypes, trans_b=Op.T, gram="lower", scaled=True, excludes_self=True, **how
     )
 

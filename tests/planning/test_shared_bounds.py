@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.planning.cost.shared_bounds import Share, min_bytes_of_workers
-from oocgemm.planning.problem import GemmProblem
+from tests.support.products import product_of
 
 
 @given(
@@ -19,7 +19,7 @@ def test_no_grid_of_parts_reads_less_than_the_bound(
     """A worker of the grid reads the panels of its block once, into a memory that holds them all."""
     m, n, k = (4 * x * pieces for x, pieces in zip(size, grid, strict=True))
     p_m, p_n, p_k = grid
-    problem = GemmProblem(m, n, k, dtype, dtype, "float64", "float64")
+    problem = product_of(m, n, k, dtype, dtype, "float64", "float64")
     shares = [Share(1 << 40, m // p_m * (n // p_n), m // p_m * (n // p_n) * (k // p_k))] * (p_m * p_n * p_k)
     read = (p_n * m * k + p_m * k * n) * problem.itemsizes["A"]
     assert min_bytes_of_workers(problem, shares) <= read
@@ -28,7 +28,7 @@ def test_no_grid_of_parts_reads_less_than_the_bound(
 
 
 def test_small_memories_raise_the_bound() -> None:
-    problem = GemmProblem(4096, 4096, 4096, "float64", "float64", "float64", "float64")
+    problem = product_of(4096, 4096, 4096, "float64", "float64", "float64", "float64")
     shares = [Share(8 * 10_000, 4096 * 1024, 4096 * 1024 * 4096)] * 4
     elements = 4 * (2 * 4096 * 1024 * 4096 / 100 - 2 * 10_000 - 4096 * 1024)
     assert min_bytes_of_workers(problem, shares, required=5) == pytest.approx(8 * elements)

@@ -9,7 +9,6 @@ import pytest
 
 from oocgemm.planning import (
     Budgets,
-    GemmProblem,
     InMemory,
     Kind,
     Layouts,
@@ -23,6 +22,7 @@ from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.search import planner, shared
 from oocgemm.planning.setting import Setting
 from tests.support.plan_cases import STORED
+from tests.support.products import product_of
 from tests.support.suite import slow
 
 GIB = 1 << 30
@@ -33,7 +33,7 @@ IN_MEMORY = InMemory()
 
 def setting_of(n: int, dtype: str, gpus: int, sessions: int = 1, *, stored: bool = False) -> Setting:
     """Return the setting of a product of n x n arrays in host memory, or stored. `sessions` share a GPU."""
-    problem = GemmProblem(n, n, n, dtype, dtype, dtype, dtype)
+    problem = product_of(n, n, n, dtype, dtype, dtype, dtype)
     layout = replace(IN_MEMORY, itemsize=problem.itemsizes["A"])
     machine = divided(default_model("cuda", 16 * gpus), sessions)
     budgets = Budgets(DEVICE // sessions, HOST * gpus)

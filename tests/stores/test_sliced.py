@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm import stores
-from oocgemm.planning import GemmProblem, TileShape
+from oocgemm.planning import TileShape
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import TileGrid, length
 from oocgemm.stores.view import SlicedMatrix
@@ -17,7 +17,7 @@ EXTENT = st.integers(1, 30)
 
 
 def grid(m: int, n: int, k: int, tile: TileShape) -> TileGrid:
-    problem = GemmProblem(m, n, k, "float64", "float64", "float64", "float64")
+    problem = product_of(m, n, k, "float64", "float64", "float64", "float64")
     return TileGrid.of(problem, tile)
 
 

@@ -70,7 +70,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                     tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
-            case Kind.FINISH if schedule.problem.kept and schedule.problem.gram:
+            case Kind.FINISH if schedule.problem.sink.per_row and schedule.problem.b.shares:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require((op.m, op.n) not in searched, op)
                 searched.add((op.m, op.n))
@@ -78,15 +78,15 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _require([length(x) > 0 for x in (op.m, mirrored)].count(True) == len(op.writes), op)
                 found[op.tile[0]] += length(op.m) * length(op.n)
                 found[op.tile[1]] += length(op.m) * length(mirrored)
-            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.kept and schedule.problem.gram:
+            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.sink.per_row and schedule.problem.b.shares:
                 _require(op.m == grid.rows(op.tile[0]), op)
                 _require(found[op.tile[0]] == length(op.m) * grid.n, op)
                 _note_written(op, written, chunks, extents)
-            case Kind.FINISH if schedule.problem.kept:
+            case Kind.FINISH if schedule.problem.sink.per_row:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
                 selected[op.m].add(op.tile[1])
-            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.kept:
+            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.sink.per_row:
                 _require(len(selected[op.m]) == grid.shape[1], op)
                 _note_written(op, written, chunks, extents)
             case Kind.FINISH | Kind.DOWNLOAD:
@@ -109,15 +109,15 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    twice = schedule.problem.gram == "full" and schedule.slots.streams("C")
+    twice = schedule.problem.cover.mirrored and schedule.slots.streams("C")
     stored = schedule.elements_written if twice else schedule.elements
-    _check_area(written, schedule.elements_stored if schedule.problem.kept else stored)
+    _check_area(written, schedule.elements_stored if schedule.problem.sink.per_row else stored)
 
 
 def _panels(schedule: Schedule, op: Operation) -> tuple[object, object]:
     """Return the contents of the slots of the two panels that a Prepare or a Multiply needs."""
     rows, cols = schedule.grid.rows(op.tile[0]), schedule.grid.cols(op.tile[1])
-    if schedule.problem.gram:
+    if schedule.problem.b.shares:
         return ("A", (rows, op.k)), ("A", (cols, op.k))
     return ("A", (rows, op.k)), ("B", (op.k, cols))
 

@@ -165,7 +165,9 @@ class Simulator:
             if self.schedule.slots.planes:
                 assert inputs[2] == _fingerprint(inputs[:2]), f"{op} finds residues of other panels"
             panel = inputs[0].reshape(bottom - top, k)[op.m[0] - top : op.m[1] - top]
-            right = inputs[1].reshape(k, n) if not self.schedule.grid.gram else self._right(op, inputs[1])
+            right = (
+                inputs[1].reshape(k, n) if not self.schedule.grid.cover.name else self._right(op, inputs[1])
+            )
             value = alpha * (panel @ right)
         if beta != 0:
             value = value + beta * inputs[-1].reshape(m, n)

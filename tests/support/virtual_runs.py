@@ -8,7 +8,6 @@ from typing import Any
 from oocgemm.planning import (
     Budgets,
     Chunked,
-    GemmProblem,
     Layouts,
     MachineModel,
     Plan,
@@ -20,6 +19,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.simulate import duration
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.timeline import Recorder, Span, Timeline
+from tests.support.products import product_of
 
 GIB = 1 << 30
 CHUNKS = Layouts(Chunked((512, 512)), Chunked((512, 512)), Chunked(writing=Writing((512, 512))))
@@ -41,7 +41,7 @@ def virtual_plan(
 ) -> Plan:
     m, n, k = size
     names = "float64", "float64", "float64", "float64"
-    return make_plan(GemmProblem(m, n, k, *names), budgets, model, layouts, tile)
+    return make_plan(product_of(m, n, k, *names), budgets, model, layouts, tile)
 
 
 def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0) -> Timeline:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.planning.problem import GemmProblem
 from oocgemm.timeline import Recorder, Span, Timeline, read_log, report
 from oocgemm.timeline.activities import Attempt, Unit, Worker, activities, attempts_of, units_of, workers_of
 from oocgemm.timeline.log import WorkerLog, merge
 from oocgemm.timeline.spans import length, union
 from tests.support.logged_parts import GRID, K, M, N, Part, distributed_run, merged, operands
+from tests.support.products import product_of
 
 PARTS = [
     Part("first", (0, 3), (0, 2), kill_after=3),
@@ -137,7 +137,7 @@ def test_a_log_of_another_version_is_refused(run: tuple[Timeline, list[WorkerLog
 
 STARTED = 1_790_000_000.0
 PLAN = {
-    "problem": asdict(GemmProblem(4, 6, 10, "float64", "float64", "float64", "float64"))
+    "problem": asdict(product_of(4, 6, 10, "float64", "float64", "float64", "float64"))
     | {"alpha": 1.0, "beta": 0.0},
     **{"tile": {"m": 4, "n": 3, "k": 10}, "required": {"read": 800}, "least": {"read": 800}},
     "budget": {"device": 1 << 20, "host": 1 << 20},
