@@ -33,7 +33,7 @@ from oocgemm import backends, stores
 from oocgemm.engine.executor import Observer
 from oocgemm.jobs.epilogue import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
-from oocgemm.planning.problem import GRAMS
+from oocgemm.planning.cover import GRAMS
 from oocgemm.stores.plink import Chromosomes
 from oocgemm.stores.transform import Transform
 

@@ -12,6 +12,7 @@ from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, T
 from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.tiling import length
 from tests.support.problems import integers
+from tests.support.products import changed, product_of
 from tests.support.schedule_check import verify, waits_of
 from tests.support.simulator import Simulator
 from tests.support.suite import examples

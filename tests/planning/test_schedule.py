@@ -18,6 +18,7 @@ from oocgemm.planning.schedule.hazards import HazardTracker, Program
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import Traversal, walk
 from tests.support.problems import integers
+from tests.support.products import changed
 from tests.support.schedule_check import ScheduleError, verify, waits_of
 from tests.support.schedule_problems import problem
 from tests.support.simulator import Simulator

@@ -1,6 +1,7 @@
 """Problems, layouts and units of the tests of plans."""
 
 from oocgemm.planning import DTYPES, Chunked, GemmProblem, Layouts, Op, Writing
+from tests.support.products import product_of
 
 GIB = 1 << 30
 MIB = 1 << 20

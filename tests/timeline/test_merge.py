@@ -137,7 +137,7 @@ def test_a_log_of_another_version_is_refused(run: tuple[Timeline, list[WorkerLog
 
 STARTED = 1_790_000_000.0
 PLAN = {
-    "problem": asdict(product_of(4, 6, 10, "float64", "float64", "float64", "float64"))
+    "problem": product_of(4, 6, 10, "float64", "float64", "float64", "float64").record()
     | {"alpha": 1.0, "beta": 0.0},
     **{"tile": {"m": 4, "n": 3, "k": 10}, "required": {"read": 800}, "least": {"read": 800}},
     "budget": {"device": 1 << 20, "host": 1 << 20},
