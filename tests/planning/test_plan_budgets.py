@@ -27,6 +27,7 @@ from oocgemm.planning import (
 from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.planning.units import parse_size
 from tests.support.plan_cases import GIB, MIB, problem
+from tests.support.products import changed
 from tests.support.schedule_check import verify
 from tests.support.suite import examples
 
@@ -157,7 +158,7 @@ def test_a_little_more_memory_makes_no_plan_slower() -> None:
 @pytest.mark.parametrize("host", [32.3, 32.5, 32.7])
 def test_smaller_strips_need_less_memory_for_checksums(host: float) -> None:
     m, n, k = 200_000, 8, 200
-    p = replace(problem(m, n, k), checked="device")
+    p = changed(problem(m, n, k), checked="device")
     stored = Layouts(*(Lines(width) for width in (k, n, n)))
     plan = make_plan(
         p, Budgets(4 * GIB, int(host * MIB)), default_model("cuda", 16), stored, TileShape(m, n, 16)
