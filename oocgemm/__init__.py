@@ -13,7 +13,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from oocgemm.system.version import __version__ as __version__
+from oocgemm.system.installed import __version__ as __version__
 
 if TYPE_CHECKING:
     from oocgemm.backends import release

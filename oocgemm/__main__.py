@@ -10,7 +10,7 @@ import os
 import sys
 from typing import NoReturn
 
-from oocgemm.system.wake import wake
+from oocgemm.system.threads import wake
 
 if "run" in sys.argv[1:2] and not (
     {"host", "--backend=host", "--device", "--workers", "--scheduler", "--scheduler-file"} & set(sys.argv)

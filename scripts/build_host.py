@@ -19,7 +19,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from oocgemm.system.compiled import LIBRARY, sources_version  # noqa: E402
+from oocgemm.system.installed import LIBRARY, sources_version  # noqa: E402
 
 FLAGS = ("-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=default", "-pthread", "-D_GNU_SOURCE")
 

@@ -13,7 +13,7 @@ from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.kernels import registry as ladder
 from oocgemm.system import threads
-from oocgemm.system.wake import wake
+from oocgemm.system.threads import wake
 
 NAMES = ("auto", "cuda", "host")
 _CUDA = "oocgemm.backends.cuda.backend"

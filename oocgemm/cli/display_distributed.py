@@ -6,8 +6,8 @@ from rich.table import Table
 from oocgemm.cli.plain import escape
 from oocgemm.cli.tables import print_table
 from oocgemm.planning.units import format_time
+from oocgemm.reports.distribution import HEAD, labels, row, summary
 from oocgemm.reports.gantt import unit_gantt
-from oocgemm.reports.workers import HEAD, labels, row, summary
 from oocgemm.timeline import Report, Timeline
 from oocgemm.timeline.metrics import Distribution
 

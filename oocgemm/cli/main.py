@@ -22,7 +22,7 @@ from oocgemm.cli.output import (
     warnings_as_notes,
 )
 from oocgemm.errors import OocGemmError
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
 
 # Where each command is defined, and its summary in the help of the command line.
 COMMANDS = {

@@ -10,8 +10,8 @@ from oocgemm.backends import Backend
 from oocgemm.distributed.fence import machine
 from oocgemm.distributed.spec import request_of
 from oocgemm.jobs.operands import open_operands
-from oocgemm.system.memory import available_memory
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
+from oocgemm.system.resources import available_memory
 
 
 def probe(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from oocgemm.jobs.budgets import budgets_of
 from oocgemm.jobs.request import Request
 from oocgemm.planning import Budgets, Plan
 from oocgemm.planning.units import format_size, parse_size
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
 
 # Environment variables with the number of threads of a BLAS. Workers of dask set them to 1.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

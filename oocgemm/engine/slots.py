@@ -13,7 +13,7 @@ from oocgemm.planning import Operation, Plan, Slot
 from oocgemm.planning.cost.encoding import slot_frames
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
 from oocgemm.stores import Array
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 
 PAGE = 4096
 # Number of threads that fault in the pages of a slot for C, and the bytes that each faults in at a time. One

@@ -18,7 +18,7 @@ from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.stores.base import Retries
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 
 # Default number of elements that a thread reads at a time, and passes to one call of the callback of
 # `Passes.each`. With fewer, the calls would be so short that threads mostly wait for the GIL.

@@ -13,7 +13,7 @@ from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Request
 from oocgemm.planning import Budgets, Plan, usable, within
 from oocgemm.planning.units import format_size, parse_size
-from oocgemm.system.memory import RECENT, available_for, available_memory
+from oocgemm.system.resources import RECENT, available_for, available_memory
 
 
 def budgets_of(

@@ -26,7 +26,7 @@ from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
 from oocgemm.stores.base import Retries
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
 from oocgemm.timeline.diagnosis import MIN_CPU_WALL

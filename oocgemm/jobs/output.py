@@ -28,8 +28,8 @@ from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.durable import DATA, SIDECAR, Durable, sync_path
 from oocgemm.stores.sparse import Rule, SparseMatrix
-from oocgemm.system.memory import available_for, available_memory
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
+from oocgemm.system.resources import available_for, available_memory
 
 # Part of the available memory that elements of a sparse C may take. At the end of a run, they are copied.
 SPARSE_SHARE = 0.4

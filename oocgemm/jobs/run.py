@@ -25,7 +25,7 @@ from oocgemm.jobs.result import Result
 from oocgemm.machine import info as system
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted, format_size, format_time
-from oocgemm.system.memory import available_memory
+from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
 
 logger = logging.getLogger("oocgemm")

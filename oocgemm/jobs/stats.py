@@ -27,7 +27,7 @@ from oocgemm.stores.plink import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system import cache
-from oocgemm.system.memory import available_memory
+from oocgemm.system.resources import available_memory
 
 logger = logging.getLogger("oocgemm")
 

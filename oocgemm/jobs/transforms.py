@@ -20,7 +20,7 @@ from oocgemm.stores.declared import accepting
 from oocgemm.stores.formats import Stored, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import StandardizedMatrix, TransformedMatrix, Vectors
-from oocgemm.system.memory import RECENT, available_memory
+from oocgemm.system.resources import RECENT, available_memory
 
 # What the indices along each axis of an array are called.
 _LINES = ("rows", "columns")

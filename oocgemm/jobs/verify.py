@@ -31,7 +31,7 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.view import MirroredMatrix
-from oocgemm.system.memory import available_memory
+from oocgemm.system.resources import available_memory
 
 # Maximum numbers of threads of a check, in all and per core. With two threads per core, one can compute while
 # the other reads from the disk.

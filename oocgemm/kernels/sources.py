@@ -7,7 +7,7 @@ The sources are sorted into folders; each source has a unique name. Includes are
     checks/     checksums for the verification             transforms/ transforms of panels on load
     common/     shared headers, and the kernels finish and turn
     decoding/   panels composed of decoded chunks      encoding/   chunks of C compressed
-    host/       C for the host (`oocgemm.system.compiled`)
+    host/       C for the host (`oocgemm.system.installed`)
 """
 
 from functools import cache

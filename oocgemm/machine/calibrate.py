@@ -62,9 +62,8 @@ from oocgemm.planning import (
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Retries
 from oocgemm.system import cache
-from oocgemm.system.compiled import compiled
-from oocgemm.system.cpu import CpuTimes, used_since
-from oocgemm.system.memory import allocate, available_memory
+from oocgemm.system.installed import compiled
+from oocgemm.system.resources import CpuTimes, allocate, available_memory, used_since
 
 AT_ONCE = 4  # copies in each direction that are timed at once
 _FREE_SHARE = 0.5  # maximum share of the free device memory that a measurement occupies

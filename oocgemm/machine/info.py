@@ -16,9 +16,8 @@ from oocgemm.machine.models import models, probe_factors
 from oocgemm.planning import MachineModel, StoreRates
 from oocgemm.planning.cost.links import link_rates
 from oocgemm.system import cache
-from oocgemm.system.compiled import compiled
-from oocgemm.system.memory import available_memory
-from oocgemm.system.version import __version__, installed_versions
+from oocgemm.system.installed import __version__, compiled, installed_versions
+from oocgemm.system.resources import available_memory
 
 # The names of the rates that are measured per file system.
 STORAGE = {field.name for field in fields(StoreRates)}

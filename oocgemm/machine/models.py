@@ -25,8 +25,8 @@ from oocgemm.planning import Calibration, MachineModel, Plan, TileShape, default
 from oocgemm.planning.cost.rates import scaled
 from oocgemm.stores import Matrix
 from oocgemm.system import cache
-from oocgemm.system.compiled import compiled
-from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.installed import compiled
+from oocgemm.system.resources import CpuTimes, used_since
 
 logger = logging.getLogger("oocgemm")
 

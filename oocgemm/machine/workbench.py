@@ -42,7 +42,7 @@ from oocgemm.planning import (
 from oocgemm.planning.search.candidates import io_threads
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
-from oocgemm.system.memory import available_memory
+from oocgemm.system.resources import available_memory
 from oocgemm.timeline import Span
 from oocgemm.timeline.spans import length, union
 

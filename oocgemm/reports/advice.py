@@ -1,6 +1,6 @@
 """Suggest what to change after a run, and predict how much time the change saves.
 
-1. `fit.fit` adjusts the rates in the plan's cost model, so that it predicts the busy times that the run had.
+1. `fit` adjusts the rates in the plan's cost model, so that it predicts the busy times that the run had.
 2. `_changed` plans the product again with each candidate change, such as a larger budget or another tile.
 3. The fitted model predicts T of the run's plan and T of the changed plan. The measured T, times the ratio of
    the two predictions, is the predicted T after the change.
@@ -16,20 +16,28 @@ from typing import Any
 from oocgemm.errors import OocGemmError
 from oocgemm.planning import (
     Budgets,
+    KernelRate,
     Layouts,
     MachineModel,
     Plan,
     TileShape,
     make_plan,
+    recorded_plan,
     within,
 )
+from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
-from oocgemm.reports.fit import Fitted, fit
 from oocgemm.timeline.activities import COMPUTE
-from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
-from oocgemm.timeline.metrics import Report
-from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.diagnosis import OUTPUT_LANES, Diagnosis, diagnose, in_memory, unfinished
+from oocgemm.timeline.metrics import STORAGE, Report
+from oocgemm.timeline.spans import Timeline, length, union
 
+# T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
+# a longer plan is predicted by formulas.
+MAX_SIMULATED = 4000
+# A lane for which the kernel waited during less than this share of T may have run below its maximum rate.
+# Unless lanes share CPU cores, the fit then ignores a measured rate below the model's.
+NEGLIGIBLE_WAIT = 0.02
 # A change is suggested only if the best one saves at least the share MIN_GAIN of T. An easier change is
 # suggested instead if it saves at least the share COMPARABLE_GAIN of what the best one saves.
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
@@ -39,6 +47,164 @@ MIN_STALL = 0.1
 MAX_FIT_ERROR = 0.25
 # Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
+ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
+FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would gain most."
+CONTENDED = "Run it again while no other program uses the cores."
+# How to shorten exposed time, by its cause.
+ADVICE = {
+    "read": "Put A and B on faster storage.",
+    "decode": "Store A and B with a faster codec or uncompressed, or use a machine with more cores.",
+    "h2d": "A larger device budget allows larger tiles, which upload fewer panels.",
+    "prepare": "A larger device budget allows larger tiles, which prepare fewer panels.",
+    "accumulator": "A host budget with room for a whole tile of C would shorten this wait.",
+    "select": "Deeper products, or fewer elements that are kept of each row, make selecting weigh less.",
+    "encode": "Write C with a faster codec or uncompressed.",
+    "write": "Put C on faster storage.",
+    "start-up": "The start-up weighs less in larger products, or in several products of one process.",
+    "issue": "Steps are shorter than the time to issue them: choose deeper panels with --tile.",
+    "tail": "Put C on faster storage, or choose smaller tiles, so that the last one drains sooner.",
+    "samples": "This check of samples weighs less in larger products.",
+    "part-wait": "Smaller parts let workers end together. Larger products make their start weigh less.",
+    "reduce": "Fewer slices of k leave fewer partial products to add.",
+    "nothing": "There is nothing to improve.",
+}
+ADVICE_IN_MEMORY = {
+    "read": "A larger device budget allows larger tiles, which load fewer panels.",
+    "write": "Only faster host memory or a narrower dtype would write C sooner.",
+    "accumulator": "Choose smaller tiles, so that each one drains sooner.",
+    "tail": "Choose smaller tiles, so that the last one drains sooner.",
+}
+# What to do about HDF5 datasets that only h5py reads.
+STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle."
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A run's plan, with the machine model `machine` fitted to the run.
+
+    `original` is the model before the fit. Predictions lack some of the measured seconds. `outside` is added
+    to a simulated T, `closed_outside` to a T computed from formulas.
+    """
+
+    plan: Plan
+    machine: MachineModel
+    original: MachineModel
+    outside: float
+    closed_outside: float
+
+    def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
+        """Predict T of a plan with the fitted model, in seconds.
+
+        If `closed` is True, T is computed from formulas. If it is False, the schedule is simulated. By
+        default, formulas are used for plans of more than `MAX_SIMULATED` steps.
+        """
+        if plan.steps > MAX_SIMULATED if closed is None else closed:
+            return plan.prediction.total + self.closed_outside
+        # `outside` includes the time of the run's page faults. On the host backend, a plan that occupies
+        # `more` bytes than the run did causes more page faults.
+        more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
+        seconds = simulate(plan.schedule(), plan.setting)
+        return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
+
+    @property
+    def whole(self) -> Plan:
+        """Return the run's plan with all tiles. The `plan` of a resumed run has only the remaining tiles."""
+        return replace(self.plan, done=frozenset())
+
+    def ratio(self, plan: Plan) -> float:
+        """Return the predicted T of `plan` divided by that of `whole`."""
+        closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
+        return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
+
+
+def fit(timeline: Timeline, figures: Report) -> Fitted | None:
+    """Fit the cost model to a run.
+
+    Returns None if the plan cannot be rebuilt from the timeline's header, if the run was unfinished, if it
+    used several devices or workers, or if nothing was multiplied.
+    """
+    if figures.distribution:
+        return None
+    plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
+    if plan is None or not figures.compute or timeline.unfinished:
+        return None
+    lanes = _modelled(plan)
+    # The model predicts how long each lane takes alone, but lanes that share CPU cores slow each other down.
+    # So the measured busy times are multiplied by `crowding`. Their sum is then the time in which at least
+    # one lane was busy.
+    together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
+    crowding = (
+        together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
+    )
+
+    machine, layouts = plan.machine, plan.layouts
+
+    def took(lane: str) -> float:
+        return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
+
+    def scale(lane: str, latency: float = 0.0) -> float:
+        """Return the factor by which to multiply a lane's rate in the model.
+
+        It is the predicted busy time of the lane over the measured one. `latency` is the part of a busy time
+        that does not depend on the rate, in seconds.
+        """
+        busy, modelled = took(lane), lanes.get(lane, 0.0)
+        # A storage lane that moved no bytes has no measured rate: the device copied from or to the caller's
+        # arrays in place.
+        if lane in STORAGE and not figures.lanes.get(lane, {}).get("bytes"):
+            return 1.0
+        if 2 * latency < min(busy, modelled):
+            busy, modelled = busy - latency, modelled - latency
+        rate = modelled / busy if busy and modelled else 1.0
+        cause = "accumulator" if lane == "d2h" else lane
+        waited = figures.exposed.get(cause, 0.0) + (
+            figures.exposed.get("tail", 0.0) if lane in OUTPUT_LANES else 0.0
+        )
+        spare = not machine.shares_cores and waited < NEGLIGIBLE_WAIT * figures.wall
+        return max(rate, 1.0) if spare and lane != "compute" else rate
+
+    writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
+    read, write = scale("read"), scale("write", writes)
+    # If reads from storage took longer than predicted, each byte took `late` seconds more. `late` is added to
+    # the seconds per byte of both read rates, those of whole chunks (`read`) and of parts (`read_scattered`).
+    # `covered` is the number of bytes read, computed as the seconds that reads take at 1 byte per second.
+    late = 0.0
+    if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
+        covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
+        late = (took("read") - lanes["read"]) / covered if covered else 0.0
+    memory = write if layouts.c.in_memory else read if layouts.a.in_memory and layouts.b.in_memory else 1.0
+    kernel = scale("compute")
+    fitted = replace(
+        machine,
+        kernels={d: KernelRate(k.peak * kernel, k.half_depth) for d, k in machine.kernels.items()},
+        step_latency=machine.step_latency / kernel,
+        h2d=machine.h2d * scale("h2d"),
+        copy_latency=machine.copy_latency / scale("h2d"),
+        d2h=machine.d2h * scale("d2h"),
+        read=1 / (1 / machine.read + late) if late else machine.read * read,
+        read_scattered=1 / (1 / machine.read_scattered + late) if late else machine.read_scattered * read,
+        decode=machine.decode * scale("decode"),
+        prepare=machine.prepare * scale("prepare"),
+        memory=machine.memory * memory,
+        write=machine.write * write,
+        write_latency=machine.write_latency if 2 * writes < took("write") else machine.write_latency / write,
+    )
+    refitted = replace(plan, machine=fitted)
+    first_multiply = min(s.start for s in timeline.spans if s.kind == "multiply") / 1e9
+    started, ended = min(s.start for s in timeline.spans), max(s.end for s in timeline.spans)
+    closing = max(0, timeline.wall - ended) / 1e9
+    closed_outside = max(0.0, first_multiply - refitted.prediction.start_up) + closing
+    return Fitted(refitted, fitted, machine, started / 1e9 + closing, closed_outside)
+
+
+def _modelled(plan: Plan) -> Mapping[str, float]:
+    """Return the busy seconds of each lane that the plan's machine model predicts."""
+    if plan.steps > MAX_SIMULATED:
+        return plan.prediction.lanes
+    lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
+    for operation, seconds in timed(plan.schedule(), plan.setting):
+        lanes[operation.lane] += seconds
+    return lanes
 
 
 @dataclass(frozen=True)
@@ -221,39 +387,6 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     if lane == "compute":
         lane = "multiplying"
     return f"would shorten {lane} by {format_share(saved)}"
-
-
-ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
-FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would gain most."
-CONTENDED = "Run it again while no other program uses the cores."
-# How to shorten exposed time, by its cause.
-ADVICE = {
-    "read": "Put A and B on faster storage.",
-    "decode": "Store A and B with a faster codec or uncompressed, or use a machine with more cores.",
-    "h2d": "A larger device budget allows larger tiles, which upload fewer panels.",
-    "prepare": "A larger device budget allows larger tiles, which prepare fewer panels.",
-    "accumulator": "A host budget with room for a whole tile of C would shorten this wait.",
-    "select": "Deeper products, or fewer elements that are kept of each row, make selecting weigh less.",
-    "encode": "Write C with a faster codec or uncompressed.",
-    "write": "Put C on faster storage.",
-    "start-up": "The start-up weighs less in larger products, or in several products of one process.",
-    "issue": "Steps are shorter than the time to issue them: choose deeper panels with --tile.",
-    "tail": "Put C on faster storage, or choose smaller tiles, so that the last one drains sooner.",
-    "samples": "This check of samples weighs less in larger products.",
-    "part-wait": "Smaller parts let workers end together. Larger products make their start weigh less.",
-    "reduce": "Fewer slices of k leave fewer partial products to add.",
-    "nothing": "There is nothing to improve.",
-}
-ADVICE_IN_MEMORY = {
-    "read": "A larger device budget allows larger tiles, which load fewer panels.",
-    "write": "Only faster host memory or a narrower dtype would write C sooner.",
-    "accumulator": "Choose smaller tiles, so that each one drains sooner.",
-    "tail": "Choose smaller tiles, so that the last one drains sooner.",
-}
-
-
-# What to do about HDF5 datasets that only h5py reads.
-STORE_OTHERWISE = "store it without filters, or with gzip, blosc, zstd, lz4 or bitshuffle."
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:

@@ -1,4 +1,4 @@
-"""The sections of the HTML page: figures, sentences, tables and small charts."""
+"""The sections of the HTML page: figures, sentences, tables, and small charts that need no scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,21 @@ from typing import Any
 
 from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
-from oocgemm.reports.advice import Remedy, remedy, sentence
-from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, table, throughput
-from oocgemm.reports.devices import devices_section
-from oocgemm.reports.fit import Fitted, fit
-from oocgemm.reports.workers import counts
+from oocgemm.reports.advice import Fitted, Remedy, fit, remedy, sentence
+from oocgemm.reports.distribution import HEAD, counts, labels, row, summary
 from oocgemm.timeline.activities import CAUSES
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
-from oocgemm.timeline.metrics import Report, in_place, same_product
-from oocgemm.timeline.series import lanes_of
+from oocgemm.timeline.metrics import Distribution, Report, UnitFigures, in_place, same_product
+from oocgemm.timeline.series import finish_times, lanes_of, rate_limits, rates
 from oocgemm.timeline.spans import Timeline
 
+BINS = 240
+# Six colours of the colour map cividis, from the start of a run to its end. The map is readable with any
+# colour vision.
+CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+MAX_TILES = 10_000
+# Of more devices, only those are shown first that computed least.
+MAX_ROWS, FEWEST = 16, 8
 LINKS = {
     "read": "storage to host",
     "h2d": "host to device",
@@ -28,8 +32,188 @@ LINKS = {
 OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
 
 
+def lane_class(cause: str) -> str:
+    """Return the CSS class that colours a lane or a cause of exposed time."""
+    return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
+
+
+def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
+    """Return a bar of length `whole`, divided into named `parts`. All lengths are in seconds."""
+    pieces = "".join(
+        f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
+        f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
+        for name, part in parts.items()
+        if whole
+    )
+    return f'<div class="stack">{pieces}</div>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
+    """Return an HTML table. The cells in `head` and `rows` are HTML too.
+
+    The first column has text, which is aligned to the left. All other columns have numbers, which are aligned
+    to the right. If `wide_last` is set, the last column has text too.
+    """
+
+    def cell(tag: str, index: int, text: str) -> str:
+        left = index == 0 or (wide_last and index == len(head) - 1)
+        return f"<{tag}{'' if left else ' class=n'}>{text}</{tag}>"
+
+    lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
+    top = "".join(cell("th", i, text) for i, text in enumerate(head))
+    kind = ' class="wide"' if wide_last else ""
+    rest = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{rest}</tbody></table>"
+
+
+def throughput(timeline: Timeline, report: Report) -> str:
+    """Return one chart per lane, which shows the lane's rate during the run.
+
+    A dashed line shows the highest rate that the lane can reach.
+    """
+    known = rate_limits(timeline)
+    charts = []
+    for lane in lanes_of(timeline.spans):
+        spans = [span for span in timeline.spans if span.lane == lane]
+        found = rates(spans, timeline.wall, BINS)
+        if not any(found):
+            continue
+        unit = "FLOP" if lane == "compute" else "B"
+        limit, measured = known.get(lane, (0.0, False))
+        # The dashed line is left out if its rate, `limit`, is so high that the curve would be hard to read.
+        # An assumed limit may be wrong, so it is left out earlier than a measured one.
+        shown = bool(limit) and limit < (10 if measured else 3) * max(found)
+        top = 1.05 * max(*found, limit if shown else 0.0)
+        steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
+        height = f"{100 - 100 * limit / top:.2f}"
+        line = f'<line x1="0" x2="{BINS}" y1="{height}" y2="{height}"/>' if shown else ""
+        moved = report.flops if lane == "compute" else report.lanes[lane]["bytes"]
+        busy = report.lanes[lane]["busy"]
+        source = "calibrated" if measured else "assumed"
+        known_limit = f"limit {format_rate(limit, unit)} ({source})" if limit else "limit unknown"
+        peak = format_rate(max(found), unit)
+        charts.append(
+            f'<figure class="rate"><figcaption><b><i class="key {lane_class(lane)}"></i>{escape(lane)}</b>'
+            f"<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {known_limit}</span>"
+            "</figcaption>"
+            f'<svg class="{lane_class(lane)}" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img" '
+            f'aria-label="Rate of {escape(lane)} over time, at most {peak}">'
+            f'<path d="M0 100{steps}V100Z"/>{line}</svg>'
+            f'<div class="axis"><span>0</span><span>peak {peak}</span>'
+            f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"
+        )
+    note = (
+        f'<p class="note">Each column is the mean rate over 1/{BINS} of T, idle time included. '
+        "Broken line: the rate limit, calibrated on this machine or assumed by the plan. "
+        "It is left out if it is far above the rates.</p>"
+    )
+    return f'<div class="rates">{"".join(charts)}</div>{note}'
+
+
+def c_grid(timeline: Timeline) -> str:
+    """Return a picture of C in which the colour of each tile shows when the tile was finished.
+
+    If there are more than `MAX_TILES` tiles, return their number instead.
+    """
+    plan = timeline.header.get("plan", {})
+    done = finish_times(timeline.spans)
+    if not done or "problem" not in plan or not timeline.wall:
+        return '<p class="note">No tile of C was finished.</p>'
+    if len(done) > MAX_TILES:
+        return f'<p class="note">{extents(len(done))} tiles are too many to draw.</p>'
+    problem, tile = plan["problem"], plan["tile"]
+    m, n = problem["m"], problem["n"]
+    down = -(-m // tile["m"])
+    tiles = down * (down + 1) // 2 if problem.get("gram") else down * -(-n // tile["n"])
+    cells = []
+    for (i, j), end in sorted(done.items()):
+        y, x = i * tile["m"], j * tile["n"]
+        height, width = min(tile["m"], m - y), min(tile["n"], n - x)
+        cells.append(
+            f'<rect x="{100 * x / n:.3f}" y="{100 * y / m:.3f}" width="{100 * width / n:.3f}" '
+            f'height="{100 * height / m:.3f}" fill="{_colour(end / timeline.wall)}" '
+            f'data-tile="{i},{j}" data-end="{end}"/>'
+        )
+    count = extents(tiles) if len(done) == tiles else f"{extents(len(done))} of {extents(tiles)}"
+    end_of_log = " before the log ends" if timeline.unfinished else ""
+    stops = ",".join(_colour(step / 5) for step in range(6))
+    ratio = min(2.5, max(0.4, n / m))
+    return (
+        '<div class="grid"><svg viewBox="0 0 100 100" preserveAspectRatio="none" '
+        f'style="aspect-ratio:{ratio:.3f};width:{340 * ratio:.0f}px" role="img" '
+        f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
+        f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
+        f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
+        f'<p class="note">{extents(m, n)} elements in {count} tiles. '
+        "The colour is the time of a tile's last write"
+        f"{end_of_log}. Click a tile to see it in the timeline.</p>"
+    )
+
+
+def extents(*sizes: int) -> str:
+    """Format the extents of a matrix, or a count, with thin spaces between thousands.
+
+    >>> extents(32768, 512)
+    '32\u202f768 × 512'
+    """
+    return " × ".join(f"{size:,}" for size in sizes).replace(",", "\u202f")
+
+
+def _colour(share: float) -> str:
+    """Return the colour of a time in the run: 0 is the start of the run and 1 its end.
+
+    >>> _colour(0.0), _colour(1.0)
+    ('#00224e', '#fee838')
+    """
+    position = min(1.0, max(0.0, share)) * (len(CIVIDIS) - 1)
+    index = min(int(position), len(CIVIDIS) - 2)
+    part = position - index
+    mixed = (round(a + (b - a) * part) for a, b in zip(CIVIDIS[index], CIVIDIS[index + 1], strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def devices_section(found: Distribution, timeline: Timeline) -> str:
+    """Return the figures of a run on several devices or workers, and a table with a row for each device.
+
+    Of many devices, those that computed least are shown, and all in a table that the reader can open.
+    """
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in summary(found, timeline)
+    )
+    text = f'<dl class="facts">{facts}</dl>'
+    every = range(len(found.units))
+    if len(every) <= MAX_ROWS:
+        return text + _table(found.units, every)
+    least = sorted(sorted(every, key=lambda number: found.units[number].compute)[:FEWEST])
+    return (
+        f'{text}<p class="note">The {FEWEST} devices that computed least:</p>{_table(found.units, least)}'
+        f"<details><summary>All {len(every)} devices</summary>{_table(found.units, every)}</details>"
+    )
+
+
+def _table(units: Sequence[UnitFigures], numbers: Sequence[int]) -> str:
+    names = labels(units)
+    head = [HEAD[0], "share of T", *HEAD[1:]]
+    rows = []
+    for number in numbers:
+        name, *rest = map(escape, row(units[number], names[number]))
+        rows.append([name, _bar(units[number]), *rest])
+    return f'<div class="across">{table(head, rows)}</div>'
+
+
+def _bar(unit: UnitFigures) -> str:
+    """Return a bar of length T, divided into compute and the causes of exposed time."""
+    pieces = "".join(
+        f'<b class="{lane_class(cause)}" style="width:{100 * share:.3f}%" '
+        f'title="{escape(cause)} {format_percent(share)} of T"></b>'
+        for cause, share in unit.shares.items()
+    )
+    return f'<div class="stack thin">{pieces}</div>'
+
+
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run and what the page shows of it: the figures, the diagnosis, and the suggested change.
 
     `fitted` is None if the cost model cannot be fitted to the run.
@@ -43,7 +227,7 @@ class Run:
     remedy: Remedy
 
     @classmethod
-    def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
+    def of(cls, name: str, timeline: Timeline, figures: Report) -> "ReportedRun":
         """Compute the diagnosis, the fitted model and the suggested change of a run from its figures."""
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
@@ -54,7 +238,7 @@ class Run:
         return self.timeline.header
 
 
-def body(runs: Sequence[Run]) -> str:
+def body(runs: Sequence[ReportedRun]) -> str:
     """Return all sections of the page as HTML. If there are several runs, they are shown side by side."""
     plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
     wide = [("Where the time went", _each(runs, _exposed))]
@@ -90,7 +274,7 @@ def heading(header: Mapping[str, Any]) -> str:
     return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}{changed}{into}"
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[ReportedRun]) -> str:
     header = runs[0].header
     plan = header.get("plan", {})
     problem = plan.get("problem")
@@ -111,7 +295,7 @@ def _title(runs: Sequence[Run]) -> str:
     )
 
 
-def _where(run: Run) -> str:
+def _where(run: ReportedRun) -> str:
     header, spread = run.header, run.report.distribution
     backend, plan = header.get("backend", {}), header.get("plan", {})
     parts = [str(backend.get("device", "")), counts(spread) if spread else ""]
@@ -127,7 +311,7 @@ def _factor(scalar: complex) -> str:
     return "" if number == 1 else f"({number:g}) " if number.imag else f"{number.real:g} "
 
 
-def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") -> str:
+def _each(runs: Sequence[ReportedRun], section: Callable[[ReportedRun], str], kind: str = "") -> str:
     if len(runs) == 1:
         inner = section(runs[0])
         return f'<section class="card {kind}">{inner}</section>' if kind else inner
@@ -139,7 +323,7 @@ def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") ->
     return f'<div class="columns">{columns}</div>'
 
 
-def _verdict(run: Run) -> str:
+def _verdict(run: ReportedRun) -> str:
     advice = escape(sentence(run.remedy, run.report.wall))
     cut = f'<p class="finding">{unfinished(run.report)}</p>' if run.report.unfinished else ""
     return (
@@ -150,7 +334,7 @@ def _verdict(run: Run) -> str:
     )
 
 
-def _figures(runs: Sequence[Run]) -> str:
+def _figures(runs: Sequence[ReportedRun]) -> str:
     until = "the log ends" if any(run.report.unfinished for run in runs) else "C is complete"
     rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
     rows += [("Compute share", "of T spent multiplying")]
@@ -196,7 +380,7 @@ def _figures(runs: Sequence[Run]) -> str:
     return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
 
 
-def _scaling(run: Run) -> float | None:
+def _scaling(run: ReportedRun) -> float | None:
     """Return the scaling efficiency of a run, also of one on one device."""
     if run.report.distribution:
         return run.report.distribution.scaling_efficiency
@@ -220,7 +404,7 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
     return "not comparable"
 
 
-def _exposed(run: Run) -> str:
+def _exposed(run: ReportedRun) -> str:
     """Return a table with the time of compute and the exposed time of each cause, longest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
@@ -236,13 +420,13 @@ def _exposed(run: Run) -> str:
     return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
 
 
-def _devices(run: Run) -> str:
+def _devices(run: ReportedRun) -> str:
     if run.report.distribution is None:
         return '<p class="note">This run used one device.</p>'
     return devices_section(run.report.distribution, run.timeline)
 
 
-def _gantt(runs: Sequence[Run]) -> str:
+def _gantt(runs: Sequence[ReportedRun]) -> str:
     keys = (
         "<span class='hint'>A is solid, B and C are paler. Drag to pan, Ctrl + wheel to zoom, hover for "
         "details. Keys: arrows, +, -, 0.</span>"
@@ -253,7 +437,7 @@ def _gantt(runs: Sequence[Run]) -> str:
         f'<button type="button" data-zoom="all">All</button><output id="range"></output>{keys}</div>'
     )
 
-    def chart(run: Run) -> str:
+    def chart(run: ReportedRun) -> str:
         name = f'<p class="name">{escape(run.name)}</p>' if len(runs) > 1 else ""
         spans = run.timeline.spans
         label = f"Gantt chart of {len(spans)} operations on {len(lanes_of(spans))} lanes"
@@ -276,7 +460,7 @@ def _gantt(runs: Sequence[Run]) -> str:
     return tools + "".join(map(chart, runs))
 
 
-def _traffic(run: Run) -> str:
+def _traffic(run: ReportedRun) -> str:
     rows = []
     for link, figures in run.report.traffic.items():
         moved, required, bound = (figures[name] or 0 for name in ("bytes", "required", "least"))
@@ -299,7 +483,7 @@ def _traffic(run: Run) -> str:
     )
 
 
-def _predicted(run: Run) -> str:
+def _predicted(run: ReportedRun) -> str:
     # The plan predicts the times of a complete run. An unfinished run cannot be compared with them.
     plan = {} if run.report.unfinished or run.report.distribution else run.header.get("plan", {})
     predicted: dict[str, float] = plan.get("predicted_seconds", {})
@@ -324,7 +508,7 @@ def _compared(predicted: float | None, measured: float) -> list[str]:
     return [format_time(predicted), format_time(measured), f"{measured / predicted:.2f}"]
 
 
-def _setup(run: Run) -> str:
+def _setup(run: ReportedRun) -> str:
     plan, header = run.header.get("plan", {}), run.header
     rows: list[list[str]] = []
 

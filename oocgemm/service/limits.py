@@ -15,7 +15,7 @@ from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.service.backfill import Limits
 from oocgemm.service.roots import Root
-from oocgemm.system.memory import memory_limit
+from oocgemm.system.resources import memory_limit
 
 
 @dataclass(frozen=True)

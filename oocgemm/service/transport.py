@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.service.protocol import PROBLEMS, AccessError, ServiceError, UnavailableError
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
 
 # Environment variables with the address of the server, and with the token that it asks for.
 SERVICE, TOKEN = "OOCGEMM_SERVICE", "OOCGEMM_TOKEN"

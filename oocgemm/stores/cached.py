@@ -15,7 +15,7 @@ import numpy as np
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix
 from oocgemm.stores.files import OpenFile, many_cores
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 
 # At most about this many pages of a file are checked to estimate whether the page cache contains the file.
 SAMPLES = 8

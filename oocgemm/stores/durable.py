@@ -53,7 +53,7 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
 from oocgemm.stores.cached import name_parts
 from oocgemm.stores.files import padded
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 
 # The journal's folder has this name inside the folder of a zarr array. For a file x.npy the folder is
 # x.npy.oocgemm.

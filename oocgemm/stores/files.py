@@ -35,7 +35,7 @@ import numpy as np
 from oocgemm.planning.layout import SHORT_LINE
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
-from oocgemm.system.memory import memory_limit
+from oocgemm.system.resources import memory_limit
 
 # A call that takes more seconds than this is slow. After this many slow calls in a row, the GIL is released.
 SLOW, MAX_SLOW = 0.2e-3, 8
@@ -59,7 +59,7 @@ class RefusedFileError(PermissionError):
 
 def confine(roots: Iterable[str]) -> None:
     """Refuse, in this process from now on, files below one of these folders that are links out of it."""
-    from oocgemm.system.compiled import compiled
+    from oocgemm.system.installed import compiled
 
     _roots[:] = roots
     if (library := compiled()) is not None:

@@ -35,7 +35,7 @@ from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.objects import ObjectStores
 from oocgemm.stores.plink import BedFiles
 from oocgemm.stores.zarr_matrix import ZarrArrays, ZarrPaths
-from oocgemm.system.version import any_entry_point
+from oocgemm.system.installed import any_entry_point
 
 GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()

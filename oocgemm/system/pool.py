@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import ExecutionError
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 from oocgemm.system.threads import refusal
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p

@@ -1,5 +1,9 @@
-"""Start and keep threads, run work that signals cannot interrupt, and shorten the GIL's switch interval."""
+"""Start and keep threads, run work that signals cannot interrupt, and shorten the GIL's switch interval.
 
+`wake` creates the context of a CUDA device in a thread, while the main thread imports modules.
+"""
+
+import ctypes
 import os
 import resource
 import signal
@@ -32,6 +36,7 @@ IDLE = "oocgemm-idle"
 _handler: Callable[[int], Any] = import_module("_signal").getsignal
 _set_handler: Callable[[int, Any], Any] = import_module("_signal").signal
 _SIGNALS = range(1, signal.NSIG)
+_woken = set[int]()
 
 
 def start(thread: threading.Thread) -> None:
@@ -288,3 +293,25 @@ class _SwitchInterval:
 
 
 short_switch_interval = _SwitchInterval().shortened
+
+
+def wake(device: int) -> bool:
+    """Start to create the primary context of a device, which takes 0.2 s; False if that was done before.
+
+    Errors are ignored here. Opening the backend fails in the same way later, and raises them.
+    """
+    if device in _woken:
+        return False
+    _woken.add(device)
+    # If the system refuses a thread, the context is created later, when the backend is opened.
+    with suppress(RuntimeError):
+        threading.Thread(target=_create, args=(device,), name="oocgemm-wake", daemon=True).start()
+    return True
+
+
+def _create(device: int) -> None:
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(number), device):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)

@@ -37,8 +37,7 @@ from zarr.codecs import ZstdCodec
 
 import oocgemm
 from oocgemm.planning.units import parse_size
-from oocgemm.reports.advice import diagnosis_lines, remedy
-from oocgemm.reports.fit import fit
+from oocgemm.reports.advice import diagnosis_lines, fit, remedy
 from oocgemm.timeline import diagnose
 
 EVICTION_INTERVAL = 0.02  # seconds between two evictions of the files from the page cache

@@ -32,7 +32,7 @@ from oocgemm.machine import models
 from oocgemm.machine.calibrate import calibrate
 from oocgemm.planning import default_model
 from oocgemm.system import cache
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 
 MIN_SECONDS = 0.02  # shorter products say nothing about rates
 KINDS = ("assumed", "probed", "measured")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.system.memory import available_memory
+from oocgemm.system.resources import available_memory
 
 CORES = len(os.sched_getaffinity(0))
 # Rows of NumPy arrays that are filled, or whose digest is computed, at a time.

@@ -21,7 +21,7 @@ from grid_data import block
 from grid_loop import DOWN, UP, multiplier
 from grid_piped import Copy, piped, piped_both
 
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 
 PIECE = 16 << 20
 THREADS = (1, 4, 8, 12, 16)

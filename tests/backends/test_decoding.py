@@ -16,7 +16,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.jobs.decoding import codings
 from oocgemm.planning import Kind, Plan
 from oocgemm.planning.cost import decoding
-from oocgemm.reports.page import page
+from oocgemm.reports.exports import page
 from oocgemm.stores.compressors import NO_ROOM, Fetched
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span

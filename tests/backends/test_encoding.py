@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.jobs.decoding import codec_of_c
 from oocgemm.planning import Coding
 from oocgemm.planning.cost import encoding
-from oocgemm.reports.page import page
+from oocgemm.reports.exports import page
 from tests.support.backends_here import CUDA, needs_gpu
 from tests.support.fake_cuda import fake_cuda
 from tests.support.problems import integers

@@ -25,7 +25,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.stores import arrays
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 from oocgemm.timeline import metrics as figures
 from tests.support.backends_here import needs_gpu, running_on, staged
 from tests.support.products import product_of

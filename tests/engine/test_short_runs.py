@@ -21,7 +21,7 @@ from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import short
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
-from oocgemm.system import memory, threads
+from oocgemm.system import resources, threads
 from tests.support.backends_here import staged
 from tests.support.command import own_threads
 from tests.support.fake_cuda import Device, fake_cuda
@@ -192,16 +192,16 @@ def test_an_interrupt_stops_a_short_run_before_its_next_operation(monkeypatch: p
 
 def test_free_memory_is_asked_for_once_in_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
     oocgemm.matmul(A, B, backend="host")
-    time.sleep(memory.RECENT)
+    time.sleep(resources.RECENT)
     asked: list[int] = []
-    right = memory._available_memory
+    right = resources._available_memory
 
     def ask() -> int:
         asked.append(1)
         return right()
 
-    monkeypatch.setattr(memory, "_available_memory", ask)
-    monkeypatch.setattr(memory, "RECENT", 60.0)
+    monkeypatch.setattr(resources, "_available_memory", ask)
+    monkeypatch.setattr(resources, "RECENT", 60.0)
     oocgemm.matmul(A, B, backend="host")
     assert len(asked) <= 1
 

@@ -23,7 +23,7 @@ from oocgemm.stores import files, lines, zarr_chunks
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_matrix import ZarrMatrix
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 from tests.support.backends_here import running_on
 from tests.support.problems import integers
 

@@ -23,7 +23,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 from tests.support import faults
 from tests.support.command import own_threads
 from tests.support.fake_cuda import PACKAGE, Device, Fault, fake_cuda

@@ -26,7 +26,7 @@ from oocgemm.jobs import budgets as budgets_module
 from oocgemm.jobs import output
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.stores import files
-from oocgemm.system import memory
+from oocgemm.system import resources
 from tests.support.backends_here import staged
 from tests.support.faults import Fault, faulty_stores, nothing_left
 from tests.support.faulty_runs import PRODUCT, TILE, A, failure, multiply, saved, store
@@ -64,7 +64,7 @@ def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])
 def test_more_memory_than_can_be_addressed_is_refused(size: int) -> None:
     with pytest.raises(OutOfMemoryError, match=r"the system refuses .* pass a smaller --host-memory"):
-        memory.allocate(size)
+        resources.allocate(size)
 
 
 def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from oocgemm.jobs import budgets
 from oocgemm.planning import Budgets, Chunked, Layouts, Plan
 from oocgemm.planning.cost.machine import default_model
 from oocgemm.planning.units import ceil_size, parse_size
-from oocgemm.reports.advice import remedy
-from oocgemm.reports.fit import fit
+from oocgemm.reports.advice import fit, remedy
 from oocgemm.timeline import report
 from oocgemm.timeline.diagnosis import diagnose
 from tests.support.command import command

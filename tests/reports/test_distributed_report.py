@@ -11,11 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oocgemm.reports import page as pages
-from oocgemm.reports.page import page, run_data
-from oocgemm.reports.svg import COLUMNS, DEVICE, svg
-from oocgemm.reports.trace import write_trace
-from oocgemm.reports.workers import labels
+from oocgemm.reports import exports as pages
+from oocgemm.reports.distribution import labels
+from oocgemm.reports.exports import page, run_data, write_trace
+from oocgemm.reports.gantt import COLUMNS, DEVICE, svg
 from oocgemm.timeline import Timeline, report
 from oocgemm.timeline.activities import activities
 from oocgemm.timeline.metrics import Distribution, UnitFigures

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets
-from oocgemm.reports.page import page, run_data
-from oocgemm.reports.svg import COLUMNS, svg
-from oocgemm.reports.trace import write_trace
+from oocgemm.reports.exports import page, run_data, write_trace
+from oocgemm.reports.gantt import COLUMNS, svg
 from oocgemm.timeline import Span, Timeline, read_log, report
 from oocgemm.timeline.series import finish_times, rate_limits, rates, rows
 from tests.support.command import command

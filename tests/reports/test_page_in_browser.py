@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from oocgemm.planning import RATES, Budgets
-from oocgemm.reports.page import page
+from oocgemm.reports.exports import page
 from oocgemm.reports.roofline import roofline
 from oocgemm.timeline import Span, Timeline
 from tests.support.browser import FAULTS, MISSING, Page, browser, find_browser

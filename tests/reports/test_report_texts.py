@@ -99,7 +99,7 @@ def test_a_run_that_selects_is_reported_as_one() -> None:
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 def test_only_runs_with_copies_have_an_overlap_of_copies(backend: str) -> None:
     from oocgemm.planning.cost.machine import default_model
-    from oocgemm.reports.page import page
+    from oocgemm.reports.exports import page
 
     believed = machine() if backend == "cuda" else default_model("host", 2)
     run = run_of(virtual_plan((4096, 4096, 4096), Budgets(GIB // 4, GIB), believed))

@@ -35,9 +35,9 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     zipfile.ZipFile(wheel).extractall(site)  # an installer does the same
     has_compiler = shutil.which("cc") is not None
     code = (
-        f"from oocgemm.system.compiled import *; assert bool(compiled()) == {has_compiler}; "
+        f"from oocgemm.system.installed import *; assert bool(compiled()) == {has_compiler}; "
         "from oocgemm.kernels.sources import *; print(kernel_folder()); kernel_path('tiled'); "
-        "from oocgemm.reports.page import *; page([('', Timeline((), 1))])"
+        "from oocgemm.reports.exports import *; page([('', Timeline((), 1))])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],

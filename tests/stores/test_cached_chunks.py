@@ -21,7 +21,7 @@ from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 from tests.support.problems import integers
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")

@@ -17,7 +17,7 @@ from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 
 
 @pytest.mark.parametrize("resident", [False, True])

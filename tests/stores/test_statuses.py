@@ -9,7 +9,7 @@ import pytest
 
 from oocgemm.stores import durable
 from oocgemm.stores.durable import chunk_fingerprints
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 
 KEYS: dict[str, Callable[[tuple[int, int]], str]] = {
     "default": lambda at: f"c/{at[0]}/{at[1]}",

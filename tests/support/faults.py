@@ -25,7 +25,7 @@ from oocgemm.engine import slots
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix, opening
-from oocgemm.system import memory
+from oocgemm.system import resources
 from tests.support.command import own_threads
 from tests.support.problems import Array
 
@@ -234,7 +234,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
     No file of the folder may remain open or mapped.
     """
     arenas: list[weakref.ref[Any]] = []
-    allocating = memory.allocate
+    allocating = resources.allocate
 
     def allocate(size: int) -> Array:
         arena = allocating(size)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.system import memory
+from oocgemm.system import resources
 
 MIB = 1 << 20
 CACHE = 60 * MIB  # page cache in each group's usage, which the kernel can reclaim
@@ -15,7 +15,7 @@ CACHE = 60 * MIB  # page cache in each group's usage, which the kernel can recla
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use a tree of files in place of the system's /proc and /sys."""
-    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    monkeypatch.setattr(resources, "ROOT", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
     return tmp_path
 
@@ -51,7 +51,7 @@ V1 = (
 def test_the_own_group_bounds_memory(root: Path) -> None:
     process(root, "0::/system.slice/job.service\n", V2)
     group(root, "sys/fs/cgroup/system.slice/job.service", str(100 * MIB), 90 * MIB)
-    assert memory.available_memory() == 10 * MIB + CACHE
+    assert resources.available_memory() == 10 * MIB + CACHE
 
 
 @pytest.mark.parametrize("level", ["sys/fs/cgroup/a", "sys/fs/cgroup/a/b", "sys/fs/cgroup/a/b/c"])
@@ -62,13 +62,13 @@ def test_the_tightest_group_bounds_memory(root: Path, level: str) -> None:
     # A group that does not contain the process, so its limit does not count.
     group(root, "sys/fs/cgroup/other", str(MIB), MIB)
     group(root, level, str(100 * MIB), 90 * MIB)
-    assert memory.available_memory() == 10 * MIB + CACHE
+    assert resources.available_memory() == 10 * MIB + CACHE
 
 
 def test_a_soft_limit_bounds_memory(root: Path) -> None:
     process(root, "0::/a\n", V2)
     group(root, "sys/fs/cgroup/a", str(200 * MIB), 90 * MIB, high=str(100 * MIB))
-    assert memory.available_memory() == 10 * MIB + CACHE
+    assert resources.available_memory() == 10 * MIB + CACHE
 
 
 @pytest.mark.parametrize("level", ["slurm", "slurm/job_1", "slurm/job_1/step_0"])
@@ -77,7 +77,7 @@ def test_groups_of_version_1_bound_memory(root: Path, level: str) -> None:
     for name in ("", "slurm", "slurm/job_1", "slurm/job_1/step_0"):
         group(root, f"sys/fs/cgroup/memory/{name}", str((1 << 63) - 4096), 90 * MIB)
     group(root, f"sys/fs/cgroup/memory/{level}", str(100 * MIB), 90 * MIB)
-    assert memory.available_memory() == 10 * MIB + CACHE
+    assert resources.available_memory() == 10 * MIB + CACHE
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_groups_of_version_1_bound_memory(root: Path, level: str) -> None:
 def test_a_container_is_bounded_by_the_group_at_its_mount_point(root: Path, path: str, mounted: str) -> None:
     process(root, f"0::{path}\n", f"31 23 0:28 {mounted} /sys/fs/cg\\040roup rw - cgroup2 cgroup rw\n")
     group(root, "sys/fs/cg roup", str(100 * MIB), 90 * MIB)
-    assert memory.available_memory() == 10 * MIB + CACHE
+    assert resources.available_memory() == 10 * MIB + CACHE
 
 
 def test_a_group_that_is_full_leaves_nothing(root: Path) -> None:
     process(root, "0::/a\n", V2)
     group(root, "sys/fs/cgroup/a", str(100 * MIB), 170 * MIB)
-    assert memory.available_memory() == 0
+    assert resources.available_memory() == 0
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 60), None])
@@ -107,12 +107,12 @@ def test_a_group_without_a_limit_leaves_what_the_machine_has(root: Path, limit: 
     if limit is not None:
         process(root, "0::/a\n", V2)
         group(root, "sys/fs/cgroup/a", limit, 0)
-    assert 0 < memory.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < resources.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_an_old_answer_counts_only_for_what_takes_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([100, 10])
-    monkeypatch.setattr(memory, "_latest", [(-inf, 0)])
-    monkeypatch.setattr(memory, "RECENT", 60.0)
-    monkeypatch.setattr(memory, "_available_memory", lambda: next(answers))
-    assert [memory.available_for(size) for size in (20, 50, 51)] == [100, 100, 10]
+    monkeypatch.setattr(resources, "_latest", [(-inf, 0)])
+    monkeypatch.setattr(resources, "RECENT", 60.0)
+    monkeypatch.setattr(resources, "_available_memory", lambda: next(answers))
+    assert [resources.available_for(size) for size in (20, 50, 51)] == [100, 100, 10]

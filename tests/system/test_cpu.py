@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.resources import CpuTimes, used_since
 
 pytestmark = pytest.mark.skipif(CpuTimes.now() is None, reason="the system counts no processor time")
 SPINNING = "import time\nwhile time.process_time() < {}: pass"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
-from oocgemm.system.compiled import compiled
+from oocgemm.system.installed import compiled
 from oocgemm.system.pool import DRIVER, Pieces, Pool, error_of, memory_block, row_pieces
 from tests.support.native import built
 

@@ -16,9 +16,8 @@ from hypothesis import given
 
 from oocgemm.cli.display import print_report
 from oocgemm.planning import Budgets, Chunked, InMemory, Layouts, TileShape, Writing, recorded_plan
-from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, remedy
-from oocgemm.reports.fit import fit
-from oocgemm.reports.page import page
+from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, fit, remedy
+from oocgemm.reports.exports import page
 from oocgemm.timeline import Span, Timeline, diagnose, report
 from tests.support import suite
 from tests.support.virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan

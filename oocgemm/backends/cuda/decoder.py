@@ -37,7 +37,7 @@ from oocgemm.planning.cost.decoding import DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.stores.compressors import NO_ROOM, Fetched
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
 FIELDS, MAX_CHUNKS = 14, 8192

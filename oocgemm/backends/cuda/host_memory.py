@@ -28,7 +28,7 @@ from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.cost.ring import RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
 PART = 16 << 20

@@ -36,7 +36,7 @@ from oocgemm.errors import BackendError
 from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
-from oocgemm.system.memory import allocate
+from oocgemm.system.resources import allocate
 from oocgemm.system.threads import start
 
 PAGE = 4096

@@ -40,7 +40,7 @@ from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slo
 from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.tiling import Range, length
-from oocgemm.system.memory import RECENT, allocate, available_memory
+from oocgemm.system.resources import RECENT, allocate, available_memory
 
 
 class HostSession:

@@ -13,7 +13,7 @@ from oocgemm.service.http import event_stream, routes
 from oocgemm.service.http.security import OPEN
 from oocgemm.service.http.service import Service
 from oocgemm.service.http.views import MEDIA_TYPE, ProblemView, problem, problem_of
-from oocgemm.system.version import __version__
+from oocgemm.system.installed import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ProblemView, "description": "The request is wrong."},

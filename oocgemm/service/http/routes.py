@@ -344,7 +344,7 @@ def file_routes() -> APIRouter:
     @router.get("/report", response_class=HTMLResponse, responses=_answers("text/html"))
     def get_report(job: str, service: Shared, range: Range = None) -> Response:  # noqa: A002 - a header
         """Return the report on the last attempt, as a page."""
-        from oocgemm.reports.page import page
+        from oocgemm.reports.exports import page
         from oocgemm.timeline import read_log
 
         found = service.store.get(job)

@@ -1,15 +1,24 @@
-"""Define the version of this package, and find the versions of other packages.
+"""What is installed: the version of this package, those of other packages, and the compiled host code.
 
-The version is a constant, so that it is known even where the package is not installed.
+The version is a constant, so that it is known even where the package is not installed. The host code are C
+functions for work that Python does more slowly, because of the GIL. `scripts/build_host.py` compiles
+`kernels/host` to `LIBRARY` when the package is built or installed. Without a library, callers do the same
+work in Python. The build imports this module, so it needs no other package.
 """
 
+import ctypes
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 __version__ = "0.1.0"
+PACKAGE = Path(__file__).resolve().parent.parent
+LIBRARY = PACKAGE / "_host.so"
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
@@ -51,3 +60,21 @@ def _installed() -> Iterator[tuple[str, str]]:
 def _normal(name: str) -> str:
     """Return a package name in the form that PEP 503 calls normalized."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    """Return the library; None if there is none, or if it was compiled from other sources than those here."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        version = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "ooc_sources")))
+    except (OSError, ValueError):
+        return None
+    return library if version.decode() == sources_version() else None
+
+
+def sources_version() -> str:
+    """Return a hash of the sources: beside the package in a source tree, inside it in a wheel."""
+    folders = PACKAGE / "_kernels" / "host", PACKAGE.parent / "kernels" / "host"
+    sources = [path.read_bytes() for folder in folders for path in sorted(folder.glob("*.[ch]"))]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
