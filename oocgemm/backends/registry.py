@@ -157,7 +157,7 @@ def release() -> None:
     quarter of the device's memory stays allocated. The next product allocates them again. Runs in progress
     are not disturbed.
     """
-    end_children = getattr(sys.modules.get("oocgemm.distributed.child"), "release", None)
+    end_children = getattr(sys.modules.get("oocgemm.distributed.processes"), "release", None)
     if end_children is not None:
         end_children()
     for module in ("host_memory", "warm", "multiplier"):

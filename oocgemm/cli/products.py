@@ -158,7 +158,7 @@ def _workers(
         )
     if scheduler is None and scheduler_file is None:
         return options
-    from oocgemm.distributed.cluster import connect
+    from oocgemm.distributed.crew import connect
 
     return options | {"client": stack.enter_context(connect(scheduler, scheduler_file))}
 

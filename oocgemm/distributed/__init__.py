@@ -16,12 +16,13 @@ the tile to where a run in one process would have written them, and commits the 
 - Workers need no locks, and the coordinator needs nothing from a worker but the files of its attempts. The
   result of the worker's task only says that the attempt has ended, and why.
 
-A child process ends if its coordinator has ended, or says so, or cannot be seen for `fence.TTL` seconds
-(`fence`). It also ends with its worker (`watchdog`). One that has opened a GPU stays for the next tasks
-(`child`).
+A child process ends if its coordinator has ended, or says so, or cannot be seen for `attempts.TTL` seconds.
+It also ends with its worker (`child.Watch`). One that has opened a GPU stays for the next tasks
+(`processes`).
 
-Modules: `part` is the entry point of the child process. `worker` has the function that runs in a worker.
-`crew` has the workers in threads of this process and in executors, `cluster` those of a dask cluster.
-`survey` checks the workers before anything is written. `window` decides which worker computes which part.
-`coordinator` drives all of it.
+Modules: `run` is the entry point in the process of the caller. `survey` checks the workers before anything is
+written. `crew` has the workers: threads of this process, an executor, or a dask cluster. `coordinator`
+decides which worker computes which part, and drives all of it. `slices` adds the partial products of a
+divided k. `tasks` is what is sent to workers, `processes` what runs in a worker, and `child` in its child
+processes. `attempts` has the files that coordinator and child processes share.
 """

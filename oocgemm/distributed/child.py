@@ -1,208 +1,279 @@
-"""The child processes of a worker: start them, give them tasks, and keep those that wait for another one."""
+"""The child process of a worker: ``python -m oocgemm.distributed.child``.
 
+It reads one task, a line of JSON, from stdin, and prints its result, a line of JSON, on stdout. The task is
+to compute a part (`tasks.PartSpec`), or to describe the machine (`probe`). Stdin stays open as long as the
+worker wants the process to go on: a `Watch` ends the process soon after its worker or its coordinator has
+ended. A process that has opened a GPU then waits for another task, at most `processes.IDLE` seconds.
+
+The process plans nothing. It resumes the run of the coordinator: tiles outside the part count as done. So it
+checks what a resumed run checks: the product, the operands, the arithmetic and the plan must be those in the
+header of the journal.
+"""
+
+import ctypes
+import errno
+import json
 import os
 import select
-import subprocess
+import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from math import inf
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
-from threading import Event, RLock
-from time import monotonic
+from time import perf_counter_ns, sleep, time
+from typing import TYPE_CHECKING, Any
 
-from oocgemm.distributed.watchdog import INTERVAL, PATIENCE
+from oocgemm.distributed import processes
+from oocgemm.distributed.attempts import FenceGuard, machine
+from oocgemm.distributed.tasks import PartSpec, request_of
+from oocgemm.errors import BackendError, ExecutionError, InputError, OocGemmError
+from oocgemm.system.installed import __version__
+from oocgemm.system.threads import Cancel, start
 
-# Seconds between two looks whether the coordinator, in the same process, wants the task to stop.
-POLL = 0.05
-# Seconds after which a child process that was told to stop is killed.
-MAX_STOP = INTERVAL + PATIENCE + 0.5
-# Longest part of what a failed child process printed that is returned, in bytes.
-MAX_PRINTED = 2000
+if TYPE_CHECKING:
+    from oocgemm.backends import Backend
+
+_PR_SET_PDEATHSIG = 1
+# Longest list of messages in a result.
+MAX_MESSAGES = 100
 
 
-class Child:
-    """A child process, which does one task at a time."""
+def die_with_parent() -> None:
+    """Let the system kill this process when the thread that started it ends.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start a process. Raises `OSError`, or `RuntimeError` if the system can start no thread."""
-        # -P: the current folder may contain files with the names of modules.
-        command = [sys.executable, "-P", "-m", "oocgemm.distributed.part"]
-        self._printed = TemporaryFile()  # noqa: SIM115 - `end` closes it
-        self._starter = _Starter.of_this_process()
+    This covers a worker that is killed. Where the system cannot do it, a `Watch` ends the process.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        def popen() -> "subprocess.Popen[bytes]":
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._printed, env=environment)
 
-        try:
-            self._process = self._starter.call(popen)
-        except BaseException:
-            self._printed.close()
-            self._starter.forget_child()
-            raise
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._tasks, self._answers = self._process.stdin, self._process.stdout
+class Watch:
+    """A thread that stops the run when the worker closes its end of a pipe, or has died."""
 
-    def ask(self, text: str, stop: Event | None) -> bytes:
-        """Give the process a task, and return its answer; b"" if it has ended without one.
+    def __init__(
+        self, pipe: int, cancel: Cancel, reason: Callable[[], str | None], clean_up: Callable[[], object]
+    ) -> None:
+        """Start to watch.
 
-        If `stop` is set, tell the process to stop, and wait for the answer for at most `MAX_STOP` s.
+        Args:
+            pipe: file descriptor of the end of the pipe that this process reads. The worker writes nothing
+                to it until `end` has been called.
+            cancel: stops the run. If the run does not stop within `processes.PATIENCE` seconds, the process
+                exits, which is safe at any time.
+            reason: returns why the process should end for another reason, or None. It is called every
+                `processes.INTERVAL` seconds.
+            clean_up: called before the process exits.
         """
-        with suppress(BrokenPipeError):  # the process has died already
-            self._tasks.write(text.encode() + b"\n")
-            self._tasks.flush()
-        pipe, found, until = self._answers.fileno(), b"", inf
-        readable = select.poll()
-        readable.register(pipe, select.POLLIN)
-        while monotonic() < until:
-            if readable.poll(None if stop is None else 1000 * POLL):
-                part = os.read(pipe, 1 << 16)
-                found += part
-                if not part or part.endswith(b"\n"):
-                    return found
-            elif stop is not None and until == inf and stop.is_set():
-                with suppress(BrokenPipeError):
-                    self._tasks.close()
-                until = monotonic() + MAX_STOP
-        self._process.kill()
-        return b""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
-
-    def wait(self) -> int:
-        """Return the exit code of a process that is ending or is killed."""
-        return self._process.wait()
-
-    def printed(self) -> str:
-        """Return the end of what the process has printed."""
-        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - MAX_PRINTED))
-        return self._printed.read().decode(errors="replace").strip()
-
-    def end(self) -> None:
-        """Kill the process, and release its files."""
-        self._process.kill()
-        self._process.wait()
-        for file in (self._tasks, self._answers, self._printed):
-            with suppress(BrokenPipeError):
-                file.close()
-        self._starter.forget_child()
-
-
-def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of this process with changes, for a child process. None unsets a variable."""
-    environment = {name: value for name, value in os.environ.items() if name not in changes}
-    environment |= {name: value for name, value in changes.items() if value is not None}
-    # The child process must import the package that this process has imported.
-    top = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (top, environment.get("PYTHONPATH"))))
-    return environment
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a process that waits for another task must have in common with one that is started for the task.
-
-    `process` is the one that started it: a fork must not use the pipes of its parent.
-    """
-
-    process: int
-    folder: str
-    environment: frozenset[tuple[str, str]]
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Key":
-        """Return the key of a child process that is started now. Its folder is "" if that was removed."""
-        folder = ""
-        with suppress(OSError):
-            folder = os.getcwd()
-        return cls(os.getpid(), folder, frozenset(environment.items()))
-
-
-# Child processes that wait for another task.
-_idle: dict[Key, list[Child]] = {}
-_lock = RLock()
-# Otherwise a fork could copy the lock while a thread holds it that the new process does not have.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-
-
-class _Starter:
-    """The thread that starts the child processes of a process. The system kills them when it ends.
-
-    (`die_with_parent`.) So it must outlive the threads that give tasks to them.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-children")
-        self._children = 0
-
-    @classmethod
-    def of_this_process(cls) -> "_Starter":
-        """Return the thread of this process, which stays until `forget_child` is called for a new child."""
-        with _lock:
-            found = _starters.setdefault(os.getpid(), cls())
-            found._children += 1
-        return found
-
-    def call(self, popen: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
-        """Call a function in the thread, and return its result."""
-        return self._pool.submit(popen).result()
-
-    def forget_child(self) -> None:
-        """Note that a child process has ended, or could not be started."""
-        with _lock:
-            self._children -= 1
+        self._pipe, self._cancel, self._reason, self._clean_up = pipe, cancel, reason, clean_up
+        self._ended, self._end = os.pipe()
+        self._fired = False
+        self._thread = threading.Thread(target=self._work, name="oocgemm-watchdog", daemon=True)
+        start(self._thread)
 
     def end(self) -> bool:
-        """End the thread if it has no children. Return whether it has ended."""
-        if not self._children:
-            self._pool.shutdown()
-        return not self._children
+        """Stop to watch. Return False if the process is about to exit."""
+        os.close(self._end)
+        while self._thread.is_alive() and not self._fired:
+            self._thread.join(0.01)
+        if not self._fired:
+            os.close(self._ended)
+        return not self._fired
+
+    def _work(self) -> None:
+        why = None
+        while why is None:
+            readable, _, _ = select.select([self._pipe, self._ended], [], [], processes.INTERVAL)
+            if self._ended in readable:
+                return
+            worker_ended = readable and not os.read(self._pipe, 1 << 10)
+            why = "its worker has ended" if worker_ended else self._reason()
+        self._fired = True
+        self._cancel.request(ExecutionError(f"the part was stopped: {why}"))
+        sleep(processes.PATIENCE)
+        self._clean_up()
+        os._exit(processes.EXIT_STOPPED)
 
 
-# By process: after a fork, the child process has none of the threads.
-_starters: dict[int, _Starter] = {}
+def probe(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a worker has, as plain data: see `survey.WorkerFacts`. Open A and B, and the device.
+
+    `task` has the request, and the path of a file that only machines with the coordinator's storage can see.
+    Raises what `oocgemm.gemm` raises for operands and devices.
+    """
+    from oocgemm import backends
+    from oocgemm.jobs.operands import open_operands
+    from oocgemm.system.resources import available_memory
+
+    found: dict[str, Any] = {
+        "version": __version__,
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "sees": _content(task["nonce"]),
+    }
+    if found["version"] != task["version"] or found["sees"] != task["content"]:
+        return found
+    request = request_of(task["request"])
+    engine = backends.open_backend(request.backend, request.device)
+    _, _, problem = open_operands(request, engine.name)
+    return found | {
+        "backend": engine.name,
+        "kernel": engine.arithmetic(problem, request.kernel),
+        "library": library_of(engine),
+        "described": engine.describe(),
+        "place": _place(engine.name, request.device),
+        "free": engine.free_memory(),
+        "available": available_memory(),
+        "multiprocessors": engine.multiprocessors(),
+    }
 
 
-def take(key: Key) -> Child | None:
-    """Return a child process that waits for a task, if there is one."""
-    with _lock:
-        _end_dead()
-        waiting = _idle.get(key)
-        return waiting.pop() if waiting else None
+def library_of(engine: "Backend") -> str:
+    """Return the library and the device that multiply. If two are equal, so are the bits of products."""
+    described = engine.describe()
+    if engine.name == "host":
+        return f"{described['blas']}, NumPy {described['numpy']}"
+    return f"{described['device']}, CUDA {described['cuda']}"
 
 
-def keep(key: Key, child: Child) -> None:
-    """Let a child process wait for another task. If none comes, it ends by itself."""
-    with _lock:
-        _end_dead()
-        _idle.setdefault(key, []).append(child)
+def _place(backend: str, device: int) -> str:
+    """Return what identifies the device on its machine, so that workers that share it are found."""
+    if backend == "host":
+        return "host"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[device].strip() if device < len(visible) and visible[device] else str(device)
 
 
-def release() -> None:
-    """End all child processes that wait for another task, and the thread that started them if it can end."""
-    process = os.getpid()
-    with _lock:
-        for key in [key for key in _idle if key.process == process]:
-            for child in _idle.pop(key):
-                child.end()
-        if process in _starters and _starters[process].end():
-            del _starters[process]
+def _content(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return None
 
 
-def _end_dead() -> None:
-    """Release the files of child processes that have ended while they waited."""
-    for key in [key for key in _idle if key.process == os.getpid()]:
-        waiting = _idle.pop(key)
-        for child in [child for child in waiting if child.ended]:
-            child.end()
-            waiting.remove(child)
-        if waiting:
-            _idle[key] = waiting
+def compute(spec: PartSpec) -> dict[str, Any]:
+    """Compute a part. Return plain data: its operations and what went wrong without failing.
+
+    Raises what `oocgemm.gemm` raises.
+    """
+    from oocgemm import backends, stores
+    from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
+    from oocgemm.engine.prefetch import Prefetch
+    from oocgemm.jobs.budgets import check_memory
+    from oocgemm.jobs.execute import execute
+    from oocgemm.jobs.prepare import prepare_part
+    from oocgemm.machine import info
+
+    cancel = Cancel()
+    guard = FenceGuard(Path(spec.fence), spec.epoch, spec.attempt)
+    folder = Path(spec.folder)
+    watch = Watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
+    request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
+    sliced: dict[str, Any] = {}
+    if request.slicing is not None:
+        tile, rows = spec.header["candidate"]["tile"]["m"], request.slicing.rows
+        number = spec.rows[0] * tile // rows
+        request = replace(request, slicing=replace(request.slicing, number=number))
+        sliced = {"k_slice": number, "first_tile_row": number * rows // tile}
+    backends.load(request.backend, request.device)
+    stores.load(request.a, request.b, request.c.source)
+    origin, started = perf_counter_ns(), time()
+    engine = backends.open_backend(request.backend, request.device)
+    if (library := library_of(engine)) != spec.library:
+        raise BackendError(f"{library} multiplies here, the run was planned for {spec.library}")
+    job = prepare_part(request, engine, _earlier(spec))
+    engine.check(job.plan, request.kernel)
+    check_memory(job.plan, request)
+    prefetch = Prefetch(engine.open(job.plan, request.kernel)) if job.plan.steps else None
+    described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
+    known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
+    try:
+        _, log = execute(job, prefetch, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
+    finally:
+        clean_up(folder)
+    return {
+        "kernels": log.header["backend"]["multiplied by"],
+        "held": log.header["held"],
+        "retried": log.header["retried"][:MAX_MESSAGES],
+        "checks": log.header["checks"],
+        "stays": watch.end() and engine.name in processes.STAYING,
+    }
+
+
+def _earlier(spec: PartSpec) -> Any:
+    """Return the run to resume: that of the coordinator, with all tiles done except those to compute."""
+    from oocgemm.jobs.journal import Record
+    from oocgemm.jobs.resume import Earlier
+
+    down, across = spec.header["tiles"]
+    rows, cols = range(*spec.rows), range(*spec.cols)
+    outside = {(i, j) for i in range(down) for j in range(across) if i not in rows or j not in cols}
+    done = frozenset(outside | set(spec.done))
+    record = Record(dict(spec.header), done, {}, frozenset(), 0, None, 0)
+    return Earlier(Path(spec.fence).parent, record, resumed=True)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Describe an error as plain data. `fatal` tells that the part would fail in every other process too."""
+    full = any(getattr(one, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for one in _chain(error))
+    return {
+        "error": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "fatal": full or isinstance(error, InputError),
+    }
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def main() -> None:
+    """Do the tasks on stdin, and end the process."""
+    die_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the coordinator, which then ends this process
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    stays, code = True, 0
+    while stays:
+        if not select.select([sys.stdin.fileno()], [], [], processes.IDLE)[0]:
+            code = processes.EXIT_IDLE
+            break
+        if not (text := _line(sys.stdin.fileno())):
+            break  # the worker needs no more tasks, or has ended
+        result = _do(json.loads(text))
+        stays = result.get("stays", False)
+        os.write(answer, json.dumps(result).encode() + b"\n")
+    os._exit(code)  # destroying all objects, and a CUDA context, would take time
+
+
+def _do(task: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if task["task"] == "part":
+            return compute(PartSpec.of(task))
+        result = probe(task)
+        return result | {"stays": result.get("backend") in processes.STAYING}
+    except (OocGemmError, MemoryError, OSError) as error:
+        return _failure(error)
+
+
+def _line(descriptor: int) -> bytes:
+    """Read a line without reading beyond it. Return what there is if the writer ends before."""
+    parts = []
+    while part := os.read(descriptor, 1 << 16):
+        parts.append(part)
+        if part.endswith(b"\n"):
+            break
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,24 @@
-"""Give parts to workers, move the tiles that they finish into C, and replace workers that die."""
+"""Give parts to workers, move the tiles that they finish into C, and replace workers that die.
+
+`Window` decides which worker computes which part. It is pure: the `Coordinator` reports what happened, and
+asks what to do.
+"""
 
 import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
-from oocgemm.distributed import worker as in_worker
-from oocgemm.distributed.attempts import LOG, Attempt, Tail, old_attempts, remove_attempts
+from oocgemm.distributed import processes as in_worker
+from oocgemm.distributed.attempts import LOG, AttemptId, Fence, Tail, old_attempts, remove_attempts
 from oocgemm.distributed.crew import Crew, Task
-from oocgemm.distributed.fence import Fence
-from oocgemm.distributed.spec import PartSpec
-from oocgemm.distributed.survey import Found
-from oocgemm.distributed.window import MAX_ATTEMPTS, Window
+from oocgemm.distributed.survey import WorkerFacts
+from oocgemm.distributed.tasks import PartSpec
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.journal import COORDINATOR, REDO
 from oocgemm.jobs.output import Journaled
@@ -26,6 +28,9 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline.log import WorkerLog
 
+# A part fails after this many attempts that finished none of its tiles. A worker is not used any more after
+# this many failed attempts in a row, if there are others.
+MAX_ATTEMPTS = 3
 # Seconds between two looks at the journals of the attempts, and at the list of the workers.
 POLL, POLL_WORKERS = 0.1, 0.5
 # Seconds in which files that a worker has flushed must become visible to this process. Network file systems
@@ -35,8 +40,101 @@ MAX_INVISIBLE = 90.0
 MAX_STOP, MAX_ALONE = 2.0, 60.0
 # Seconds that an attempt may go on when its part is complete. It needs a moment to complete its log.
 MAX_SURPLUS = 5.0
-
 logger = logging.getLogger("oocgemm")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A part that failed too often, with the last reason."""
+
+    part: int
+    why: str
+
+
+@dataclass
+class _Unfinished:
+    left: set[Tile]
+    attempts: int = 0  # begun so far
+    fruitless: int = 0  # ended in a row without a finished tile
+    failed_on: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Given:
+    part: int
+    left: int  # number of unfinished tiles of the part when the attempt began
+
+
+class Window:
+    """The parts of a run, each with its unfinished tiles, and the workers that compute them.
+
+    Each worker computes at most one part at a time, and each part is given to at most one worker.
+    """
+
+    def __init__(self, parts: Mapping[int, Collection[Tile]]) -> None:
+        """Begin with the unfinished tiles of each part. Parts are given out in the order of the mapping."""
+        self._parts = {number: _Unfinished(set(tiles)) for number, tiles in parts.items() if tiles}
+        self._part_of = {tile: number for number, part in self._parts.items() for tile in part.left}
+        self._running: dict[str, _Given] = {}
+        self._failures: dict[str, int] = {}  # failed attempts in a row, by worker
+
+    @property
+    def complete(self) -> bool:
+        """Whether no tile is left."""
+        return not self._part_of
+
+    def is_left(self, tile: Tile) -> bool:
+        """Tell whether a tile is not finished."""
+        return tile in self._part_of
+
+    def left(self, part: int) -> frozenset[Tile]:
+        """Return the unfinished tiles of a part."""
+        return frozenset(self._parts[part].left)
+
+    def next(self, worker: str, workers: Collection[str]) -> tuple[int, int] | None:
+        """Give a worker that has no part the next one.
+
+        Returns the number of the part, and the number of the attempt at it, from 1 on. Returns None if there
+        is no part for this worker. A part that failed on a worker is given to another one if there is another
+        one among `workers`, all those present.
+        """
+        usable = [name for name in workers if self._failures.get(name, 0) < MAX_ATTEMPTS]
+        if usable and worker not in usable:
+            return None
+        taken = {running.part for running in self._running.values()}
+        for number, part in self._parts.items():
+            others = [name for name in usable or workers if name not in part.failed_on]
+            if part.left and number not in taken and (worker in others or not others):
+                part.attempts += 1
+                self._running[worker] = _Given(number, len(part.left))
+                return number, part.attempts
+        return None
+
+    def tile_done(self, tile: Tile) -> bool:
+        """Note that a tile is finished. Return False if it was finished before, or is in no part."""
+        number = self._part_of.pop(tile, None)
+        if number is None:
+            return False
+        self._parts[number].left.discard(tile)
+        return True
+
+    def ended(self, worker: str, failure: str | None) -> Failed | None:
+        """Note that the attempt of a worker has ended, and why if it failed.
+
+        Returns the part if it has now failed too often. Its tiles that are left are given out again
+        otherwise.
+        """
+        running = self._running.pop(worker)
+        part = self._parts[running.part]
+        if failure is None:
+            self._failures.pop(worker, None)
+            return None
+        self._failures[worker] = self._failures.get(worker, 0) + 1
+        part.failed_on.add(worker)
+        part.fruitless = part.fruitless + 1 if len(part.left) == running.left else 0
+        if part.left and part.fruitless >= MAX_ATTEMPTS:
+            return Failed(running.part, failure)
+        return None
 
 
 class Welcome(Protocol):
@@ -45,7 +143,7 @@ class Welcome(Protocol):
     def ask(self, name: str) -> Task:
         """Ask a worker what it has."""
 
-    def read(self, name: str, task: Task) -> Found | None:
+    def read(self, name: str, task: Task) -> WorkerFacts | None:
         """Return what a worker has answered; None if it cannot take part."""
 
 
@@ -57,7 +155,7 @@ class _Running:
     the monotonic clock.
     """
 
-    attempt: Attempt
+    attempt: AttemptId
     task: Task
     ended: float | None = None
     surplus: float | None = None
@@ -75,7 +173,7 @@ class Coordinator:
         target: Journaled,
         parts: tuple[Part, ...],
         crew: Crew,
-        found: Mapping[str, Found],
+        found: Mapping[str, WorkerFacts],
         meet: Welcome,
         specify: Callable[[str], dict[str, Any]],
         finished: Callable[[Tile], None],
@@ -109,8 +207,8 @@ class Coordinator:
         self._specify = specify
         self._finished = finished
         self._running: dict[str, _Running] = {}
-        self._tails: dict[Attempt, Tail] = {}
-        self._unseen: dict[Attempt, dict[Tile, str]] = {}  # finished tiles whose files are not visible yet
+        self._tails: dict[AttemptId, Tail] = {}
+        self._unseen: dict[AttemptId, dict[Tile, str]] = {}  # finished tiles whose files are not visible yet
         self._polled = self._peopled = time.monotonic()
         self._wake = Event()
         self._error: BaseException | None = None
@@ -160,7 +258,6 @@ class Coordinator:
         remove_attempts(self._sidecar)
 
     def _find_workers(self) -> None:
-        """Notice workers that have joined or vanished."""
         now = time.monotonic()
         if self._crew.grows and now - self._polled >= POLL_WORKERS:
             self._polled = now
@@ -189,12 +286,11 @@ class Coordinator:
                 self._found[name] = self._known[name] = found
 
     def _begin_parts(self, fence: Fence) -> None:
-        """Give parts to all workers that have none."""
         for name in self._found:
             if name in self._running or (given := self._window.next(name, self._found.keys())) is None:
                 continue
             number, count = given
-            attempt = Attempt(fence.epoch, number, count)
+            attempt = AttemptId(fence.epoch, number, count)
             folder = attempt.folder(self._sidecar)
             folder.mkdir(parents=True)
             part, common = self._parts[number], self._specify(name)
@@ -243,7 +339,6 @@ class Coordinator:
         return True
 
     def _collect_ended(self) -> None:
-        """Note the attempts that have ended."""
         for name, running in list(self._running.items()):
             if not running.task.done():
                 continue

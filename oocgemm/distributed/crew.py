@@ -1,4 +1,9 @@
-"""The workers of a run, and how tasks reach them: threads of this process, or an executor of the caller."""
+"""The workers of a run, and how tasks reach them: threads of this process, an executor, or a dask cluster.
+
+Each worker of a cluster computes one part at a time: the scheduler would otherwise send it a queue of parts,
+and all of them would fail when the worker dies. dask's own retries are off, since the coordinator gives a
+lost part to another worker. This is the only module that imports dask.distributed.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -6,12 +11,15 @@ from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
 from functools import partial
 from threading import Event
 from typing import Any, Protocol, Self
+from uuid import uuid4
 
-from oocgemm.distributed import worker
+from oocgemm.distributed import processes
 from oocgemm.errors import ExecutionError, InputError
 
 # Names under which executors of several packages have their number of workers.
 _COUNTS = ("_max_workers", "max_workers", "num_workers")
+# Seconds in which a scheduler must answer, and in which it must have a worker.
+MAX_CONNECT, MAX_WAIT = 8.0, 5.0
 
 
 class Task(Protocol):
@@ -49,7 +57,7 @@ class Crew(ABC):
 
     @abstractmethod
     def submit(self, name: str, function: Callable[[str], Any], text: str) -> Task:
-        """Call ``function(text)`` in a worker. `function` is one of `oocgemm.distributed.worker`."""
+        """Call ``function(text)`` in a worker. `function` is one of `oocgemm.distributed.processes`."""
 
     def interrupt(self) -> None:  # noqa: B027 - most crews cannot
         """Make the workers of this process end their tasks soon. No more tasks may be submitted."""
@@ -77,7 +85,7 @@ class Threads(Crew):
 
     def submit(self, name: str, function: Callable[[str], Any], text: str) -> Task:
         return self._pool.submit(
-            partial(function, stop=self._stop) if function is worker.run else function, text
+            partial(function, stop=self._stop) if function is processes.run else function, text
         )
 
     def interrupt(self) -> None:
@@ -121,3 +129,66 @@ class OnExecutor(Crew):
 
     def stop(self) -> None:
         """Do nothing: the executor belongs to the caller, and the coordinator ends its child processes."""
+
+
+def connect(address: str | None = None, file: str | None = None) -> Any:
+    """Connect to a scheduler by its address, or by the file that ``dask scheduler --scheduler-file`` writes.
+
+    Raises `InputError` if none answers.
+    """
+    where = f"at {address}" if file is None else f"of {file}"
+    client = _client()
+    try:
+        return client(address, scheduler_file=file, timeout=MAX_CONNECT, set_as_default=False)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(
+            f"no dask scheduler {where} answers ({type(error).__name__}: {error}): start one with dask "
+            "scheduler, and check the address"
+        ) from error
+
+
+class Cluster(Crew):
+    """The workers of the cluster of a dask client. The client belongs to the caller."""
+
+    grows = True
+
+    def __init__(self, client: Any) -> None:
+        """Wait until the cluster has a worker, for at most `MAX_WAIT` seconds."""
+        self._client = client
+        if not isinstance(client, _client()) or client.asynchronous:
+            raise InputError(
+                f"client has type {type(client).__name__}: pass a dask.distributed.Client that is not "
+                "asynchronous"
+            )
+        self.remedy = f"start one with dask worker {self._client.scheduler.address}"
+        try:
+            self._client.wait_for_workers(1, timeout=MAX_WAIT)
+        except (OSError, TimeoutError):
+            raise InputError(f"the dask scheduler has no worker: {self.remedy}") from None
+
+    def names(self) -> Collection[str]:
+        try:
+            # Not `scheduler_info`: a periodic callback can replace its answer by one without workers.
+            return list(self._client.nthreads())
+        except Exception as error:  # the connection can fail in many ways
+            raise ExecutionError(
+                f"the dask scheduler does not answer: {error or type(error).__name__}"
+            ) from error
+
+    def submit(self, name: str, function: Callable[[str], Any], text: str) -> Task:
+        key = f"oocgemm-{function.__name__}-{uuid4().hex}"
+        # `pure=False` and the key: dask must not answer with the result of an earlier call.
+        task: Task = self._client.submit(function, text, key=key, workers=[name], pure=False, retries=0)
+        return task
+
+    def stop(self) -> None:
+        """Do nothing: the coordinator ends its child processes, and dask forgets its tasks."""
+
+
+def _client() -> Any:
+    """Return dask's class of clients. Raises `InputError` if dask.distributed is not installed."""
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise InputError("dask clusters need the package distributed: pip install 'oocgemm[dask]'") from error
+    return Client

@@ -16,22 +16,20 @@ from typing import Any, cast
 from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.distributed.coordinator import Coordinator
-from oocgemm.distributed.crew import Crew, OnExecutor, Task, Threads
-from oocgemm.distributed.engine import planning_engine
-from oocgemm.distributed.partial_sums import add_slices
-from oocgemm.distributed.slices import partial_products, parts_again
-from oocgemm.distributed.spec import shared_request
+from oocgemm.distributed.crew import Cluster, Crew, OnExecutor, Task, Threads
+from oocgemm.distributed.slices import add_slices, partial_products, parts_again
 from oocgemm.distributed.survey import (
     THREADS,
-    Found,
     Survey,
+    WorkerFacts,
     check_alike,
     check_memory,
     environment_of,
+    planning_engine,
     sharers,
     with_shares,
 )
-from oocgemm.distributed.timelines import tile_span
+from oocgemm.distributed.tasks import shared_request
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.destination import Destination, Kind
@@ -44,11 +42,14 @@ from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.result import Result
 from oocgemm.machine import info
+from oocgemm.planning import Kind as OperationKind
+from oocgemm.planning import Lane, Plan
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
 from oocgemm.system.threads import Cancel
+from oocgemm.timeline import Span
 from oocgemm.timeline.log import WorkerLog, merge
 
 logger = logging.getLogger("oocgemm")
@@ -85,8 +86,6 @@ def crew_of(request: Request) -> Crew:
     if request.client is not None and request.executor is not None:
         raise InputError("client and executor both name workers: pass one of them")
     if request.client is not None:
-        from oocgemm.distributed.cluster import Cluster
-
         if request.workers is not None:
             raise InputError("a dask client has its workers already: drop workers")
         return Cluster(request.client)
@@ -123,7 +122,7 @@ def _absolute(request: Request) -> Request:
     return replace(request, a=a, b=b, c=Destination.parse(c))
 
 
-def _plan(request: Request, engine: Backend, found: Collection[Found]) -> tuple[Job, tuple[Part, ...]]:
+def _plan(request: Request, engine: Backend, found: Collection[WorkerFacts]) -> tuple[Job, tuple[Part, ...]]:
     """Return the job with the plan that all workers share, and its parts in the order in which they begin."""
     ram, device, _ = max(sharers(found).values())
     try:
@@ -159,7 +158,7 @@ def _run(
     engine: Backend,
     crew: Crew,
     survey: Survey,
-    found: dict[str, Found],
+    found: dict[str, WorkerFacts],
     known: dict[str, Any],
     origin: int,
     progress: Progress | None,
@@ -251,15 +250,25 @@ def _observer(job: Job, progress: Progress | None, origin: int) -> Any:
 
     def finished(tile: Tile) -> None:
         if observe is not None:
-            observe(tile_span(job.plan, tile, perf_counter_ns() - origin))
+            observe(_tile_span(job.plan, tile, perf_counter_ns() - origin))
 
     return finished
+
+
+def _tile_span(plan: Plan, tile: Tile, now: int) -> Span:
+    """Return a span for a whole tile that has just been finished, for progress callbacks.
+
+    It has the flops of the tile and its bytes in C. It has no length, since another process did the work.
+    """
+    flops = plan.problem.step_flops(1, plan.grid.elements(tile), plan.problem.depth)
+    place = OperationKind.WRITE.value, "C", Lane.WRITE.value, "tile", 0
+    return Span(0, *place, tile, 0, now, now, plan.tile_bytes(tile), flops)
 
 
 class _Welcome:
     """Surveys workers that join during a run. Those that take part are added to `found`."""
 
-    def __init__(self, survey: Survey, job: Job, found: dict[str, Found]) -> None:
+    def __init__(self, survey: Survey, job: Job, found: dict[str, WorkerFacts]) -> None:
         assert job.output.earlier is not None
         self._survey = survey
         self._job = job
@@ -271,7 +280,7 @@ class _Welcome:
         self._survey.write(self._nonce)
         return self._survey.ask(name, self._nonce)
 
-    def read(self, name: str, task: Task) -> Found | None:
+    def read(self, name: str, task: Task) -> WorkerFacts | None:
         try:
             joined = self._survey.timed(self._survey.read(name, task, self._nonce))
             check_alike([next(iter(self._found.values())), joined])
@@ -284,7 +293,7 @@ class _Welcome:
         return joined
 
 
-def _threads(job: Job, crew: Crew, found: Collection[Found]) -> int:
+def _threads(job: Job, crew: Crew, found: Collection[WorkerFacts]) -> int:
     """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
 
     A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
@@ -300,7 +309,7 @@ def _threads(job: Job, crew: Crew, found: Collection[Found]) -> int:
     return threads
 
 
-def _check_cores(found: Collection[Found], threads: int) -> None:
+def _check_cores(found: Collection[WorkerFacts], threads: int) -> None:
     """Raise `InputError` if the BLAS of a worker cannot use this number of threads."""
     for one in found:
         if one.backend == "host" and len(one.cores) < threads:
@@ -310,7 +319,7 @@ def _check_cores(found: Collection[Found], threads: int) -> None:
             )
 
 
-def _specify(job: Job, found: dict[str, Found], header: dict[str, Any], name: str) -> dict[str, Any]:
+def _specify(job: Job, found: dict[str, WorkerFacts], header: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what a worker needs for any part: see `Coordinator`."""
     plan, one = job.plan, found[name]
     # On a GPU, the process that has answered the survey computes the part.

@@ -1,11 +1,14 @@
-"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is
-written."""
+"""Find out what the workers have, and refuse those that cannot compute the product. Nothing of C is written.
+
+`planning_engine` is the backend of the workers, as far as planning needs it in a process that may not have
+their device.
+"""
 
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,15 +17,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from oocgemm.backends import Backend, Session, open_backend
 from oocgemm.backends.host.blas import CHOICE
-from oocgemm.distributed import worker as in_worker
+from oocgemm.distributed import processes as in_worker
+from oocgemm.distributed.attempts import machine
 from oocgemm.distributed.crew import Crew, Task
-from oocgemm.distributed.fence import machine
-from oocgemm.distributed.worker import DIED
+from oocgemm.distributed.processes import DIED
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.jobs.request import Request
-from oocgemm.planning import Budgets, Plan
+from oocgemm.kernels.registry import check_plan
+from oocgemm.planning import Budgets, GemmProblem, Plan
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.system.installed import __version__
 
@@ -40,7 +45,7 @@ class DiedError(BackendError):
 
 
 @dataclass(frozen=True)
-class Found:
+class WorkerFacts:
     """What a worker has.
 
     - `host`: the name of its machine. `machine` is an id of the running system, `cores` its usable cores.
@@ -123,7 +128,7 @@ class Survey:
         }
         return self._crew.submit(name, in_worker.run, json.dumps(task))
 
-    def read(self, name: str, task: Task, nonce: Path) -> Found:
+    def read(self, name: str, task: Task, nonce: Path) -> WorkerFacts:
         """Return what a worker answered. Raises `InputError` or `BackendError` if it cannot take part."""
         try:
             answer = task.result()
@@ -146,14 +151,14 @@ class Survey:
                 f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all "
                 "workers share, mounted at the same place"
             )
-        known = {field: answer[field] for field in Found.__dataclass_fields__ if field in answer}
-        return Found(worker=name, **(known | {"cores": tuple(answer["cores"])}))
+        known = {field: answer[field] for field in WorkerFacts.__dataclass_fields__ if field in answer}
+        return WorkerFacts(worker=name, **(known | {"cores": tuple(answer["cores"])}))
 
-    def run(self) -> dict[str, Found]:
+    def run(self) -> dict[str, WorkerFacts]:
         """Ask all workers, and return what they have, by name. Raises the first error."""
         names = list(self._crew.names())
         asked = Counter(names)
-        found: dict[str, Found] = {}
+        found: dict[str, WorkerFacts] = {}
         with self.nonce() as nonce:
             tasks = {name: self.ask(name, nonce) for name in names}
             until = time.monotonic() + MAX_ANSWER
@@ -179,7 +184,7 @@ class Survey:
             raise InputError(f"there is no worker: {self._crew.remedy}")
         return {name: self.timed(found[name]) for name in names if name in found}
 
-    def timed(self, found: Found) -> Found:
+    def timed(self, found: WorkerFacts) -> WorkerFacts:
         """Measure the offset of a worker's clock: the ping that took least time has the least error."""
         if found.machine == machine():
             return found
@@ -203,7 +208,7 @@ def environment_of(threads: int | None) -> dict[str, str | None]:
     return {CHOICE: os.environ.get(CHOICE)} | dict.fromkeys(THREADS, number)
 
 
-def check_alike(found: Collection[Found]) -> None:
+def check_alike(found: Collection[WorkerFacts]) -> None:
     """Raise `InputError` if workers multiply by different libraries or devices."""
     first, *others = found
     for other in others:
@@ -215,11 +220,11 @@ def check_alike(found: Collection[Found]) -> None:
             )
 
 
-def _described(found: Found) -> str:
+def _described(found: WorkerFacts) -> str:
     return f"{found.backend} ({found.library}, kernel {found.kernel})"
 
 
-def sharers(found: Collection[Found]) -> dict[str, tuple[int, int, int]]:
+def sharers(found: Collection[WorkerFacts]) -> dict[str, tuple[int, int, int]]:
     """Return per worker how many workers share its host memory, its device and its cores, itself included."""
     machines = Counter(x.machine for x in found)
     devices = Counter((x.machine, x.place) for x in found)
@@ -229,7 +234,7 @@ def sharers(found: Collection[Found]) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def with_shares(request: Request, found: Collection[Found]) -> Request:
+def with_shares(request: Request, found: Collection[WorkerFacts]) -> Request:
     """Divide the memory budgets of a request among the workers that share a host or a device.
 
     A budget is an upper bound for a host, or for a device, however many workers use it. All workers get the
@@ -251,7 +256,7 @@ def with_shares(request: Request, found: Collection[Found]) -> Request:
     return replace(request, host_memory=host) if request.memory is None else replace(request, memory=host)
 
 
-def check_memory(plan: Plan, found: Collection[Found]) -> None:
+def check_memory(plan: Plan, found: Collection[WorkerFacts]) -> None:
     """Raise `OutOfMemoryError` if a worker has too little free memory for its share of a plan."""
     shared = sharers(found)
     unified = plan.machine.unified
@@ -268,3 +273,47 @@ def check_memory(plan: Plan, found: Collection[Found]) -> None:
                     f"of {tier} memory together, {format_size(free)} are free: pass a smaller "
                     f"--{'device-memory' if tier == 'device' else option}, or use fewer workers"
                 )
+
+
+def planning_engine(found: Collection[WorkerFacts]) -> Backend:
+    """Return the backend to plan with. It has the properties of the workers' devices."""
+    first = next(iter(found))
+    if first.backend == "host":
+        return open_backend("host")
+    return _Described(first, min(one.free for one in found))
+
+
+class _Described:
+    """A backend in other processes: it answers what planning asks, and cannot run a plan."""
+
+    def __init__(self, found: WorkerFacts, free: int) -> None:
+        self.name = found.backend
+        self._found = found
+        self._free = free
+
+    def device_count(self) -> int:
+        return 1
+
+    def free_memory(self) -> int:
+        return self._free
+
+    def multiprocessors(self) -> int:
+        return self._found.multiprocessors
+
+    def is_pinned(self, address: int, size: int) -> bool:
+        return False
+
+    def link_limit(self) -> float | None:
+        return None
+
+    def describe(self) -> dict[str, str]:
+        return dict(self._found.described)
+
+    def check(self, plan: Plan, kernel: str) -> None:
+        check_plan(kernel, plan)
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        return self._found.kernel
+
+    def open(self, plan: Plan, kernel: str, beside: Sequence[Session] = ()) -> Session:
+        raise NotImplementedError("a plan of a distributed run is run by its workers")

@@ -137,7 +137,7 @@ FULL_DISK = """
 import errno, os, sys
 def full(*arguments):
     raise OSError(errno.ENOSPC, "No space left on device")
-if "oocgemm.distributed.part" in sys.orig_argv:
+if "oocgemm.distributed.child" in sys.orig_argv:
     os.pwritev = full
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.distributed import fence
-from oocgemm.distributed.fence import Fence, Guard, Sign, machine, read, started
+from oocgemm.distributed import attempts
+from oocgemm.distributed.attempts import Fence, FenceGuard, Sign, machine, read_sign, started
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def sign() -> Sign:
 def test_a_live_coordinator_is_seen_and_its_end_too(path: Path) -> None:
     kept = Fence(path)
     try:
-        guard = Guard(path, kept.epoch, "attempt")
+        guard = FenceGuard(path, kept.epoch, "attempt")
         assert guard.reason_to_end() is None
-        first = read(path)
+        first = read_sign(path)
         until = time.monotonic() + 30
-        while read(path) == first and time.monotonic() < until:
+        while read_sign(path) == first and time.monotonic() < until:
             time.sleep(0.01)
-        found = read(path)
+        found = read_sign(path)
         assert found is not None
         assert found.beat > 0
         kept.end(["another"])
@@ -54,7 +54,7 @@ def test_a_live_coordinator_is_seen_and_its_end_too(path: Path) -> None:
 
 def test_another_epoch_ends_a_process(path: Path) -> None:
     write(path, sign())
-    guard = Guard(path, "e1", "attempt")
+    guard = FenceGuard(path, "e1", "attempt")
     assert guard.reason_to_end() is None
     write(path, replace(sign(), epoch="e2"))
     assert guard.reason_to_end() == "another coordinator has taken over"
@@ -64,7 +64,7 @@ def test_a_dead_coordinator_on_this_machine_is_noticed_at_once(path: Path) -> No
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         write(path, replace(sign(), pid=process.pid, started=started(process.pid) or 0))
-        guard = Guard(path, "e1", "attempt")
+        guard = FenceGuard(path, "e1", "attempt")
         assert guard.reason_to_end() is None
         process.kill()
         until = time.monotonic() + 30
@@ -83,24 +83,24 @@ def test_processes_on_other_machines_wait_for_a_silent_coordinator(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(fence, "monotonic", lambda: now)
+    monkeypatch.setattr(attempts, "monotonic", lambda: now)
     away = replace(sign(), machine="another", pid=1, started=1)
     write(path, away)
-    guard = Guard(path, "e1", "attempt")
+    guard = FenceGuard(path, "e1", "attempt")
     assert guard.reason_to_end() is None
-    now += fence.TTL - 1
+    now += attempts.TTL - 1
     assert guard.reason_to_end() is None
     write(path, replace(away, beat=1))
     assert guard.reason_to_end() is None
-    now += fence.TTL - 1
+    now += attempts.TTL - 1
     assert guard.reason_to_end() is None
     now += 2
-    assert guard.reason_to_end() == f"its coordinator was silent for {fence.TTL:.0f} s"
+    assert guard.reason_to_end() == f"its coordinator was silent for {attempts.TTL:.0f} s"
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_ends_nothing(path: Path) -> None:
     write(path, sign())
-    guard = Guard(path, "e1", "attempt")
+    guard = FenceGuard(path, "e1", "attempt")
     path.write_text("{")
     assert guard.reason_to_end() is None
 
@@ -115,7 +115,7 @@ def test_a_coordinator_notices_that_another_one_has_replaced_it(path: Path) -> N
         assert first.taken_over
     finally:
         first.close()
-        found = read(path)
+        found = read_sign(path)
         second.close()
     assert found is not None
     assert found.epoch == second.epoch

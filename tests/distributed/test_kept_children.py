@@ -11,17 +11,17 @@ import psutil
 import pytest
 
 import oocgemm
-from oocgemm.distributed import child, worker
-from oocgemm.distributed.watchdog import EXIT_IDLE
+from oocgemm.distributed import processes
+from oocgemm.distributed.processes import EXIT_IDLE
 from tests.support.clusters import all_ended, children, environment
 from tests.support.small_runs import content_of, prepare
 
 # Python runs this when a child process starts. The number of seconds is filled in.
 STAY = """
 import sys
-if "oocgemm.distributed.part" in sys.orig_argv:
-    from oocgemm.distributed import watchdog
-    watchdog.STAYING, watchdog.IDLE = ("host",), {seconds}
+if "oocgemm.distributed.child" in sys.orig_argv:
+    from oocgemm.distributed import processes
+    processes.STAYING, processes.IDLE = ("host",), {seconds}
 """
 # A program that multiplies twice, and prints the number of its child processes.
 RUN = """
@@ -99,11 +99,11 @@ def test_a_task_that_comes_too_late_is_done_by_another_process(
     here: Path, stay: Stay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stay(0.2)
-    waiting = child.Child(child.environment_with({}))
+    waiting = processes.Child(processes.environment_with({}))
     assert waiting.wait() == EXIT_IDLE
     found = [waiting]  # it was alive when it was taken
-    monkeypatch.setattr(worker, "take", lambda _: found.pop() if found else None)
-    assert worker.run('{"task": "probe", "nonce": ""}')["error"] == worker.DIED  # by the other process
+    monkeypatch.setattr(processes, "take", lambda _: found.pop() if found else None)
+    assert processes.run('{"task": "probe", "nonce": ""}')["error"] == processes.DIED  # by the other process
     assert not found
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.distributed.window import MAX_ATTEMPTS, Window
+from oocgemm.distributed.coordinator import MAX_ATTEMPTS, Window
 
 TILES = {0: [(0, 0), (0, 1)], 1: [(1, 0)], 2: [(1, 1)]}
 

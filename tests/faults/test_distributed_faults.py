@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.distributed import worker
+from oocgemm.distributed import processes
 from tests.support.clusters import (
     all_ended,
     children,
@@ -146,7 +146,7 @@ class Losing(Executor):
         self.stopped: Any = None
 
     def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
-        if self.stopped is None and function is worker.run and json.loads(arguments[0])["task"] == "part":
+        if self.stopped is None and function is processes.run and json.loads(arguments[0])["task"] == "part":
             self.stopped = False
             return self._pool.submit(self._lose, function, arguments[0])
         return self._pool.submit(function, *arguments, **named)
@@ -161,7 +161,7 @@ class Losing(Executor):
             p for p in children(folder.parents[3]) if (folder.exists() and _computes(p, folder))
         ]
         self.stopped.suspend()
-        return {"error": worker.DIED, "message": "the worker was lost", "fatal": False}
+        return {"error": processes.DIED, "message": "the worker was lost", "fatal": False}
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown()

@@ -11,7 +11,7 @@ import pytest
 
 import oocgemm
 from oocgemm import BudgetError, InputError
-from oocgemm.distributed.survey import Found, with_shares
+from oocgemm.distributed.survey import WorkerFacts, with_shares
 from oocgemm.jobs import prepare
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.destination import Destination
@@ -133,8 +133,8 @@ def test_an_error_on_a_gpu_names_memory_if_that_was_given(short: dict[str, str])
     oocgemm.plan(X, X.T, **options | dict(raised.value.named))
 
 
-def found(backend: str, number: int) -> Found:
-    return Found(
+def found(backend: str, number: int) -> WorkerFacts:
+    return WorkerFacts(
         *(f"w{number}", "here", "here", (0,), backend, "auto", "", {}, f"gpu{number}"),
         free=8 * HOST,
         available=8 * HOST,

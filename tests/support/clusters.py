@@ -43,7 +43,7 @@ def processes(mark: Path, *words: str) -> list[psutil.Process]:
 
 def children(mark: Path) -> list[psutil.Process]:
     """Return the processes that compute parts."""
-    return processes(mark, "oocgemm.distributed.part")
+    return processes(mark, "oocgemm.distributed.child")
 
 
 def all_ended(mark: Path) -> bool:

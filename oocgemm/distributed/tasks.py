@@ -22,7 +22,7 @@ class PartSpec:
     - `request`: the product, as `shared_request` returns it, with the memory budgets of the child process.
     - `header`: the header of the master journal: identity, plan and version of the run.
     - `rows`, `cols`, `done`: the tile rows and tile columns of the part, and its tiles that are done already.
-    - `library`: the library and device that must multiply (`survey.Found.library`).
+    - `library`: the library and device that must multiply (`survey.WorkerFacts.library`).
     - `folder`: the folder of the attempt.
     - `fence`, `epoch`, `attempt`: the coordinator's file and epoch, and the name of the attempt.
     """

@@ -1,0 +1,278 @@
+"""The child processes of a worker: start them, give them tasks, and keep those that wait for another one.
+
+`run` and `ping` are the functions that run in a worker.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Event, RLock
+from time import monotonic
+from typing import Any
+
+# Seconds between two looks at the coordinator, and seconds in which a run must stop before the process exits.
+# Together they are well below the 2 s after which no child process may be left.
+INTERVAL, PATIENCE = 0.5, 0.8
+# Exit codes of a process that did not stop in time, and of one that got no further task in `IDLE` seconds.
+EXIT_STOPPED, EXIT_IDLE = 70, 71
+# Backends whose processes stay for another task. To import CuPy and to start CUDA takes a second or two.
+# A process that multiplies with a CPU starts fast, and its BLAS keeps the number of threads of its start.
+STAYING, IDLE = ("cuda",), 30.0
+# Seconds between two looks whether the coordinator, in the same process, wants the task to stop.
+POLL = 0.05
+# Seconds after which a child process that was told to stop is killed.
+MAX_STOP = INTERVAL + PATIENCE + 0.5
+# Longest part of what a failed child process printed that is returned, in bytes.
+MAX_PRINTED = 2000
+_lock = RLock()
+# The "error" of a task whose child process has died without a result.
+DIED = "Died"
+
+
+class Child:
+    """A child process, which does one task at a time."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start a process. Raises `OSError`, or `RuntimeError` if the system can start no thread."""
+        # -P: the current folder may contain files with the names of modules.
+        command = [sys.executable, "-P", "-m", "oocgemm.distributed.child"]
+        self._printed = TemporaryFile()  # noqa: SIM115 - `end` closes it
+        self._starter = _Starter.of_this_process()
+
+        def popen() -> "subprocess.Popen[bytes]":
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._printed, env=environment)
+
+        try:
+            self._process = self._starter.call(popen)
+        except BaseException:
+            self._printed.close()
+            self._starter.forget_child()
+            raise
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._tasks, self._answers = self._process.stdin, self._process.stdout
+
+    def ask(self, text: str, stop: Event | None) -> bytes:
+        """Give the process a task, and return its answer; b"" if it has ended without one.
+
+        If `stop` is set, tell the process to stop, and wait for the answer for at most `MAX_STOP` s.
+        """
+        with suppress(BrokenPipeError):  # the process has died already
+            self._tasks.write(text.encode() + b"\n")
+            self._tasks.flush()
+        pipe, found, until = self._answers.fileno(), b"", inf
+        readable = select.poll()
+        readable.register(pipe, select.POLLIN)
+        while monotonic() < until:
+            if readable.poll(None if stop is None else 1000 * POLL):
+                part = os.read(pipe, 1 << 16)
+                found += part
+                if not part or part.endswith(b"\n"):
+                    return found
+            elif stop is not None and until == inf and stop.is_set():
+                with suppress(BrokenPipeError):
+                    self._tasks.close()
+                until = monotonic() + MAX_STOP
+        self._process.kill()
+        return b""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> int:
+        """Return the exit code of a process that is ending or is killed."""
+        return self._process.wait()
+
+    def printed(self) -> str:
+        """Return the end of what the process has printed."""
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - MAX_PRINTED))
+        return self._printed.read().decode(errors="replace").strip()
+
+    def end(self) -> None:
+        """Kill the process, and release its files."""
+        self._process.kill()
+        self._process.wait()
+        for file in (self._tasks, self._answers, self._printed):
+            with suppress(BrokenPipeError):
+                file.close()
+        self._starter.forget_child()
+
+
+def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of this process with changes, for a child process. None unsets a variable."""
+    environment = {name: value for name, value in os.environ.items() if name not in changes}
+    environment |= {name: value for name, value in changes.items() if value is not None}
+    # The child process must import the package that this process has imported.
+    top = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (top, environment.get("PYTHONPATH"))))
+    return environment
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a process that waits for another task must have in common with one that is started for the task.
+
+    `process` is the one that started it: a fork must not use the pipes of its parent.
+    """
+
+    process: int
+    folder: str
+    environment: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Key":
+        """Return the key of a child process that is started now. Its folder is "" if that was removed."""
+        folder = ""
+        with suppress(OSError):
+            folder = os.getcwd()
+        return cls(os.getpid(), folder, frozenset(environment.items()))
+
+
+# Child processes that wait for another task.
+_idle: dict[Key, list[Child]] = {}
+# Otherwise a fork could copy the lock while a thread holds it that the new process does not have.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+class _Starter:
+    """The thread that starts the child processes of a process. The system kills them when it ends.
+
+    (`die_with_parent`.) So it must outlive the threads that give tasks to them.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-children")
+        self._children = 0
+
+    @classmethod
+    def of_this_process(cls) -> "_Starter":
+        """Return the thread of this process, which stays until `forget_child` is called for a new child."""
+        with _lock:
+            found = _starters.setdefault(os.getpid(), cls())
+            found._children += 1
+        return found
+
+    def call(self, popen: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
+        """Call a function in the thread, and return its result."""
+        return self._pool.submit(popen).result()
+
+    def forget_child(self) -> None:
+        """Note that a child process has ended, or could not be started."""
+        with _lock:
+            self._children -= 1
+
+    def end(self) -> bool:
+        """End the thread if it has no children. Return whether it has ended."""
+        if not self._children:
+            self._pool.shutdown()
+        return not self._children
+
+
+# By process: after a fork, the child process has none of the threads.
+_starters: dict[int, _Starter] = {}
+
+
+def take(key: Key) -> Child | None:
+    """Return a child process that waits for a task, if there is one."""
+    with _lock:
+        _end_dead()
+        waiting = _idle.get(key)
+        return waiting.pop() if waiting else None
+
+
+def keep(key: Key, child: Child) -> None:
+    """Let a child process wait for another task. If none comes, it ends by itself."""
+    with _lock:
+        _end_dead()
+        _idle.setdefault(key, []).append(child)
+
+
+def release() -> None:
+    """End all child processes that wait for another task, and the thread that started them if it can end."""
+    process = os.getpid()
+    with _lock:
+        for key in [key for key in _idle if key.process == process]:
+            for child in _idle.pop(key):
+                child.end()
+        if process in _starters and _starters[process].end():
+            del _starters[process]
+
+
+def _end_dead() -> None:
+    """Release the files of child processes that have ended while they waited."""
+    for key in [key for key in _idle if key.process == os.getpid()]:
+        waiting = _idle.pop(key)
+        for child in [child for child in waiting if child.ended]:
+            child.end()
+            waiting.remove(child)
+        if waiting:
+            _idle[key] = waiting
+
+
+def run(text: str, stop: Event | None = None) -> dict[str, Any]:
+    """Do a task in a child process, and return its result. It has the key "error" if the task failed.
+
+    Args:
+        text: the task, as JSON. Its "environment" has variables for the child process; null unsets one.
+        stop: makes the child process stop soon after it is set.
+    """
+    environment = environment_with(json.loads(text).get("environment", {}))
+    key = Key.of(environment)
+    while True:
+        try:
+            child = take(key) or Child(environment)
+        except (OSError, RuntimeError) as error:
+            return {"error": "BackendError", "message": f"no process can be started: {error}", "fatal": False}
+        stays = False
+        try:
+            answer = child.ask(text, stop)
+            if not answer and child.wait() == EXIT_IDLE:
+                continue  # it has ended without a look at the task
+            result = _result(child, answer)
+            stays = result.pop("stays", False) and not (stop is not None and stop.is_set())
+        finally:
+            if stays:
+                keep(key, child)
+            else:
+                child.end()
+        return result
+
+
+def ping(text: str) -> int:
+    """Return the wall clock of this machine in nanoseconds."""
+    return time.time_ns()
+
+
+def _result(child: Child, answer: bytes) -> dict[str, Any]:
+    """Return the result that a process has answered, or how it died."""
+    try:
+        result: dict[str, Any] = json.loads(answer)
+        return result
+    except ValueError:
+        pass
+    code = child.wait()
+    how = f"exit code {code}"
+    if code < 0:
+        with suppress(ValueError):
+            how = signal.Signals(-code).name
+        if -code == signal.SIGKILL:
+            how += ", perhaps for lack of memory"
+        if -code == signal.SIGILL:
+            how += ": the processor lacks an instruction that the coordinator's kernels use"
+    lines = child.printed().splitlines()
+    last = f"; it printed: {lines[-1]}" if lines else ""
+    return {"error": DIED, "message": f"its process ended ({how}){last}", "fatal": False}
