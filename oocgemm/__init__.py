@@ -27,17 +27,9 @@ if TYPE_CHECKING:
         OocGemmError,
         OutOfMemoryError,
     )
-    from oocgemm.jobs.api import gemm, gram, matmul, plan, plan_gram
-    from oocgemm.jobs.correlation import corr, cov
     from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
-    from oocgemm.jobs.grm import Relationships, grm
-    from oocgemm.jobs.kernel_matrix import kernel_matmul
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
-    from oocgemm.jobs.pca import PCA, PCAPlan, pca, plan_pca
-    from oocgemm.jobs.plan import Plan
-    from oocgemm.jobs.reduction import MatVec, Reduce, Threshold, TopK, reduce
-    from oocgemm.jobs.result import Result
-    from oocgemm.jobs.similarity import Neighbors, Pairs, similarity
+    from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
@@ -45,6 +37,14 @@ if TYPE_CHECKING:
     from oocgemm.service.client import Client, Job
     from oocgemm.stores.transform import Transform
     from oocgemm.timeline import Report, Timeline, read_log, report
+    from oocgemm.verbs.correlation import corr, cov
+    from oocgemm.verbs.gemm import gemm, matmul, plan
+    from oocgemm.verbs.gram import gram, plan_gram
+    from oocgemm.verbs.kernel_matmul import kernel_matmul
+    from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
+    from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, reduce
+    from oocgemm.verbs.relationship import Relationships, grm
+    from oocgemm.verbs.similarity import similarity
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
@@ -116,17 +116,9 @@ _HOMES = {
         *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
     ),
     "backends": ("release",),
-    "jobs.api": ("gemm", "gram", "matmul", "plan", "plan_gram"),
-    "jobs.correlation": ("corr", "cov"),
     "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
-    "jobs.grm": ("Relationships", "grm"),
-    "jobs.kernel_matrix": ("kernel_matmul",),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
-    "jobs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
-    "jobs.plan": ("Plan",),
-    "jobs.reduction": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
-    "jobs.result": ("Result",),
-    "jobs.similarity": ("Neighbors", "Pairs", "similarity"),
+    "jobs.result": ("Neighbors", "Pairs", "Plan", "Result"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),
@@ -134,6 +126,14 @@ _HOMES = {
     "service.client": ("Client", "Job"),
     "stores.transform": ("Transform",),
     "timeline": ("Report", "Timeline", "read_log", "report"),
+    "verbs.correlation": ("corr", "cov"),
+    "verbs.gemm": ("gemm", "matmul", "plan"),
+    "verbs.gram": ("gram", "plan_gram"),
+    "verbs.kernel_matmul": ("kernel_matmul",),
+    "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
+    "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),
+    "verbs.relationship": ("Relationships", "grm"),
+    "verbs.similarity": ("similarity",),
 }
 _MODULES = {name: f"oocgemm.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -9,7 +9,7 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from oocgemm.cli.output import JSON, F, taking
+from oocgemm.cli.output import F, taking
 from oocgemm.jobs.options import Option, options_of, rendered, types_of
 from oocgemm.planning.parts.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform
@@ -128,11 +128,6 @@ class Workers(click.ParamType[tuple[int, ...]]):
 
 
 QUIET = click.option("--quiet", is_flag=True, help="Print only errors and warnings about the data.")
-DRY_RUN = click.option(
-    "--dry-run", is_flag=True, help="Show how the result would be computed. Read and write no elements."
-)
-# What each command that computes something takes besides the options of its verb.
-RUNNING = (JSON, QUIET, DRY_RUN)
 
 
 def verb_options(verb: str | type, but: Iterable[str] = ()) -> Callable[[F], F]:

@@ -4,8 +4,9 @@ What only one of them needs, or what a quiet run does not need, is imported in t
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, ve
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.tolerance import BOUNDS
-from oocgemm.jobs import api, resume
+from oocgemm.jobs import resume
 from oocgemm.jobs.options import PlanOptions, Progress
 from oocgemm.jobs.result import Result
 from oocgemm.planning import Plan
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.units import format_size
+from oocgemm.verbs.gemm import gemm
+from oocgemm.verbs.gemm import plan as plan_product
+from oocgemm.verbs.gram import gram as multiply_gram
 
 # Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
 MIN_REPORT_ROOM = 256 << 20
@@ -63,7 +67,7 @@ STORED = {
     help="Compute with the workers of the dask scheduler that wrote this file.",
 )
 @taking(JSON, QUIET)
-def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
+def run(a: str, b: str, c: str, **options: Any) -> None:
     """Multiply A and B, and store the product in C.
 
     A, B and C are paths or URLs of zarr arrays, or paths of .npy files. A and B may also be HDF5 datasets,
@@ -72,34 +76,38 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
     Example: oocgemm run A.zarr B.zarr C.zarr --device-memory 2GiB
     """
-    options = transposes(options)
-
-    def compute(progress: Progress | None) -> Result:
-        with ExitStack() as stack:
-            return api.gemm(a, b, c, progress=progress, **_workers(stack, **options))
-
-    run_product(compute, c, (a, b), options, as_json=as_json, quiet=quiet)
+    with ExitStack() as stack:
+        run_product(partial(gemm, a, b, c), c, (a, b), **_workers(stack, **transposes(options)))
 
 
 def run_product(
-    compute: Callable[[Progress | None], Result],
-    c: str,
+    verb: Callable[..., Any],
+    c: str | None,
     operands: Sequence[str],
-    options: Mapping[str, Any],
     *,
     as_json: bool,
     quiet: bool,
-) -> None:
-    """Compute C, and print the progress and a report.
+    dry_run: bool,
+    **options: Any,
+) -> Any:
+    """Compute C, and print the progress and a report. Return what the verb returns.
 
     Args:
-        compute: computes C, with a callback for the progress.
-        c: path or URL of C.
+        verb: computes C, with the options of the command, or returns its plans. If its result has a method
+            `save`, it is saved at C.
+        c: path or URL of C. It may be None in a dry run.
         operands: paths or URLs of the operands.
-        options: of the command.
         as_json: print one JSON object.
         quiet: print only errors.
+        dry_run: print the plans only.
     """
+    if dry_run:
+        stores.load_without_cupy(*operands, *filter(None, (c,)))
+        planned = verb(dry_run=True, **options)
+        show_plans(planned if isinstance(planned, tuple) else (planned,), options["tile"], as_json=as_json)
+        return planned
+    if c is None:
+        raise click.UsageError("C is missing: give a path for it, or pass --dry-run")
     live = not quiet and not as_json
     if options["backend"] == "host":
         stores.load_without_cupy(*operands, c)
@@ -107,7 +115,9 @@ def run_product(
         silence_warnings()
     try:
         with stopping(lambda: print_interrupted(resume.resume_hint(c))), _display(live) as progress:
-            result = compute(progress and _noting(progress))
+            found = verb(progress=progress and _noting(progress), **options)
+            if hasattr(found, "save"):
+                found.save(c)
     except BudgetError:
         raise
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
@@ -115,6 +125,7 @@ def run_product(
         if isinstance(error, ExecutionError) and resume.resume_hint(c):
             error.add_note("(add --trust-operands if you repair files of A or B first)")
         raise
+    result: Result = getattr(found, "run", found)
     planned = result.plan
     # Not a selection, whose C is not stored.
     has_triangle = planned.problem.cover.square and result.c is not None
@@ -145,6 +156,23 @@ def run_product(
         if options["timeline"]:
             log = options["timeline"]
             click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
+    return found
+
+
+def show_plans(plans: Sequence[Plan], tile: str | None, *, as_json: bool) -> None:
+    """Print the plans of products in sequence. As JSON, it is the last one, with those before it."""
+    for planned in plans:
+        note_clipped(tile, planned)
+    if as_json:
+        before = {"before": [planned.to_dict() for planned in plans[:-1]]} if len(plans) > 1 else {}
+        print_json(plans[-1].to_dict() | before)
+        return
+    from oocgemm.cli.display import print_plan
+
+    for number, planned in enumerate(plans):
+        if number:
+            click.echo()
+        print_plan(planned)
 
 
 def _workers(
@@ -246,7 +274,7 @@ def plan(
     if storage_read and not workers:
         raise click.UsageError("--storage-read is the rate that workers share: pass --workers N too")
     stores.load_without_cupy(*filter(None, (a, b, c)))
-    planned = api.plan(a, b, c, **transposes(options))
+    planned = plan_product(a, b, c, **transposes(options))
     partitions = planned.scaling(workers, storage_read) if workers else ()
     note_clipped(options["tile"], planned)
     if as_json:
@@ -256,6 +284,23 @@ def plan(
     print_plan(planned, explain)
     if partitions:
         print_scaling(partitions)
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("c", type=Place(), required=False)
+@verb_options("gram")
+@taking(JSON, QUIET)
+def gram(x: str, c: str | None, **options: Any) -> None:
+    """Multiply X and its conjugate transpose, and store the product in C.
+
+    This takes about half the work of `oocgemm run`. X and C are paths or URLs of zarr arrays, or paths of
+    .npy files. X may also be an HDF5 dataset, such as file.h5::/name, or a PLINK .bed file.
+    --alpha and --beta must be real.
+
+    Example: oocgemm gram X.zarr K.zarr
+    """
+    run_product(partial(multiply_gram, x, c), c, (x,), **options)
 
 
 @click.command()

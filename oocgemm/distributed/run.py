@@ -32,14 +32,13 @@ from oocgemm.distributed.survey import (
 from oocgemm.distributed.tasks import shared_request
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output
-from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.execute import disk_errors
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.result import Result
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind

@@ -21,10 +21,10 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.integers import finish
 from oocgemm.jobs import output
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import PARTIAL
 from oocgemm.jobs.output import Target
 from oocgemm.jobs.prepare import Job, prepare
+from oocgemm.jobs.request import Destination
 from oocgemm.planning import GemmProblem, Kind, Lane, Plan
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
 from oocgemm.planning.parts.part import Part, divide

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.problem import op_of
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Destination, Request
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.serialize import recorded_scalar
 from oocgemm.planning.tiling import Range, Tile

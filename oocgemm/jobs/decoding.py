@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from oocgemm.errors import BudgetError
-from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.request import Destination, Kind
 from oocgemm.jobs.transforms import as_read
 from oocgemm.planning import Coding, GemmProblem, Plan, division_of
 from oocgemm.stores import Matrix

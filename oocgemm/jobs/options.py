@@ -466,6 +466,22 @@ class PcaOptions(_Engine, _Memory, _Access, _Device, _Watch, total=False):
 # of the functions, so that no function takes them as `**options`.
 
 
+class _DryRun(TypedDict, total=False):
+    dry_run: Annotated[
+        bool,
+        Option(
+            "Plan only: show how the result would be computed. Nothing is computed or written.",
+            "The result is a `Plan`, or several for products in sequence. No GPU is used; the cuda backend "
+            "requires {device_memory}.",
+            False,
+        ),
+    ]
+
+
+class GemmArguments(Options, _DryRun, total=False):
+    """All options of `oocgemm.gemm`."""
+
+
 class _Axis(TypedDict, total=False):
     axis: Annotated[
         int,
@@ -493,11 +509,11 @@ class _Uplo(TypedDict, total=False):
     ]
 
 
-class GramArguments(_Uplo, _Axis, GramOptions, total=False):
+class GramArguments(_Uplo, _Axis, GramOptions, _DryRun, total=False):
     """All options of `oocgemm.gram`."""
 
 
-class SimilarityArguments(SelectionOptions, total=False):
+class SimilarityArguments(SelectionOptions, _DryRun, total=False):
     """All options of `oocgemm.similarity`."""
 
     topk: Annotated[
@@ -537,7 +553,7 @@ class SimilarityArguments(SelectionOptions, total=False):
     ]
 
 
-class CorrArguments(_Axis, DenseOptions, total=False):
+class CorrArguments(_Axis, DenseOptions, _DryRun, total=False):
     """All options of `oocgemm.corr`."""
 
     topk: Annotated[
@@ -562,7 +578,7 @@ class CorrArguments(_Axis, DenseOptions, total=False):
     ]
 
 
-class CovArguments(_Axis, DenseOptions, total=False):
+class CovArguments(_Axis, DenseOptions, _DryRun, total=False):
     """All options of `oocgemm.cov`."""
 
     ddof: Annotated[
@@ -571,7 +587,7 @@ class CovArguments(_Axis, DenseOptions, total=False):
     ]
 
 
-class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
+class GrmArguments(_Uplo, _Axis, DenseOptions, _DryRun, total=False):
     """All options of `oocgemm.grm`."""
 
     method: Annotated[
@@ -625,7 +641,7 @@ class GrmArguments(_Uplo, _Axis, DenseOptions, total=False):
     ]
 
 
-class PcaArguments(_Transform, PcaOptions, total=False):
+class PcaArguments(_Transform, PcaOptions, _DryRun, total=False):
     """All options of `oocgemm.pca`."""
 
     center: Annotated[
@@ -687,7 +703,7 @@ class PcaArguments(_Transform, PcaOptions, total=False):
     ]
 
 
-class KernelArguments(SelectionOptions, total=False):
+class KernelArguments(SelectionOptions, _DryRun, total=False):
     """All options of `oocgemm.kernel_matmul`."""
 
     gamma: Annotated[
@@ -696,13 +712,13 @@ class KernelArguments(SelectionOptions, total=False):
     ]
 
 
-class ReduceArguments(_Steps, _Transposes, SelectionOptions, total=False):
+class ReduceArguments(_Steps, _Transposes, SelectionOptions, _DryRun, total=False):
     """All options of `oocgemm.reduce`."""
 
 
 # The options of each verb.
 VERBS: Mapping[str, type] = {
-    "gemm": Options,
+    "gemm": GemmArguments,
     "gram": GramArguments,
     "corr": CorrArguments,
     "cov": CovArguments,
@@ -719,9 +735,10 @@ SELECTION_OPTIONS = frozenset(SelectionOptions.__annotations__)
 
 
 def options_of(verb: str | type) -> dict[str, Option]:
-    """Return the options of a verb, or of one of the classes above, by name: those of `gemm` last."""
+    """Return the options of a verb, or of one of the classes above, by name, its own first."""
     chosen = VERBS[verb] if isinstance(verb, str) else verb
-    names = sorted(chosen.__annotations__, key=Options.__annotations__.__contains__)
+    last = [*Options.__annotations__, "dry_run"]
+    names = sorted(chosen.__annotations__, key=lambda name: name in last and 1 + (name == "dry_run"))
     return {name: get_args(chosen.__annotations__[name])[1] for name in names}
 
 

@@ -22,11 +22,10 @@ import numpy as np
 
 from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.api import gemm, plan_request, run_request
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.imputing import check_known, gaps, how_to_replace
-from oocgemm.jobs.plan import Plan
-from oocgemm.jobs.request import Chain, Request
+from oocgemm.jobs.request import Chain, Destination, Request, parse
+from oocgemm.jobs.result import Plan
+from oocgemm.jobs.run import plan_request, run_request
 from oocgemm.jobs.stats import stats_of
 from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
 from oocgemm.jobs.transforms import memory_of, readable, transformed
@@ -241,7 +240,8 @@ class Passes:
         state = replace(state, exponent=0)
         center, inverse = self._folded(state)
         factor = (components.T * inverse[:, None]).astype(self.dtype)
-        found: Array = np.asarray(gemm(self._x, factor, transform_a=self._each(state), **self._options).out)
+        options = {"transform_a": self._each(state), **self._options}
+        found: Array = np.asarray(run_request(parse(self._x, factor, None, options)).out)  # type: ignore[arg-type]
         found -= (center @ factor).astype(self.dtype)
         return found
 

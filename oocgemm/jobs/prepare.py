@@ -13,14 +13,13 @@ from oocgemm.errors import InputError, NotFoundError, warn_of_data
 from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.corrections import correction
 from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
-from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.measuring import measured
 from oocgemm.jobs.norms import cosine_scales
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.planned import as_planned
 from oocgemm.jobs.problem import tile_of
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.resume import (
     Earlier,
     check_complete,

@@ -9,8 +9,8 @@ from typing import Any, cast
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.committer import tile_fingerprint
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import REDO, Record, busy, owner, read
+from oocgemm.jobs.request import Destination
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.serialize import recorded_candidate

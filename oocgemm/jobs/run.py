@@ -4,29 +4,36 @@ import gc
 import logging
 import os
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter_ns, time
 from traceback import clear_frames
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from oocgemm import backends, stores
+from oocgemm import backends, planning, stores
 from oocgemm.backends import Backend
 from oocgemm.engine.prefetch import Prefetch
+from oocgemm.engine.short import is_brief
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.execute import execute
+from oocgemm.jobs.imputing import check_known, how_to_replace
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Job, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart
-from oocgemm.jobs.repeat import Recent, forget, remember
+from oocgemm.jobs.repeat import Recent, find, forget, remember
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.result import Result
+from oocgemm.jobs.result import Plan, Result
+from oocgemm.jobs.transforms import memory_of
+from oocgemm.kernels.registry import check_plan
 from oocgemm.machine import info as system
-from oocgemm.planning import Plan
 from oocgemm.planning.units import counted, format_size, format_time
 from oocgemm.system.resources import available_memory
-from oocgemm.system.threads import Cancel
+from oocgemm.system.threads import Cancel, shielded, shielded_here
+
+T = TypeVar("T")
 
 logger = logging.getLogger("oocgemm")
 
@@ -67,7 +74,7 @@ class PreparedJob:
         self._job = self._prepare() if begun is None else self._checked(begun.job)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> planning.Plan:
         """The plan. It tells how much device and host memory the run will occupy."""
         return self._job.plan
 
@@ -172,7 +179,7 @@ def run_again(
     return prepared.run(progress, cancel)
 
 
-def _opened(engine: Backend, plan: Plan, request: Request) -> Prefetch:
+def _opened(engine: Backend, plan: planning.Plan, request: Request) -> Prefetch:
     """Allocate the memory of a plan. Raises `OutOfMemoryError`."""
     check_memory(plan, request)
     return Prefetch(engine.open(plan, request.kernel))
@@ -185,7 +192,7 @@ def _open(request: Request) -> Backend:
     return backends.open_devices(request.backend, request.devices)
 
 
-def _log_plan(plan: Plan) -> None:
+def _log_plan(plan: planning.Plan) -> None:
     """Log the tile, the steps and the budgets of a plan before it runs."""
     if not logger.isEnabledFor(logging.INFO):
         return
@@ -209,3 +216,84 @@ def _clear_frames(failure: BaseException, handled: BaseException | None) -> None
             clear_frames(one.__traceback__)
             left += [other for other in (one.__cause__, one.__context__) if other is not None]
     gc.collect()  # frees other exceptions and their frames, if only reference cycles keep them
+
+
+@overload
+def outcome(request: Request, *, dry_run: bool) -> Result | Plan: ...
+@overload
+def outcome(request: Request, shape: Callable[[Result], T], *, dry_run: bool) -> T | Plan: ...
+def outcome(request: Request, shape: Callable[[Result], Any] = lambda found: found, *, dry_run: bool) -> Any:
+    """Run a request, and return its result in the shape that a verb gives it; with `dry_run`, the plan."""
+    return plan_request(request) if dry_run else shape(run_request(request))
+
+
+def plan_request(request: Request) -> Plan:
+    """Plan a request without a device."""
+    name = backends.resolve(request.backend)
+    if request.backend == "auto" and name == "host":
+        backends.fall_back(backends.missing_for_cuda())
+    backends.check_kernel(name, request.kernel)
+    request = replace(request, backend=name)
+    engine: Backend | None = None
+    if name == "host":
+        given = request.devices
+        engine = (
+            backends.open_backend(name, request.device)
+            if given is None
+            else backends.open_devices(name, given)
+        )
+    planned = prepare(request, engine, running=False).plan
+    if engine is None:
+        check_plan(request.kernel, planned)
+    else:
+        engine.check(planned, request.kernel)
+    return Plan.of(planned, request)
+
+
+def run_request(request: Request) -> Result:
+    """Run a request, and return its result."""
+    if request.gram and (request.is_distributed or request.devices is not None):
+        raise InputError(
+            "a Gram matrix is computed by one device: drop workers, client, executor and devices"
+        )
+    _check_genotypes(request)
+    if request.is_distributed:
+        from oocgemm.distributed.run import run_distributed
+
+        return _run(request, partial(run_distributed, request))
+    if (recent := find(request)) is not None:
+        again = partial(run_again, request, recent, perf_counter_ns())
+        if (result := _run(request, again, brief=is_brief(recent.plan))) is not None:
+            return result
+    job = PreparedJob(request)
+    return _run(request, job.run, brief=is_brief(job.plan))
+
+
+def _check_genotypes(request: Request) -> None:
+    """Raise `InputError` if a product would multiply the codes of missing genotypes in a .bed file."""
+    if not request.decode or request.impute or request.chain is not None or request.known is not None:
+        return
+    names = ["X"] if request.gram else ["A", "B"]
+    for name, operand, transform in zip(
+        names, (request.a, request.b), (request.transform_a, request.transform_b), strict=False
+    ):
+        remedy = how_to_replace("" if request.gram else name)
+        if request.selection is not None or request.reduction is not None:
+            remedy = "store a copy in which they are replaced"
+        check_known(name, operand, transform, partial(memory_of, request), remedy)
+
+
+def _run(request: Request, run: Callable[[Progress | None, Cancel], T], *, brief: bool = False) -> T:
+    """Call `run` with the progress callback of a request, where no signal interrupts it."""
+    shield = shielded_here if brief else shielded
+    with _display(request.progress) as progress:
+        return shield(partial(run, progress))
+
+
+def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
+    """Return a context manager for a run's progress callback: the built-in display if `progress` is True."""
+    if progress is True:
+        from oocgemm.reports.progress import progress_display  # imports rich, which is slow
+
+        return progress_display(True)
+    return nullcontext(progress or None)

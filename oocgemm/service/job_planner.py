@@ -35,7 +35,7 @@ from oocgemm.service.protocol import Reason, UnavailableError
 from oocgemm.system.text import LINES, plain
 
 if TYPE_CHECKING:
-    from oocgemm.jobs.plan import Plan
+    from oocgemm.jobs.result import Plan
 
 # Options of a job: `oocgemm.jobs.options` describes those of `gemm`. The service chooses the backend and the
 # device, and it always resumes.
@@ -155,9 +155,9 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
         InputError: the product is impossible.
         BudgetError: the budgets, or the limits, are too small. The message names the smallest that would do.
     """
-    from oocgemm.jobs import api
+    from oocgemm.verbs import gemm
 
-    plan_with = partial(api.plan, *(spec[name] for name in "abc"))
+    plan_with = partial(gemm.plan, *(spec[name] for name in "abc"))
     options: dict[str, Any] = {"backend": backend} | arguments(spec)
     _check_incomplete(spec["c"], options)
     run = {name: options.pop(name) for name in _RUN & {*options}}
@@ -199,7 +199,7 @@ def planned(spec: Mapping[str, Any], limits: Limits, backend: str) -> Planned:
 def _check_incomplete(c: str, options: Mapping[str, Any]) -> None:
     """Raise `InputError` if there is a complete C, which a job with these options would leave as it is."""
     from oocgemm.jobs import journal
-    from oocgemm.jobs.destination import Destination
+    from oocgemm.jobs.request import Destination
     from oocgemm.stores import exists
 
     if needs_before(options) or not exists(c):

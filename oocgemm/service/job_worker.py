@@ -207,11 +207,11 @@ def _compute(folder: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the product; return how that ended."""
     spec = order["spec"]
     try:
-        from oocgemm.jobs import api  # this imports NumPy
+        from oocgemm.verbs.gemm import gemm  # this imports NumPy
 
         options = arguments(spec)
         with open(folder / TILES, "a", buffering=1) as tiles:
-            result = api.gemm(
+            result = gemm(
                 spec["a"],
                 spec["b"],
                 spec["c"],
@@ -296,8 +296,8 @@ def _resumes(folder: Path, c: str, options: Mapping[str, Any]) -> bool:
 
 def _state_of(c: str) -> dict[str, list[int] | None]:
     """Return what changes as soon as a run writes to C or to its journal."""
-    from oocgemm.jobs.destination import Destination
     from oocgemm.jobs.journal import JOURNAL
+    from oocgemm.jobs.request import Destination
 
     journal = Destination.parse(c).journal_folder
     paths = {"c": Path(c), "journal": journal / JOURNAL if isinstance(journal, Path) else Path(c)}

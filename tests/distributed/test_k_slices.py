@@ -44,7 +44,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def multiply(folder: Path, c: str, **options: Any) -> oocgemm.Result:
     defaults: dict[str, Any] = {"tile": TILE, "memory": MEMORY, "backend": "host"}
-    return oocgemm.gemm(folder / "A.zarr", folder / "B.zarr", folder / c, **(defaults | options))
+    result: oocgemm.Result = oocgemm.gemm(
+        folder / "A.zarr", folder / "B.zarr", folder / c, **(defaults | options)
+    )
+    return result
 
 
 @pytest.mark.parametrize(

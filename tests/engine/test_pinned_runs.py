@@ -48,7 +48,8 @@ def product(a: Array, b: Array, *owned: Array, **options: Any) -> oocgemm.Result
         return any(low <= address and address + size <= high for low, high in ranges)
 
     with staged(2), patch.object(HostBackend, "is_pinned", is_pinned):
-        return oocgemm.gemm(a, b, backend="host", **options)
+        result: oocgemm.Result = oocgemm.gemm(a, b, backend="host", **options)
+        return result
 
 
 def integers(rows: int, cols: int) -> Array:

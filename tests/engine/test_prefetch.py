@@ -32,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def check(a: Any, b: Any, c: Any = None, **options: Any) -> oocgemm.Result:
-    result = oocgemm.gemm(a, b, c, **OPTIONS | options)
+    result: oocgemm.Result = oocgemm.gemm(a, b, c, **OPTIONS | options)
     np.testing.assert_array_equal(result.out[:], A @ B)
     return result
 

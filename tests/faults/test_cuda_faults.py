@@ -246,9 +246,10 @@ QUICK = [(share, name) for share, name in CASES if share == 0 or (share == 1 and
 
 def product(*operands: Any, **options: Any) -> oocgemm.Result:
     """Multiply the operands, or A and B in memory."""
-    return oocgemm.gemm(
+    result: oocgemm.Result = oocgemm.gemm(
         *(operands or (A, B)), backend="cuda", kernel="cublas", tile="20x20x20", overwrite=True, **options
     )
+    return result
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -33,7 +33,8 @@ class DeviceTensor:
 
 
 def gemm(*operands: Any, **options: Any) -> oocgemm.Result:
-    return oocgemm.gemm(*operands, **({"backend": "host"} | options))
+    result: oocgemm.Result = oocgemm.gemm(*operands, **({"backend": "host"} | options))
+    return result
 
 
 @pytest.mark.parametrize(

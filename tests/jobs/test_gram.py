@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
 def test_several_devices_and_workers_are_refused() -> None:
     for name in ("devices", "workers", "trans_a"):
         with pytest.raises(TypeError, match=f"unexpected option '{name}'"):
-            oocgemm.gram(np.eye(3), **{name: 1})  # type: ignore[arg-type]
+            oocgemm.gram(np.eye(3), **{name: 1})  # type: ignore[call-overload]
 
 
 def test_a_plan_of_a_gram_matrix_runs() -> None:

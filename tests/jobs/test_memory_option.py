@@ -14,8 +14,7 @@ from oocgemm import BudgetError, InputError
 from oocgemm.distributed.survey import WorkerFacts, with_shares
 from oocgemm.jobs import prepare
 from oocgemm.jobs.budgets import within_budgets
-from oocgemm.jobs.destination import Destination
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Destination, Request
 from oocgemm.planning import Plan
 from oocgemm.planning.units import parse_size
 from oocgemm.service import job_planner

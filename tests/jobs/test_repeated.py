@@ -11,8 +11,8 @@ import pytest
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.jobs import api, repeat
 from oocgemm.jobs import prepare as prepare_module
+from oocgemm.jobs import repeat
 from tests.support.fake_cuda import Device, Fault, fake_cuda
 
 A = np.arange(40.0 * 30).reshape(40, 30) % 7
@@ -43,7 +43,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def product(a: Any = A, b: Any = B, c: Any = None, **options: Any) -> oocgemm.Result:
-    result = api.gemm(a, b, c, **OPTIONS | options)
+    result: oocgemm.Result = oocgemm.gemm(a, b, c, **OPTIONS | options)
     np.testing.assert_array_equal(result.out, np.asarray(a) @ np.asarray(b))
     return result
 
@@ -112,11 +112,11 @@ def test_errors_are_those_of_a_full_preparation() -> None:
     product(a, a, c)
     for wrong, said in ((a, "overlaps"), (np.broadcast_to(0.0, (40, 40)), "written")):
         with pytest.raises(InputError, match=said):
-            api.gemm(a, a, wrong, **OPTIONS)
+            oocgemm.gemm(a, a, wrong, **OPTIONS)
     read_only = np.empty((40, 40))
     read_only.flags.writeable = False
     with pytest.raises(InputError, match="written"):
-        api.gemm(a, a, read_only, **OPTIONS)
+        oocgemm.gemm(a, a, read_only, **OPTIONS)
 
 
 @pytest.mark.usefixtures("device")

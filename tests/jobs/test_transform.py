@@ -349,7 +349,7 @@ def test_an_operand_that_cannot_be_transformed_is_refused(
 
 def test_another_object_is_no_transform() -> None:
     with pytest.raises(InputError, match=r"the transform of X is 'mean': pass an oocgemm.Transform"):
-        oocgemm.gram(INT8, transform="mean", backend="host")  # type: ignore[arg-type]
+        oocgemm.gram(INT8, transform="mean", backend="host")  # type: ignore[call-overload]
 
 
 def test_rows_are_named_where_k_is_along_rows() -> None:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Correlation, Transform
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs import api, pca, pca_passes, subspace
+from oocgemm.jobs import pca_passes, subspace
+from oocgemm.jobs.run import run_request
+from oocgemm.verbs import pca
 from tests.jobs.test_pca import low_rank
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
@@ -148,7 +150,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
         made += 1
         if made > 2:
             raise KeyboardInterrupt
-        return api.run_request(request)
+        return run_request(request)
 
     with patch.object(pca_passes, "run_request", killed), pytest.raises(KeyboardInterrupt):
         oocgemm.pca(tmp_path / "x.npy", 4, tmp_path / "p.zarr", **given)

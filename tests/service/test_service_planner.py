@@ -117,7 +117,7 @@ def test_the_server_opens_no_array_itself() -> None:
     """It does not even import what would."""
     code = (
         "import sys; import oocgemm.service.http.server; "
-        "print({'zarr', 'oocgemm.jobs.api'} & set(sys.modules))"
+        "print({'zarr', 'oocgemm.jobs.run'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -57,8 +57,8 @@ def test_a_run_is_resumed(server: Cloud, beta: float) -> None:
         stored(server, "C", np.ones((60, 70)), chunks=(20, 35))
     more = {"backend": "host", "tile": "20x35x25", "beta": beta}
     with failing_after(2), pytest.raises(ExecutionError):
-        oocgemm.gemm(a, b, c, overwrite=True, **more)  # type: ignore[arg-type]
-    result = oocgemm.gemm(a, b, c, resume=True, **more)  # type: ignore[arg-type]
+        oocgemm.gemm(a, b, c, overwrite=True, **more)  # type: ignore[call-overload]
+    result = oocgemm.gemm(a, b, c, resume=True, **more)  # type: ignore[call-overload]
     assert len(result.plan.done) == 2
     np.testing.assert_array_equal(found(server, "C"), A @ B + beta)
 

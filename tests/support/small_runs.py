@@ -24,7 +24,9 @@ def multiply(folder: Path, c: str = "C.zarr", **options: Any) -> oocgemm.Result:
     defaults: dict[str, Any] = {"tile": TILE, "memory": MEMORY, "backend": "host"}
     if not (folder / c).exists() and c.endswith(".zarr"):
         defaults["chunks"] = (8, 8)
-    return oocgemm.gemm(folder / "A.zarr", folder / "B.zarr", folder / c, **(defaults | options))
+    operands = folder / "A.zarr", folder / "B.zarr", folder / c
+    result: oocgemm.Result = oocgemm.gemm(*operands, **(defaults | options))
+    return result
 
 
 def content_of(folder: Path, **options: Any) -> bytes:

@@ -42,7 +42,10 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 def product(engine: str, a: Any, b: Any, c: Array | None = None, **options: Any) -> oocgemm.Result:
     with SETTINGS.get(engine, nullcontext)():
-        return oocgemm.gemm(a, b, c, backend=engine.partition("-")[0], verify=True, **options)
+        result: oocgemm.Result = oocgemm.gemm(
+            a, b, c, backend=engine.partition("-")[0], verify=True, **options
+        )
+        return result
 
 
 def checked(result: oocgemm.Result) -> dict[str, Any]:

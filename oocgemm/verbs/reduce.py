@@ -1,23 +1,23 @@
-"""The function `reduce`: what is computed from a product that is not stored."""
+"""The verb `reduce`: what is computed from a product that is not stored."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.api import run_request
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale, steps_of
 from oocgemm.jobs.options import Operand, ReduceArguments, SelectionOptions, Transpose, documented
 from oocgemm.jobs.problem import op_of
-from oocgemm.jobs.request import Reduction, Request
-from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
+from oocgemm.jobs.request import Destination, Reduction, Request
+from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
+from oocgemm.jobs.run import outcome
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.epilogue import REDUCTIONS
 from oocgemm.stores import Array
 from oocgemm.stores.base import dtype_name
+from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def reduce(
     epilogue: Epilogue = (),
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
+    dry_run: Literal[False] = False,
     **options: Unpack[SelectionOptions],
 ) -> Neighbors: ...
 @overload
@@ -81,6 +82,7 @@ def reduce(
     epilogue: Epilogue = (),
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
+    dry_run: Literal[False] = False,
     **options: Unpack[SelectionOptions],
 ) -> Pairs: ...
 @overload
@@ -92,8 +94,21 @@ def reduce(
     epilogue: Epilogue = (),
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
+    dry_run: Literal[False] = False,
     **options: Unpack[SelectionOptions],
 ) -> Array: ...
+@overload
+def reduce(
+    a: Operand,
+    b: Operand | None = None,
+    *,
+    to: TopK | Threshold | Reduce | MatVec,
+    epilogue: Epilogue = (),
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    dry_run: Literal[True],
+    **options: Unpack[SelectionOptions],
+) -> Plan: ...
 @documented(ReduceArguments, SelectionOptions)
 def reduce(
     a: Operand,
@@ -103,8 +118,9 @@ def reduce(
     epilogue: Epilogue = (),
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
+    dry_run: bool = False,
     **options: Unpack[SelectionOptions],
-) -> Neighbors | Pairs | Array:
+) -> Neighbors | Pairs | Array | Plan:
     """Compute something smaller from ``C = op(A) @ op(B)``, such as sums of its rows, without storing C.
 
     The steps of the epilogue change each element of C first; `Add`, `Divide` and `Cast` are refused. There is
@@ -119,7 +135,7 @@ def reduce(
     Returns:
         The `Neighbors` for `TopK`, the `Pairs` for `Threshold`. For `Reduce`, a float64 array with an element
             per row or column of C. For `MatVec`, an array of shape (m,) or (m, r), float32 or float64. All
-            results are in memory.
+            results are in memory. With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
@@ -141,7 +157,7 @@ def reduce(
             absolute = isinstance(to, Threshold) and to.absolute
             how: dict[str, Any] = {"excludes_self": to.exclude_self, "absolute": absolute}
             chosen = replace(chosen, names=names, same=same, **how)
-            return selected(Request(**given, selection=chosen))
+            return outcome(Request(**given, selection=chosen), selected, dry_run=dry_run)
         case Reduce():
             if to.kind not in REDUCTIONS:
                 raise InputError(f"Reduce({to.kind!r}): choose one of {', '.join(REDUCTIONS)}")
@@ -150,14 +166,20 @@ def reduce(
             if to.axis == 0:
                 given |= _transposed(given, same=same)
                 names = names[::-1]
-            found = run_request(Request(**given, reduction=Reduction(names, same, to.kind)))
-            return np.ascontiguousarray(np.asarray(found.out)[:, 0])
+            request = Request(**given, reduction=Reduction(names, same, to.kind))
+            return outcome(request, _column, dry_run=dry_run)
         case MatVec():
-            return product(to.v, names, given, same=same)
+            return product(to.v, names, given, same=same, dry_run=dry_run)
     raise InputError(f"to = {to!r}: pass a TopK, a Threshold, a Reduce or a MatVec")
 
 
-def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool) -> Array:
+def _column(result: Result) -> Array:
+    return np.ascontiguousarray(np.asarray(result.out)[:, 0])
+
+
+def product(
+    v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool, dry_run: bool
+) -> Array | Plan:
     """Return the product of C, which is not stored, and V. `given` are fields of the request."""
     decode = given.get("decode", True)
     if same:
@@ -166,9 +188,12 @@ def product(v: Any, names: tuple[str, str], given: dict[str, Any], *, same: bool
         a, _ = stores.open_pair((names[0], given["a"]), (names[1], given["b"]), decode=decode)
     factor = _factor(v, names[0], dtype_name(a.dtype))
     reduction = Reduction(names, same, factor=factor.reshape(len(factor), -1))
-    found: Array = np.asarray(run_request(Request(**given, reduction=reduction)).out)
-    found = found.astype(factor.dtype, copy=False)  # distances may need float64
-    return found if factor.ndim == 2 else found[:, 0]
+
+    def shaped(result: Result) -> Array:
+        found: Array = np.asarray(result.out).astype(factor.dtype, copy=False)  # distances may need float64
+        return found if factor.ndim == 2 else found[:, 0]
+
+    return outcome(Request(**given, reduction=reduction), shaped, dry_run=dry_run)
 
 
 def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""The functions `corr` and `cov`: correlations and covariances of the rows or columns of a matrix."""
+"""The verbs `corr` and `cov`: correlations and covariances of the rows or columns of a matrix."""
 
 from dataclasses import replace
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.api import run_request
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Coefficients
 from oocgemm.jobs.imputing import opened
 from oocgemm.jobs.options import (
@@ -22,10 +20,11 @@ from oocgemm.jobs.options import (
 from oocgemm.jobs.problem import op_of
 from oocgemm.jobs.recording import check_places
 from oocgemm.jobs.request import Request, parse_gram
-from oocgemm.jobs.result import Result
-from oocgemm.jobs.similarity import Neighbors, Pairs, check_options, selected, selection_of
+from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
+from oocgemm.jobs.run import outcome
 from oocgemm.jobs.standardizing import varying_lines
 from oocgemm.jobs.transforms import memory_of
+from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 
 @overload
@@ -37,16 +36,41 @@ def corr(
     topk: None = None,
     threshold: None = None,
     constant: str = "nan",
+    dry_run: Literal[False] = False,
     **options: Unpack[DenseOptions],
 ) -> Result: ...
 @overload
 def corr(
-    x: Operand, *, axis: int = 0, topk: int, constant: str = "nan", **options: Unpack[DenseOptions]
+    x: Operand,
+    *,
+    axis: int = 0,
+    topk: int,
+    constant: str = "nan",
+    dry_run: Literal[False] = False,
+    **options: Unpack[DenseOptions],
 ) -> Neighbors: ...
 @overload
 def corr(
-    x: Operand, *, axis: int = 0, threshold: float, constant: str = "nan", **options: Unpack[DenseOptions]
+    x: Operand,
+    *,
+    axis: int = 0,
+    threshold: float,
+    constant: str = "nan",
+    dry_run: Literal[False] = False,
+    **options: Unpack[DenseOptions],
 ) -> Pairs: ...
+@overload
+def corr(
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    topk: int | None = None,
+    threshold: float | None = None,
+    constant: str = "nan",
+    dry_run: Literal[True],
+    **options: Unpack[DenseOptions],
+) -> Plan: ...
 @documented(CorrArguments, DenseOptions)
 def corr(
     x: Operand,
@@ -56,8 +80,9 @@ def corr(
     topk: int | None = None,
     threshold: float | None = None,
     constant: str = "nan",
+    dry_run: bool = False,
     **options: Unpack[DenseOptions],
-) -> Result | Neighbors | Pairs:
+) -> Result | Neighbors | Pairs | Plan:
     """Compute Pearson's correlation coefficients of the rows of X, as `numpy.corrcoef` does.
 
     Each row is centered and scaled in float64 when it is read, and rounded to float32, or to float64 if X is.
@@ -70,7 +95,8 @@ def corr(
 
     Returns:
         A `Result` with both triangles of the coefficients, which are exact mirror images; with `topk` the
-            `Neighbors`, with `threshold` the `Pairs`. No coefficient is outside [-1, 1].
+            `Neighbors`, with `threshold` the `Pairs`. No coefficient is outside [-1, 1]. With `dry_run`, the
+            `Plan`, which counts all rows.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
@@ -80,30 +106,20 @@ def corr(
     array([[ 1., -1.],
            [-1.,  1.]])
     """
+    if constant not in CONSTANT:
+        raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
     if topk is None and threshold is None:
-        request = replace(_gram("corr", x, out, axis, {}, options), epilogue=(Coefficients(),))
-        return run_request(_with_constant(replace(request, standardize="scale", impute=True), constant))
-    if out is not None:
+        request = _gram("corr", x, out, axis, {"epilogue": (Coefficients(),)}, options)
+    elif out is not None:
         raise InputError("the result of topk or threshold is kept in memory: drop out")
-    return selected_corr(x, topk, threshold, axis, constant, **options)
-
-
-def selected_corr(
-    x: Operand,
-    topk: int | None,
-    threshold: float | None,
-    axis: int = 0,
-    constant: str = "nan",
-    **options: Unpack[DenseOptions],
-) -> Neighbors | Pairs:
-    """Compute `corr` with `topk` or `threshold`."""
-    check_options("corr", options)
-    chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
-    trans = parse_gram(x, None, axis, "full", {}).trans_a
-    given = dict[str, Any](options) | {"trans_a": trans, "standardize": "scale", "impute": True}
-    x = stores.located("X", x)
-    given |= {"a": x, "b": x, "c": Destination.parse(None), "selection": chosen}
-    return selected(_with_constant(Request(**given), constant))
+    else:
+        check_options("corr", options)
+        chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
+        request = replace(_gram("corr", x, None, axis, {}, options), gram="", selection=chosen)
+    request = replace(request, standardize="scale", impute=True)
+    if not dry_run:
+        request = _with_constant(request, constant)
+    return outcome(request, selected if request.selection else lambda found: found, dry_run=dry_run)
 
 
 def _with_constant(request: Request, constant: str) -> Request:
@@ -111,8 +127,6 @@ def _with_constant(request: Request, constant: str) -> Request:
 
     If they are left out, they are found by a pass over X now.
     """
-    if constant not in CONSTANT:
-        raise InputError(f"constant = {constant!r}: choose one of {', '.join(CONSTANT)}")
     if constant == "drop":
         check_places(request, 0)  # how many rows are left is not known before
         x, axis = opened("X", request), int(op_of("trans_a", request.trans_a).swaps)
@@ -120,10 +134,36 @@ def _with_constant(request: Request, constant: str) -> Request:
     return replace(request, constant=constant)
 
 
+@overload
+def cov(
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    ddof: int = 1,
+    dry_run: Literal[False] = False,
+    **options: Unpack[DenseOptions],
+) -> Result: ...
+@overload
+def cov(
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    ddof: int = 1,
+    dry_run: Literal[True],
+    **options: Unpack[DenseOptions],
+) -> Plan: ...
 @documented(CovArguments, DenseOptions)
 def cov(
-    x: Operand, out: Output = None, *, axis: int = 0, ddof: int = 1, **options: Unpack[DenseOptions]
-) -> Result:
+    x: Operand,
+    out: Output = None,
+    *,
+    axis: int = 0,
+    ddof: int = 1,
+    dry_run: bool = False,
+    **options: Unpack[DenseOptions],
+) -> Result | Plan:
     """Compute covariances of the rows of X, as `numpy.cov` does.
 
     Each row is centered in float64 when it is read, and rounded to float32, or to float64 if X is.
@@ -133,7 +173,8 @@ def cov(
         {options}
 
     Returns:
-        A `Result` with both triangles of the covariances, which are exact mirror images.
+        A `Result` with both triangles of the covariances, which are exact mirror images; with `dry_run`, the
+            `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if the
@@ -152,7 +193,7 @@ def cov(
             "smaller ddof"
         )
     request = _gram("cov", x, out, axis, {"alpha": 1 / divisor}, options)
-    return run_request(replace(request, standardize="center", impute=True))
+    return outcome(replace(request, standardize="center", impute=True), dry_run=dry_run)
 
 
 def _gram(

@@ -1,10 +1,10 @@
-"""The function `pca`: principal components of a matrix that is read once per iteration."""
+"""The verb `pca`: principal components of a matrix that is read once per iteration."""
 
 import logging
 import os
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs import pca_state
 from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
 from oocgemm.jobs.pca_passes import Passes, State
-from oocgemm.jobs.plan import Plan
+from oocgemm.jobs.result import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
@@ -69,6 +69,73 @@ class PCA:
         save_arrays(os.fspath(path), arrays | ({} if self.scores is None else {"scores": self.scores}))
 
 
+@dataclass(frozen=True)
+class PCAPlan:
+    """How `pca` would compute components. `str` describes it.
+
+    Attributes:
+        pass_plan: the plan of one pass over X.
+        passes: how many times X is read at most, with the pass for its scores.
+        statistics: whether X is also read once for statistics, unless they are cached.
+        checks: how many times X is also read at most to check a product.
+    """
+
+    pass_plan: Plan
+    passes: int
+    statistics: bool
+    checks: int = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of X that are read in all passes at most, as they are stored before compression."""
+        problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
+        return reads * problem.m * problem.k * problem.itemsizes["A"]
+
+    @property
+    def summary(self) -> str:
+        """How often X is read, and for what, as text."""
+        more = [", and once for its statistics"] if self.statistics else []
+        more += [f", and {self.checks} times to check products"] if self.checks else []
+        return f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
+
+    def __str__(self) -> str:
+        return f"{self.summary}. A pass:\n{self.pass_plan}"
+
+
+@overload
+def pca(
+    x: Operand,
+    k: int,
+    out: PathLike | None = None,
+    *,
+    center: bool = True,
+    transform: Transform | None = None,
+    iterations: int = 6,
+    tol: float = 0.01,
+    oversampling: int = 10,
+    seed: int = 0,
+    scores: bool = False,
+    resume: bool = False,
+    dry_run: Literal[False] = False,
+    **options: Unpack[PcaOptions],
+) -> PCA: ...
+@overload
+def pca(
+    x: Operand,
+    k: int,
+    out: PathLike | None = None,
+    *,
+    center: bool = True,
+    transform: Transform | None = None,
+    iterations: int = 6,
+    tol: float = 0.01,
+    oversampling: int = 10,
+    seed: int = 0,
+    scores: bool = False,
+    resume: bool = False,
+    dry_run: Literal[True],
+    **options: Unpack[PcaOptions],
+) -> PCAPlan: ...
 @documented(PcaArguments, PcaOptions)
 def pca(
     x: Operand,
@@ -83,8 +150,9 @@ def pca(
     seed: int = 0,
     scores: bool = False,
     resume: bool = False,
+    dry_run: bool = False,
     **options: Unpack[PcaOptions],
-) -> PCA:
+) -> PCA | PCAPlan:
     """Find the k principal components of X, by a randomized method that reads X once per iteration.
 
     They are the right singular vectors of X with its columns centered. X stays as it is stored: the mean is
@@ -107,7 +175,7 @@ def pca(
         {options}
 
     Returns:
-        The `PCA`.
+        The `PCA`; with `dry_run`, the `PCAPlan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if k is above
@@ -124,6 +192,8 @@ def pca(
     check_names("pca", options, PcaOptions)
     passes = _opened(x, k, transform, iterations, oversampling, seed, options, center=center)
     _check_tol(tol)
+    if dry_run:
+        return _planned(passes, iterations, scores=scores, verify=options.get("verify", False))
     path, target = None, None if out is None else os.fspath(out)
     identity = _identity(passes, k, iterations, tol, seed)
     saved = None
@@ -183,39 +253,6 @@ def _unconverged(found: PCA, iterations: int, tol: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class PCAPlan:
-    """How `pca` would compute components. `str` describes it.
-
-    Attributes:
-        pass_plan: the plan of one pass over X.
-        passes: how many times X is read at most, with the pass for its scores.
-        statistics: whether X is also read once for statistics, unless they are cached.
-        checks: how many times X is also read at most to check a product.
-    """
-
-    pass_plan: Plan
-    passes: int
-    statistics: bool
-    checks: int = 0
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of X that are read in all passes at most, as they are stored before compression."""
-        problem, reads = self.pass_plan.problem, self.passes + self.statistics + self.checks
-        return reads * problem.m * problem.k * problem.itemsizes["A"]
-
-    @property
-    def summary(self) -> str:
-        """How often X is read, and for what, as text."""
-        more = [", and once for its statistics"] if self.statistics else []
-        more += [f", and {self.checks} times to check products"] if self.checks else []
-        return f"X is read at most {self.passes} times{''.join(more)}: {format_size(self.bytes_read)} in all"
-
-    def __str__(self) -> str:
-        return f"{self.summary}. A pass:\n{self.pass_plan}"
-
-
 def plan_pca(
     x: Operand,
     k: int,
@@ -241,8 +278,12 @@ def plan_pca(
     """
     check_names("plan_pca", options, PcaOptions.__annotations__.keys() - {"device", "progress"})
     passes = _opened(x, k, transform, iterations, oversampling, 0, options, center=center)
+    return _planned(passes, iterations, scores=scores, verify=options.get("verify", False))
+
+
+def _planned(passes: Passes, iterations: int, *, scores: bool, verify: bool) -> PCAPlan:
     statistics = passes.transform.needs_stats and passes.reads_first
-    checks = iterations if options.get("verify") else 0  # the product for the scores has checksums
+    checks = iterations if verify else 0  # the product for the scores has checksums
     return PCAPlan(passes.plan(), iterations + scores, statistics, checks)
 
 

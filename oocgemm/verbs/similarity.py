@@ -1,98 +1,29 @@
-"""The function `similarity`: the most similar rows of each row of a matrix."""
+"""The verb `similarity`: the most similar rows of each row of a matrix."""
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isnan
-from typing import Unpack, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.api import run_request
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.options import (
     METRICS,
     OPTIONS,
     SELECTION_OPTIONS,
     Operand,
-    PathLike,
     SelectionOptions,
     SimilarityArguments,
     check_names,
     documented,
 )
-from oocgemm.jobs.request import Request, Selection
-from oocgemm.jobs.result import Result
+from oocgemm.jobs.request import Destination, Request, Selection
+from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
+from oocgemm.jobs.run import outcome
 from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.zarr_matrix import check_free, save_arrays
-
-
-@dataclass(frozen=True, eq=False)
-class Neighbors:
-    """The rows that are most similar to each of n rows, the most similar first.
-
-    As a result of `reduce`, it has the largest elements of each row of C: `indices` are the numbers
-    of their columns, and `scores` are their values.
-
-    Attributes:
-        indices: n x topk numbers of rows, int64.
-        scores: n x topk similarities to them, float32 or float64.
-        run: the plan and the timeline of the run. It has no C.
-    """
-
-    indices: NDArray[np.int64]
-    scores: NDArray[np.floating]
-    run: Result
-
-    def save(self, path: PathLike) -> None:
-        """Write `indices` and `scores` to a new zarr group at a local path, as arrays of these names.
-
-        Raises:
-            InputError: something exists at the path, or nothing can be written there.
-        """
-        save_arrays(os.fspath(path), {"indices": self.indices, "scores": self.scores} | _kept(self.run))
-
-
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """All pairs of n rows that are similar, as a sparse n x n matrix in CSR format.
-
-    ``scipy.sparse.csr_array((p.scores, p.indices, p.indptr), shape=(n, n))`` is this matrix. As a result of
-    `reduce`, it has the elements of C that were found, and the shape of C.
-
-    Attributes:
-        indptr: n + 1 numbers: the pairs of row i are numbers indptr[i] to indptr[i + 1] - 1.
-        indices: the other row of each pair, int64, in ascending order for each row.
-        scores: the similarity of each pair, float32 or float64.
-        run: the plan and the timeline of the run. It has no C.
-    """
-
-    indptr: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    scores: NDArray[np.floating]
-    run: Result
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """The first row of each pair, as in COO format."""
-        return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
-
-    def save(self, path: PathLike) -> None:
-        """Write `indptr`, `indices` and `scores` to a new zarr group at a local path.
-
-        Raises:
-            InputError: something exists at the path, or nothing can be written there.
-        """
-        arrays = {"indptr": self.indptr, "indices": self.indices, "scores": self.scores}
-        save_arrays(os.fspath(path), arrays | _kept(self.run))
-
-
-def _kept(run: Result) -> dict[str, NDArray[np.int64]]:
-    """Return the numbers of the rows that are numbered in a result, if rows were left out."""
-    return {} if run.kept is None else {"kept": run.kept}
+from oocgemm.stores.zarr_matrix import check_free
 
 
 @overload
@@ -103,6 +34,7 @@ def similarity(
     threshold: None = None,
     metric: str = "cosine",
     exclude_self: bool = True,
+    dry_run: Literal[False] = False,
     **options: Unpack[SelectionOptions],
 ) -> Neighbors: ...
 @overload
@@ -113,8 +45,20 @@ def similarity(
     threshold: float,
     metric: str = "cosine",
     exclude_self: bool = True,
+    dry_run: Literal[False] = False,
     **options: Unpack[SelectionOptions],
 ) -> Pairs: ...
+@overload
+def similarity(
+    e: Operand,
+    *,
+    topk: int | None = None,
+    threshold: float | None = None,
+    metric: str = "cosine",
+    exclude_self: bool = True,
+    dry_run: Literal[True],
+    **options: Unpack[SelectionOptions],
+) -> Plan: ...
 @documented(SimilarityArguments, SelectionOptions)
 def similarity(
     e: Operand,
@@ -123,8 +67,9 @@ def similarity(
     threshold: float | None = None,
     metric: str = "cosine",
     exclude_self: bool = True,
+    dry_run: bool = False,
     **options: Unpack[SelectionOptions],
-) -> Neighbors | Pairs:
+) -> Neighbors | Pairs | Plan:
     """Find the rows of E that are most similar to each row of E. E E^T is computed, but not stored.
 
     The result is exact: all pairs of rows are compared. Pass either `topk` or `threshold`.
@@ -138,7 +83,7 @@ def similarity(
         With `topk`, the `Neighbors`. Their arrays take 12 * n * topk bytes, or 16 * n * topk with float64
             scores, and as much again is used to make them. With `threshold`, the `Pairs`, which take 12 or 16
             bytes per pair, and as much again is used. Scores are float32, but float64 for float64 and int8
-            operands. Sums of int8 products are exact.
+            operands. Sums of int8 products are exact. With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `ExecutionError` also if so
@@ -155,7 +100,8 @@ def similarity(
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
-    return selected(Request(a=e, b=e, c=Destination.parse(None), selection=chosen, impute=True, **options))
+    request = Request(a=e, b=e, c=Destination.parse(None), selection=chosen, impute=True, **options)
+    return outcome(request, selected, dry_run=dry_run)
 
 
 def check_saving(path: str, x: Operand, topk: int | None, axis: int = 0) -> None:
@@ -196,9 +142,8 @@ def selection_of(topk: int | None, threshold: float | None) -> Selection:
     return Selection(topk=int(topk))
 
 
-def selected(request: Request) -> Neighbors | Pairs:
-    """Run a request with a selection, and return the selected elements."""
-    result = run_request(request)
+def selected(result: Result) -> Neighbors | Pairs:
+    """Return the elements that a run has selected."""
     run = replace(result, c=None)
     if isinstance(result.c, SparseMatrix):
         return Pairs(*result.c.csr(), run)

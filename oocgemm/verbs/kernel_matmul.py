@@ -1,17 +1,38 @@
-"""The function `kernel_matmul`: products of Gaussian kernel matrices, which are never stored."""
+"""The verb `kernel_matmul`: products of Gaussian kernel matrices, which are never stored."""
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from oocgemm import stores
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import Gaussian
 from oocgemm.jobs.options import KernelArguments, Operand, SelectionOptions, documented
-from oocgemm.jobs.reduction import product
-from oocgemm.jobs.similarity import check_options
+from oocgemm.jobs.request import Destination
+from oocgemm.jobs.result import Plan
 from oocgemm.planning import Op
 from oocgemm.stores import Array
+from oocgemm.verbs.reduce import product
+from oocgemm.verbs.similarity import check_options
 
 
+@overload
+def kernel_matmul(
+    x: Operand,
+    v: Any,
+    y: Operand | None = None,
+    *,
+    gamma: float,
+    dry_run: Literal[False] = False,
+    **options: Unpack[SelectionOptions],
+) -> Array: ...
+@overload
+def kernel_matmul(
+    x: Operand,
+    v: Any,
+    y: Operand | None = None,
+    *,
+    gamma: float,
+    dry_run: Literal[True],
+    **options: Unpack[SelectionOptions],
+) -> Plan: ...
 @documented(KernelArguments, SelectionOptions)
 def kernel_matmul(
     x: Operand,
@@ -19,8 +40,9 @@ def kernel_matmul(
     y: Operand | None = None,
     *,
     gamma: float,
+    dry_run: bool = False,
     **options: Unpack[SelectionOptions],
-) -> Array:
+) -> Array | Plan:
     """Return K @ V for a Gaussian kernel matrix K, which is not stored.
 
     ``K[i, j] = exp(-gamma |x_i - y_j|^2)``. K is m x n, for the m rows of X and the n rows of Y. Its tiles
@@ -36,6 +58,7 @@ def kernel_matmul(
         An ndarray of shape (m,) or (m, r), in the dtype in which V is used. Squared distances come from
             inner products of rows, from which a common center is subtracted. They are computed in float32 if
             this gives elements of K to about 4 digits, otherwise in float64. K is exactly 1 for equal rows.
+            With `dry_run`, the `Plan`.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if rows lie
@@ -52,4 +75,4 @@ def kernel_matmul(
     a, b = stores.located("X", x), stores.located("X" if y is None else "Y", x if y is None else y)
     given = {"a": a, "b": b, "c": Destination.parse(None), "trans_b": Op.T, **options}
     given["epilogue"] = (Gaussian(gamma),)
-    return product(v, ("X", "X" if same else "Y"), given, same=same)
+    return product(v, ("X", "X" if same else "Y"), given, same=same, dry_run=dry_run)

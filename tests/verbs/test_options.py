@@ -8,7 +8,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.main import cli
-from oocgemm.jobs.options import VERBS, options_of
+from oocgemm.jobs.options import VERBS, Options, options_of
 from oocgemm.jobs.request import Request
 
 # The command of each verb that has one.
@@ -23,7 +23,7 @@ def parameters(verb: str) -> dict[str, inspect.Parameter]:
 def test_a_function_takes_exactly_the_options_of_its_verb(verb: str) -> None:
     options, given = options_of(verb), parameters(verb)
     (shared,) = get_args(get_type_hints(getattr(oocgemm, verb), include_extras=True)["options"])
-    own = {name for name, each in given.items() if each.kind is each.KEYWORD_ONLY} - {"plan", "dry_run", "to"}
+    own = {name for name, each in given.items() if each.kind is each.KEYWORD_ONLY} - {"plan", "to"}
     assert own | {*shared.__annotations__} == {*options}
     for name in own - {"gamma"}:
         assert given[name].default == options[name].default
@@ -52,10 +52,10 @@ def test_a_command_takes_the_options_of_its_verb_with_their_defaults(command: st
 
 def test_a_request_has_the_same_defaults() -> None:
     fields = {name: field.default for name, field in Request.__dataclass_fields__.items()}
-    for name, option in options_of("gemm").items():
+    for name, option in options_of(Options).items():
         assert fields[name] == option.default, name
 
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match=r"gram\(\) got an unexpected option 'trans_a': it takes alpha, "):
-        oocgemm.gram([[1.0]], trans_a="T")  # type: ignore[call-arg]
+        oocgemm.gram([[1.0]], trans_a="T")  # type: ignore[call-overload]

@@ -1,16 +1,14 @@
-"""The function `grm`: the genetic relationship matrix of the individuals in a matrix of genotypes."""
+"""The verb `grm`: the genetic relationship matrix of the individuals in a matrix of genotypes."""
 
 import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.api import run_request
-from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.epilogue import DivideOrZero
 from oocgemm.jobs.options import (
     GRM_CASTS,
@@ -23,8 +21,9 @@ from oocgemm.jobs.options import (
     documented,
 )
 from oocgemm.jobs.recording import check_places
-from oocgemm.jobs.request import Known, Request, parse_gram
-from oocgemm.jobs.result import Result
+from oocgemm.jobs.request import Destination, Known, Request, parse_gram
+from oocgemm.jobs.result import Plan, Result
+from oocgemm.jobs.run import plan_request, run_request
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import accepted, memory_of
 from oocgemm.planning import Op
@@ -58,6 +57,36 @@ class Relationships(Result):
     counts: Any = None
 
 
+@overload
+def grm(
+    x: Operand,
+    out: Output = None,
+    *,
+    method: str = "gcta",
+    axis: int = 0,
+    uplo: str | None = None,
+    missing: float | None = MISSING,
+    cast: str | None = None,
+    pairwise: bool = False,
+    chromosomes: Chromosomes | None = None,
+    dry_run: Literal[False] = False,
+    **options: Unpack[DenseOptions],
+) -> Relationships: ...
+@overload
+def grm(
+    x: Operand,
+    out: Output = None,
+    *,
+    method: str = "gcta",
+    axis: int = 0,
+    uplo: str | None = None,
+    missing: float | None = MISSING,
+    cast: str | None = None,
+    pairwise: bool = False,
+    chromosomes: Chromosomes | None = None,
+    dry_run: Literal[True],
+    **options: Unpack[DenseOptions],
+) -> tuple[Plan, ...]: ...
 @documented(GrmArguments, DenseOptions)
 def grm(
     x: Operand,
@@ -70,8 +99,9 @@ def grm(
     cast: str | None = None,
     pairwise: bool = False,
     chromosomes: Chromosomes | None = None,
+    dry_run: bool = False,
     **options: Unpack[DenseOptions],
-) -> Relationships:
+) -> Relationships | tuple[Plan, ...]:
     """Compute the genetic relationship matrix (GRM) of the individuals in a matrix of genotypes.
 
     A genotype is the number of copies of one allele: 0, 1 or 2. With the frequency p of this allele among the
@@ -94,7 +124,8 @@ def grm(
 
     Returns:
         The `Relationships`, a `Result` with the number of variants. `out` of a .grm.bin file is a memory map
-            of the elements on and below the diagonal, row by row.
+            of the elements on and below the diagonal, row by row. With `dry_run`, the plans of the products:
+            with `pairwise`, that of the numbers of variants first. The genotypes are not read.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does. `InputError` also if an element
@@ -128,26 +159,31 @@ def grm(
     matrix, op = stores.by_rows(accepted(matrix, known), Op.T if axis else Op.N)
     chosen = _chosen(x, axis, chromosomes, matrix.shape[1 - int(op.swaps)])
     individuals: list[tuple[str, str]] = []
-    if gcta is not None:
+    if gcta is not None and not dry_run:
         individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
         if not (request.resume or request.overwrite):
             _check_free(gcta)
-    check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=gcta is not None))
-    found = stats_of(matrix, int(op.swaps), known, memory_of(request))
+    if not dry_run:
+        check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=gcta is not None))
+    # A dry run reads nothing: its plans have the numbers of genotypes with frequencies of one half.
+    found = _halves(len(chosen)) if dry_run else stats_of(matrix, int(op.swaps), known, memory_of(request))
     _check(found, ("column", "row")[axis])
     change, divisor, used = _standardizing(found, method, chosen)
-    pairwise, variants = pairwise and bool(found.missing[used].any()), int(used.sum())
+    pairwise, variants = pairwise and (dry_run or bool(found.missing[used].any())), int(used.sum())
+    del found  # 48 bytes per variant
+    transform = Transform(missing=missing, cast=cast, **change)
+    request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
+    counting = _counting(request, matrix.dtype, used, out) if pairwise else None
+    if dry_run:
+        return tuple(map(plan_request, filter(None, (counting, request))))
     elsewhere = int((~chosen).sum())
     excluded = len(chosen) - elsewhere - variants
     logger.info("%d of %d variants are on other chromosomes", elsewhere, len(chosen))
     logger.info("%d others have one allele or no known genotype", excluded)
-    del found  # 48 bytes per variant
-    transform = Transform(missing=missing, cast=cast, **change)
-    request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
     counted: Result | None = None
-    if pairwise:
+    if counting is not None:
         check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=True))
-        counted = run_request(_counting(request, matrix.dtype, used, out))
+        counted = run_request(counting)
         divided = (DivideOrZero(_place(counted, request)),)
         request = replace(request, alpha=variants / divisor, epilogue=divided)
     result = run_request(request)
@@ -158,31 +194,18 @@ def grm(
     return Relationships(**facts, variants=variants, excluded=excluded, elsewhere=elsewhere, counts=counts)
 
 
+def _halves(count: int) -> Stats:
+    """Return statistics of variants whose alleles are equally frequent, to plan with."""
+    ones = np.ones(count)
+    return Stats(ones, np.zeros(count), ones, ones, ones, ones)
+
+
 def _bytes_stored(request: Request, individuals: int, *, counts: bool) -> int:
     """Return how many bytes the matrix takes at least, and with `counts` also the numbers of variants."""
     if request.compressor not in (None, "none"):
         return 0
     elements = individuals * (individuals + 1) // 2 if request.gram != "full" else individuals**2
     return (1 + counts) * 4 * elements
-
-
-def placeholder(
-    x: Operand,
-    axis: int,
-    method: str,
-    missing: float | None,
-    cast: str | None,
-    chromosomes: Chromosomes | None,
-) -> Transform:
-    """Return a transform like that of `grm` with these arguments, to plan with. No genotypes are read."""
-    x = stores.located("X", x)
-    extent = stores.open_matrix("X", x, decode=False).shape[1 - axis]
-    ones = np.ones(extent)
-    found, chosen = (
-        Stats(ones, np.zeros(extent), ones, ones, ones, ones),
-        _chosen(x, axis, chromosomes, extent),
-    )
-    return Transform(missing=missing, cast=cast, **_standardizing(found, method, chosen)[0])
 
 
 def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> Array:

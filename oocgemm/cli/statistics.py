@@ -1,0 +1,228 @@
+"""The commands that compute statistics of a matrix: corr, cov, similarity, grm, pca."""
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm import stores
+from oocgemm.cli.doing import doing
+from oocgemm.cli.interrupts import stopping
+from oocgemm.cli.output import JSON, print_interrupted, print_json, print_note, silence_warnings, taking
+from oocgemm.cli.parameters import QUIET, Place, verb_options
+from oocgemm.cli.products import run_product
+from oocgemm.engine.executor import Observer
+from oocgemm.errors import InputError, OocGemmError
+from oocgemm.jobs import pca_state
+from oocgemm.jobs.options import SELECTION_OPTIONS
+from oocgemm.planning import Plan
+from oocgemm.planning.units import format_time
+from oocgemm.timeline import Span
+from oocgemm.verbs import correlation
+from oocgemm.verbs.pca import PCAPlan
+from oocgemm.verbs.pca import pca as find_components
+from oocgemm.verbs.relationship import grm as relate
+from oocgemm.verbs.similarity import check_saving
+from oocgemm.verbs.similarity import similarity as find_similar
+
+# Of the singular values, this many are shown.
+SHOWN = 5
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place())
+@verb_options("corr")
+@taking(JSON, QUIET)
+def corr(x: str, out: str, topk: int | None, threshold: float | None, **options: Any) -> None:
+    """Compute Pearson's correlation coefficients of the rows of X.
+
+    All coefficients are stored in OUT, the path of a zarr array or a .npy file. With --topk or --threshold,
+    the other coefficients are not stored, and OUT is a new zarr group as for `oocgemm similarity`.
+
+    Example: oocgemm corr X.zarr pairs.zarr --threshold 0.5
+    """
+    if topk is None and threshold is None:
+        run_product(partial(correlation.corr, x, out), out, (x,), **options)
+        return
+    dropped = options["constant"] == "drop"  # then it is not known how many rows are left
+    if not options["dry_run"]:
+        check_saving(out, x, None if dropped else topk, options["axis"])
+    # With a selection, other options are refused if they are given.
+    known = SELECTION_OPTIONS | {"axis", "constant", "as_json", "quiet", "dry_run"}
+    options = {name: value for name, value in options.items() if value or name in known}
+    run_product(partial(correlation.corr, x, topk=topk, threshold=threshold), out, (x,), **options)
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place())
+@verb_options("cov")
+@taking(JSON, QUIET)
+def cov(x: str, out: str, **options: Any) -> None:
+    """Compute covariances of the rows of X, and store them.
+
+    OUT is the path of a zarr array or of a .npy file.
+
+    Example: oocgemm cov X.zarr C.zarr
+    """
+    run_product(partial(correlation.cov, x, out), out, (x,), **options)
+
+
+@click.command()
+@click.argument("e", type=Place())
+@click.argument("out", type=Place())
+@verb_options("similarity")
+@taking(JSON, QUIET)
+def similarity(e: str, out: str, **options: Any) -> None:
+    """Find the most similar rows of each row of E. E E^T is computed, but not stored.
+
+    E is the path or URL of a zarr array, or the path of a .npy file or an HDF5 dataset. OUT is the path of a
+    new zarr group. With --topk, it gets an array `indices` of row numbers and an array `scores` of
+    similarities. Each has a row for each row of E, the most similar first. With --threshold, it gets the
+    pairs as a sparse matrix in CSR format: `indptr`, `indices` and `scores`.
+
+    Example: oocgemm similarity E.zarr neighbors.zarr --topk 50
+    """
+    if not options["dry_run"]:
+        check_saving(out, e, options["topk"])
+    run_product(partial(find_similar, e), out, (e,), **options)
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place())
+@verb_options("grm")
+@taking(JSON, QUIET)
+def grm(x: str, out: str, quiet: bool, dry_run: bool, **options: Any) -> None:
+    """Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.
+
+    X has genotypes 0, 1 and 2: a PLINK 1 .bed file with its .bim and .fam files, or an array. Missing
+    genotypes are replaced by means. Variants with one allele are left out, and those of a .bed file that are
+    not on autosomes. OUT is the path of a zarr array, a
+    .npy file, or a .grm.bin file of GCTA. In the last case, .grm.id and .grm.N.bin files are written too.
+
+    Example: oocgemm grm data.bed data.grm.bin
+    """
+    counts = run_product(partial(relate, x, out), out, (x,), quiet=quiet, dry_run=dry_run, **options)
+    if quiet:
+        return
+    if dry_run:
+        print_note("X is also read for allele frequencies, unless they are cached")
+        if options["pairwise"]:
+            print_note("X is also read for a second product of the same extents, which counts variants")
+        return
+    whole = counts.variants + counts.excluded + counts.elsewhere
+    if counts.elsewhere:
+        print_note(f"{counts.elsewhere} of {whole} variants were left out: they are on other chromosomes")
+    if counts.excluded:
+        print_note(
+            f"{counts.excluded} of {whole} variants were left out: they have one allele, or no known genotype"
+        )
+
+
+@click.command()
+@click.argument("x", type=Place())
+@click.argument("out", type=Place(), required=False)
+@click.option(
+    "--components", metavar="N", type=int, required=True, help="Number of components to find, such as 50."
+)
+@verb_options("pca")
+@taking(JSON, QUIET)
+def pca(
+    x: str,
+    out: str | None,
+    as_json: bool,
+    dry_run: bool,
+    components: int,
+    **options: Any,
+) -> None:
+    """Find the principal components of X, which is read once per iteration.
+
+    X has samples as rows and features as columns, and may be larger than memory. It is the path or URL of a
+    zarr array, or the path of a .npy file or an HDF5 dataset. OUT is the path of a new zarr group, with the
+    arrays components, singular_values, explained_variance, mean, scale, residuals and errors, and with
+    --scores also scores.
+
+    Example: oocgemm pca X.zarr components.zarr --components 50
+    """
+    stores.load_without_cupy(*filter(None, (x, out)))
+    quiet = options.pop("quiet")
+    if dry_run:
+        _print_plan(find_components(x, components, dry_run=True, **options), as_json=as_json)
+        return
+    if out is None:
+        raise click.UsageError("OUT is missing: give a path for it, or pass --dry-run")
+    if quiet:
+        silence_warnings()
+    started = perf_counter()
+    hint = f"To continue, add --resume ({pca_state.path_of(out)} has the state)."
+    try:
+        with stopping(lambda: print_interrupted(hint)), doing(not (quiet or as_json)) as say:
+            progress = _counting(options["iterations"], options["scores"], say)
+            found = find_components(x, components, out, progress=progress, **options)
+    except (OocGemmError, MemoryError, KeyboardInterrupt) as error:
+        if pca_state.path_of(out).exists() and not isinstance(error, InputError):
+            error.add_note(hint)
+        raise
+    if as_json:
+        print_json(
+            {
+                "out": out,
+                "passes": found.passes,
+                "singular_values": found.singular_values.tolist(),
+                "explained_variance": found.explained_variance.tolist(),
+                "residuals": found.residuals.tolist(),
+                "errors": found.errors.tolist(),
+                "converged": found.converged,
+            }
+        )
+    elif not quiet:
+        again = ", and again to check each product" if options["verify"] else ""
+        click.echo(f"X was read {found.passes} times{again}, in {format_time(perf_counter() - started)}")
+        click.echo(f"singular values: {_listed(found.singular_values, 6)}")
+        click.echo(f"residuals:       {_listed(found.residuals, 2)}")
+        click.echo(f"\nComponents: {out}")
+
+
+def _listed(numbers: NDArray[np.float64], digits: int) -> str:
+    """Return the first numbers as text."""
+    more = ", ..." if len(numbers) > SHOWN else ""
+    return ", ".join(f"{number:.{digits}g}" for number in numbers[:SHOWN]) + more
+
+
+def _counting(iterations: int, scores: bool, say: Callable[[str], None]) -> Callable[[Plan], Observer]:
+    """Return a callback for the progress, which says the number of the pass and the share that is done."""
+    number = 0
+
+    def begin(planned: Plan) -> Observer:
+        nonlocal number
+        number += 1
+        pass_name = f"pass {number} of at most {iterations + scores} over X"
+        say(pass_name)
+        done = 0
+
+        def observe(span: Span) -> None:
+            nonlocal done
+            done += span.flops
+            say(f"{pass_name}, {100 * done // max(1, planned.flops)}%")
+
+        return observe
+
+    return begin
+
+
+def _print_plan(planned: PCAPlan, *, as_json: bool) -> None:
+    """Print how often X is read, and the plan of a pass."""
+    if as_json:
+        read = {"passes": planned.passes, "statistics": planned.statistics, "checks": planned.checks}
+        print_json(read | {"bytes_read": planned.bytes_read, "pass": planned.pass_plan.to_dict()})
+        return
+    from oocgemm.cli.display import print_plan
+
+    click.echo(f"{planned.summary}. A pass:\n")
+    print_plan(planned.pass_plan)
