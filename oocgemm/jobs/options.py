@@ -74,6 +74,21 @@ GRM_METHODS = ("gcta", "vanraden")
 GRM_CASTS = ("float32", "float64", "float16", "bfloat16")
 
 
+class Field(NamedTuple):
+    """How the form of the service shows an option.
+
+    Attributes:
+        label, help: its name and what it does, in a few words.
+        place: what the empty field says, if the default does not say it.
+        choices: values and their texts; "" is the value of the default.
+    """
+
+    label: str
+    help: str = ""
+    place: str = ""
+    choices: tuple[tuple[str, str], ...] = ()
+
+
 class Option(NamedTuple):
     """How an option is described, and what the command line calls it.
 
@@ -91,6 +106,7 @@ class Option(NamedTuple):
         flags: options of the command line that take no value, with their help. Without any, it is --name, and
             a flag if its type is bool.
         cli: whether the command line has it.
+        form: its field in the form of the service; None if the form has none.
     """
 
     help: str
@@ -104,6 +120,11 @@ class Option(NamedTuple):
     most: int | None = None
     flags: tuple[tuple[str, str], ...] = ()
     cli: bool = True
+    form: Field | None = None
+
+
+def _choices(values: Iterable[str], default: str) -> tuple[tuple[str, str], ...]:
+    return tuple(("" if value == default else value, value) for value in values)
 
 
 class _Scalars(TypedDict, total=False):
@@ -115,6 +136,7 @@ class _Scalars(TypedDict, total=False):
             "2^53. With 0, A and B are never read.",
             1.0,
             shown="1",
+            form=Field("alpha", "Factor of A × B, such as 0.5 or 1+2j."),
         ),
     ]
     beta: Annotated[
@@ -124,6 +146,7 @@ class _Scalars(TypedDict, total=False):
             "For real operands and an integer C, as {alpha}. With 0, C is never read.",
             0.0,
             shown="0",
+            form=Field("beta", "Factor of the old C, which must exist."),
         ),
     ]
 
@@ -136,6 +159,9 @@ def _transpose(operand: str) -> Option:
         flags=(
             (f"--transpose-{side}", f"Use the transpose of {operand}."),
             (f"--adjoint-{side}", f"Use the conjugate transpose of {operand}."),
+        ),
+        form=Field(
+            f"Use {operand}", choices=(("", "as stored"), ("T", "transposed"), ("C", "conjugate transposed"))
         ),
     )
 
@@ -196,6 +222,7 @@ class _Engine(TypedDict, total=False):
             "kernel that `oocgemm tune` has measured, or cublas if it has measured none.",
             default="auto",
             choices=tuple(dict.fromkeys(kernel for each in backends.KERNELS.values() for kernel in each)),
+            form=Field("Kernel", "Empty: the fastest that is known."),
         ),
     ]
 
@@ -210,6 +237,7 @@ class _Precision(TypedDict, total=False):
             "(tf32 has 11 significant bits, bf16 has 8. Sums are in float32.)",
             "native",
             choices=tuple(COMPUTES),
+            form=Field("Compute", "Precision of the products.", choices=_choices(COMPUTES, "native")),
         ),
     ]
 
@@ -222,6 +250,7 @@ class _Result(TypedDict, total=False):
             "allow int32, int64, float32 and float64.",
             shown="dtype of the operands; int32 for int8",
             metavar="DTYPE",
+            form=Field("dtype of C", "Such as float32.", "that of the operands"),
         ),
     ]
 
@@ -244,6 +273,7 @@ class _Memory(TypedDict, total=False):
             "blocks of A, B and C.",
             shown="90% of free device memory; host backend: 37.5% of available RAM",
             metavar="SIZE",
+            form=Field("Device memory", "Upper bound, such as 8GiB.", "chosen by the service"),
         ),
     ]
     host_memory: Annotated[
@@ -253,6 +283,7 @@ class _Memory(TypedDict, total=False):
             "backend: upper bound on RAM for reading and writing.",
             shown="50% of available RAM; host backend: 12.5%",
             metavar="SIZE",
+            form=Field("Host memory", "Upper bound for buffers, such as 16GiB.", "chosen by the service"),
         ),
     ]
 
@@ -265,6 +296,7 @@ class _Tile(TypedDict, total=False):
             "op(B) at a time, such as 4096x4096x512.",
             shown="chosen by the planner",
             metavar="MxNxK",
+            form=Field("Tile", "MxNxK, such as 4096x4096x512."),
         ),
     ]
 
@@ -277,6 +309,7 @@ class _Storage(TypedDict, total=False):
             "A tuple of both.",
             shown="chunks of about 8 MiB, whose extents divide those of a tile",
             metavar="RxC",
+            form=Field("Chunks of C", "RxC of a new zarr array, as 1024x1024.", "about 8 MiB each"),
         ),
     ]
     compressor: Annotated[
@@ -285,6 +318,9 @@ class _Storage(TypedDict, total=False):
             "Compressor of a new zarr array, such as zstd.",
             shown="none",
             choices=stores.COMPRESSORS,
+            form=Field(
+                "Compressor of C", "Of a new zarr array.", choices=_choices(stores.COMPRESSORS, "none")
+            ),
         ),
     ]
 
@@ -308,6 +344,7 @@ class _Access(TypedDict, total=False):
             "too.",
             "`oocgemm.integrity.checksums.check` and `oocgemm.integrity.samples` describe how.",
             False,
+            form=Field("Verify", "each tile by checksums of A and B"),
         ),
     ]
     decode: Annotated[
@@ -350,7 +387,9 @@ class _Durability(TypedDict, total=False):
     overwrite: Annotated[
         bool,
         Option(
-            "Replace the contents of an existing C, which must have the same shape and dtype.", default=False
+            "Replace the contents of an existing C, which must have the same shape and dtype.",
+            default=False,
+            form=Field("Replace C", "if it exists"),
         ),
     ]
     resume: Annotated[
@@ -369,6 +408,7 @@ class _Durability(TypedDict, total=False):
             "Finished tiles are not computed again.",
             "Only with {resume}.",
             False,
+            form=Field("Trust operands", "even if files of A or B have changed"),
         ),
     ]
 

@@ -1,5 +1,6 @@
 """Random requests that follow the OpenAPI description of the real server, and some that do not."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -61,16 +62,24 @@ def test_the_description_is_openapi_3_1_and_complete(server: RealServer) -> None
     }
 
 
-def test_the_form_has_options_that_a_job_takes_with_their_choices(server: RealServer) -> None:
+def test_the_form_shows_options_as_the_table_describes_them(server: RealServer) -> None:
     schemas = server.ask("GET", "/v1/openapi.json").json()["components"]["schemas"]
-    text = server.ask("GET", "/static/fields.js").body.decode()
-    names = set(re.findall(r'name: "(\w+)"', text)) - schemas["JobBody"]["properties"].keys()
-    assert names <= schemas["OptionsBody"]["properties"].keys() == set(OPTIONS)
-    table = options_of("gemm")
-    for name, listed in (("COMPUTE", r'\["\w*", "(\w+)"\]'), ("COMPRESSOR", r'"([\w-]+)"')):
-        line = re.search(rf"const {name} = (.*);", text)
-        assert line is not None
-        assert {*re.findall(listed, line[1])} == {*table[name.lower()].choices}
+    assert {*schemas["OptionsBody"]["properties"]} == {*OPTIONS}
+    reply = server.ask("GET", "/static/options.js")
+    assert reply.headers["Content-Type"].startswith("text/javascript")
+    shown = json.loads(reply.body.removeprefix(b"export const OPTIONS = ").removesuffix(b";\n"))
+    assert {*OPTIONS} - {*shown} == {"decode", "memory"}
+    listed = re.findall(r'"(\w+)"', server.ask("GET", "/static/fields.js").body.decode())
+    assert {*shown} <= {*listed}
+    place = "chosen by the planner"
+    assert shown["tile"] == {
+        "label": "Tile", "help": "MxNxK, such as 4096x4096x512.", "kind": "text", "place": place,
+    }  # fmt: skip
+    assert shown["verify"]["kind"] == "check"
+    assert [value for value, _ in shown["compute"]["kind"]] == [
+        "",
+        *options_of("gemm")["compute"].choices[1:],
+    ]
 
 
 @pytest.mark.timeout(3600)

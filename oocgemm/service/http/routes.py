@@ -4,6 +4,7 @@ A request that submits jobs is planned in the turns of its user (`turns`).
 """
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from oocgemm.errors import OocGemmError
+from oocgemm.jobs.options import options_of
 from oocgemm.service.backfill import Waiting
 from oocgemm.service.http.security import COOKIE, SESSION_SECONDS, Identity, Scope
 from oocgemm.service.http.service import Service, Shared, User
@@ -47,6 +49,7 @@ from oocgemm.service.http.views import (
     UserView,
     problem,
 )
+from oocgemm.service.job_planner import OPTIONS, json_types
 from oocgemm.service.job_store import JobRecord, NewJob
 from oocgemm.service.job_worker import LOG, TIMELINE
 from oocgemm.service.protocol import AccessError, Action, State, TooManyJobsError
@@ -568,8 +571,27 @@ def _set_cookie(response: Response, service: Service, secret: str) -> None:
 
 
 def _page_file(name: str) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    if name == "options.js":
+        module = f"export const OPTIONS = {json.dumps(_form_fields())};\n"
+        return Response(module, headers=headers, media_type="text/javascript")
     known = {path.name: path for path in FOLDER.iterdir() if path.suffix in (".html", ".js", ".css", ".svg")}
     known["report.css"] = REPORT_STYLE
     if name not in known:
         raise HTTPException(404, f"there is no file {name!r}")
-    return FileResponse(known[name], headers={"Cache-Control": "no-cache"})
+    return FileResponse(known[name], headers=headers)
+
+
+def _form_fields() -> dict[str, dict[str, Any]]:
+    """Return the fields of the form for options of a job, by name, as ``fields.js`` describes them."""
+    found = {}
+    for name, option in options_of("gemm").items():
+        if name not in OPTIONS or option.form is None:
+            continue
+        label, text, place, choices = option.form
+        kind = "check" if json_types(name) == (bool,) else choices or "text"
+        shown = place or option.shown or str(option.default)
+        found[name] = {"label": label, "help": text, "kind": kind}
+        if kind == "text":
+            found[name]["place"] = shown
+    return found

@@ -1,25 +1,20 @@
 // The fields of the form: a row per field, and the request that they make.
+import { OPTIONS } from "./options.js";
 
-const TRANSPOSE = [["", "as stored"], ["T", "transposed"], ["C", "conjugate transposed"]];
-const COMPUTE = [["", "native"], ["tf32", "tf32"], ["bf16", "bf16"], ["emulated", "emulated"]];
-const CHOSEN = "chosen by the service";
-const COMPRESSOR = ["", "zstd", "blosc-lz4", "blosc-zstd", "gzip"].map((name) => [name, name || "none"]);
+const option = (name) => ({ name, ...OPTIONS[name] });
 
 // Fields of a group: name, label, help, kind (text, or a list of choices, or "check", "number", "time"), placeholder,
-// and for a path, which roots it may be in. Paths are required.
+// and for a path, which roots it may be in. Paths are required. Those of options are what the server says.
 export const GROUPS = [
   ["Product", [
     { name: "a", label: "A", help: "ROOT:PATH of the left operand.", place: "data:dir/A.zarr", root: "all" },
-    { name: "trans_a", label: "Use A", kind: TRANSPOSE },
+    option("trans_a"),
     { name: "b", label: "B", help: "ROOT:PATH of the right operand.", place: "data:dir/B.zarr", root: "all" },
-    { name: "trans_b", label: "Use B", kind: TRANSPOSE },
+    option("trans_b"),
     { name: "c", label: "C", help: "ROOT:PATH of the result, in a writable root.", place: "out:C.zarr", root: "rw" },
-    { name: "overwrite", label: "Replace C", help: "if it exists", kind: "check" },
+    option("overwrite"),
   ]],
-  ["Budgets", [
-    { name: "device_memory", label: "Device memory", help: "Upper bound, such as 8GiB.", place: CHOSEN },
-    { name: "host_memory", label: "Host memory", help: "Upper bound for buffers, such as 16GiB.", place: CHOSEN },
-  ]],
+  ["Budgets", ["device_memory", "host_memory"].map(option)],
   ["Job", [
     { name: "name", label: "Name", help: "How lists show the job.", place: "none" },
     { name: "priority", label: "Priority", help: "Higher ones start first.", kind: "number", place: "0" },
@@ -27,19 +22,11 @@ export const GROUPS = [
   ]],
 ];
 export const MORE = [
-  { name: "alpha", label: "alpha", help: "Factor of A × B, such as 0.5 or 1+2j.", place: "1" },
-  { name: "beta", label: "beta", help: "Factor of the old C, which must exist.", place: "0" },
-  { name: "compute", label: "Compute", help: "Precision of the products.", kind: COMPUTE },
-  { name: "kernel", label: "Kernel", help: "Empty: the fastest that is known.", place: "auto" },
-  { name: "out_dtype", label: "dtype of C", help: "Such as float32.", place: "that of the operands" },
-  { name: "tile", label: "Tile", help: "MxNxK, such as 4096x4096x512.", place: "chosen by the planner" },
-  { name: "chunks", label: "Chunks of C", help: "RxC of a new zarr array, as 1024x1024.", place: "about 8 MiB each" },
-  { name: "compressor", label: "Compressor of C", help: "Of a new zarr array.", kind: COMPRESSOR },
+  ...["alpha", "beta", "compute", "kernel", "out_dtype", "tile", "chunks", "compressor"].map(option),
   { name: "max_attempts", label: "Attempts", help: "Failures until the job is given up.", kind: "number", place: "3" },
   { name: "deadline", label: "Deadline", help: "The job fails if it has not succeeded by then.", kind: "time" },
   { name: "needs", label: "After jobs", help: "Ids of jobs that must succeed before.", place: "none" },
-  { name: "verify", label: "Verify", help: "each tile by checksums of A and B", kind: "check" },
-  { name: "trust_operands", label: "Trust operands", help: "even if files of A or B have changed", kind: "check" },
+  ...["verify", "trust_operands"].map(option),
 ];
 export const FIELDS = [...GROUPS.flatMap(([, fields]) => fields), ...MORE];
 
