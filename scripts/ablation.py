@@ -50,6 +50,7 @@ PACKED = Layouts(
     *(
         Chunked(
             (1000, 1000),
+            partial_reads=False,
             decode_bytes=16_000_000,
             writing=Writing((1000, 1000), encodes=True, encode_bytes=8_000_000),
         )
