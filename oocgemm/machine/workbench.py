@@ -372,7 +372,7 @@ def _plan(machine: MachineModel, a: Matrix, depth: int) -> Plan:
     if machine.unified:
         slots = Slots(1, 1, 1, 0, 0, 0, strip=rows, unified=True)
     else:
-        host = 0 if setting.streams(layouts.a) else HOST_SLOTS
+        host = 0 if setting.routes["A"].streams else HOST_SLOTS
         slots = Slots(DEVICE_SLOTS, 2, 1, host, 0, 0, strip=rows)
     threads = io_threads(setting)
     tile = TileShape(rows, COLUMNS, depth)

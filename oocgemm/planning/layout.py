@@ -19,7 +19,6 @@ from typing import Any
 
 from oocgemm.planning.cost.machine import (
     CODEC_WORKERS,
-    INSTANT,
     NEW_CHUNK_BYTES,
     REMOTE_WORKERS,
     MachineModel,
@@ -364,10 +363,10 @@ class InMemory(Layout):
         return machine.memory * next(rate for least, rate in COPIED_ROWS if size >= least)
 
     def read_rate(self, machine: MachineModel, panel: Shape) -> float:
-        return INSTANT if self.in_place else machine.memory
+        return machine.memory
 
     def write_rate(self, machine: MachineModel, strip: Shape) -> float:
-        return INSTANT if self.in_place else machine.memory
+        return machine.memory
 
     def partial_line_cost(self, machine: MachineModel, panel: Shape) -> float:
         return 1.0

@@ -6,8 +6,9 @@ from math import isqrt
 from typing import Any
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
-from oocgemm.planning.layout import Layout, Layouts
+from oocgemm.planning.layout import Coding, Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ring, Route, Slotted
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div
 
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
@@ -72,41 +73,60 @@ class Setting:
         # Hashes of texts differ from process to process.
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
-    def streams(self, layout: Layout) -> bool:
-        """Whether panels of an A or B with this layout go from its array to the GPU without host slots.
+    @cached_property
+    def routes(self) -> dict[str, Route]:
+        """How the blocks of "A", "B" and "C" travel between their arrays and the multiplication."""
+        layouts, codings = self.layouts, self.layouts.codings
+        a, b = self._route(layouts.a, codings.a), self._route(layouts.b, codings.b)
+        return {"A": a, "B": b, "C": self._route_of_c(layouts.c, codings.c)}
 
-        So do those of arrays in host memory or in the page cache. But the host computes checksums in host
+    def _route(self, layout: Layout, coding: Coding | None) -> Route:
+        """Choose the route of A or B.
+
+        Arrays in host memory or in the page cache need no host slots. But the host computes checksums in host
         slots, and so it does digests of what it reads from files.
         """
-        if self.machine.unified or self.problem.checked == "host":
-            return False
-        return layout.in_memory or (layout.page_cached and not self.problem.checked)
+        unified, checked = self.machine.unified, self.problem.checked
+        if layout.in_place and unified:
+            return InPlace(layout)
+        if unified or checked == "host" or not (layout.in_memory or (layout.page_cached and not checked)):
+            return Slotted(layout, digests=checked == "device")
+        if coding is not None:
+            return Decoded(layout, coding)
+        return Direct(layout) if layout.pinned else Ring(layout)
 
-    @cached_property
-    def streams_c(self) -> bool:
-        """Whether blocks of C need no host slots.
+    def _route_of_c(self, layout: Layout, coding: Coding | None) -> Route:
+        """Choose the route of C.
 
         If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
         are mirrored unless a GPU does it, and get the old elements outside of a triangle.
         """
         mirrored = self.problem.cover.square and self.machine.multiprocessors == 1
         in_slots = self.problem.sink.stores_c and (self.problem.checked or mirrored)
-        return self.layouts.c.in_memory and not (self.machine.unified or in_slots)
+        if layout.in_place and self.machine.unified:
+            return InPlace(layout)
+        if self.machine.unified or in_slots or not layout.in_memory:
+            return Slotted(layout) if coding is None else Encoded(layout)
+        return Direct(layout) if layout.pinned else Ring(layout)
 
     @property
     def keeps_outside(self) -> bool:
         """Whether old elements outside of the triangle that is stored are read, and written again."""
-        return self.problem.triangle != "" and self.layouts.c.writing.existing and not self.streams_c
+        return self._has_outside and not self.routes["C"].streams
 
     @property
     def restores_outside(self) -> bool:
         """Whether a GPU overwrites these elements: they are saved before the run, and restored after it."""
-        return self.problem.triangle != "" and self.layouts.c.writing.existing and self.streams_c
+        return self._has_outside and self.routes["C"].streams
+
+    @property
+    def _has_outside(self) -> bool:
+        return self.problem.triangle != "" and self.layouts.c.writing.existing
 
     @cached_property
     def turns_on_device(self) -> bool:
         """Whether the device transposes strips of a whole Gram matrix for their second Download."""
-        return self.streams_c and self.problem.cover.mirrored
+        return self.routes["C"].streams and self.problem.cover.mirrored
 
     @cached_property
     def enqueues(self) -> bool:
@@ -134,8 +154,8 @@ class Setting:
 
         It does not if A and B are in host memory already, or if the device shares the host's memory.
         """
-        operands = self.layouts.a, self.layouts.b
-        return not self.machine.unified and not all(x.in_memory or self.streams(x) for x in operands)
+        operands = self.routes["A"], self.routes["B"]
+        return not self.machine.unified and not all(x.layout.in_memory or x.streams for x in operands)
 
     @cached_property
     def works_apart(self) -> bool:

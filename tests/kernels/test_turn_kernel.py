@@ -82,7 +82,7 @@ def test_a_gram_matrix_in_memory_is_exact_on_a_gpu(dtype: str, tile: str | None,
     x = (x + 1j * rng.integers(-2, 3, x.shape) if dtype[0] == "c" else x).astype(numpy_dtype(dtype))
     found = oocgemm.gram(x, uplo=uplo, backend="cuda", tile=tile)
     assert found.plan.setting.turns_on_device == (uplo == "full")
-    assert found.plan.setting.streams_c
+    assert found.plan.setting.routes["C"].streams
     wide = x.astype("complex128" if dtype[0] == "c" else "float64")
     kept: Any = {"lower": np.tril, "upper": np.triu, "full": np.asarray}[uplo]
     right = (wide @ wide.conj().T).astype(found.out.dtype).astype(wide.dtype)

@@ -69,8 +69,8 @@ def runs(draw: st.DrawFn) -> tuple[Setting, Candidate]:
     host = draw(st.integers(1, 4))
     if draw(st.booleans()):
         a, b, host = a + steps, b + steps * across, steps * across + 5
-    of_a, of_b = (0 if setting.streams(x) or machine.unified else host for x in (layouts.a, layouts.b))
-    of_c = 0 if setting.streams_c or machine.unified else draw(st.integers(1, 4))
+    of_a, of_b = (0 if setting.routes[x].streams or machine.unified else host for x in "AB")
+    of_c = 0 if setting.routes["C"].streams or machine.unified else draw(st.integers(1, 4))
     strip = draw(st.sampled_from((512, 128, 171)))
     c, finish = draw(st.integers(1, 2)), 2 if p.finishes else 0
     slots = Slots(a, b, c, of_a, of_b, of_c, finish, strip, drain, unified=machine.unified)
@@ -104,7 +104,7 @@ def test_the_steps_of_a_tile_take_exactly_as_long(
 ) -> None:
     """400 steps are many enough to be collapsed."""
     setting = Setting(problem(512, 1024, 400 * 256 - 40, beta=adds), machine, layouts, BUDGETS)
-    a, b, c = (0 if setting.streams(x) or machine.unified else 2 for x in (layouts.a, layouts.b, layouts.c))
+    a, b, c = (0 if x.streams or machine.unified else 2 for x in setting.routes.values())
     candidate = Candidate(TILE, Slots(slots, 2, 1, a, b, c, 0, 512 // strips, unified=machine.unified))
     schedule = schedule_of(setting, candidate)
     prediction = predict(setting, candidate)

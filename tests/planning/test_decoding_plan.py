@@ -72,8 +72,8 @@ def test_the_host_decodes_otherwise(why: str) -> None:
 def test_an_operand_that_is_decoded_needs_no_host_slots() -> None:
     given = setting()
     found = replace(given, layouts=with_decoding(given, {"A": BLOSC}))
-    assert found.streams(found.layouts.a)
-    assert not found.streams(found.layouts.b)
+    assert found.routes["A"].streams
+    assert not found.routes["B"].streams
     assert describe(found.layouts.cached_as(a=False, b=False)) == ""
 
 

@@ -41,7 +41,8 @@ class Turner:
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
         self._size, self._upper = problem.itemsizes["C"], problem.cover.name == "upper"
-        self._completes = problem.cover.square and plan.setting.streams_c and problem.sink.stores_c
+        in_memory = plan.setting.routes["C"].streams
+        self._completes = in_memory and problem.cover.square and problem.sink.stores_c
         if self._completes:
             options = turn_options(problem)
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))

@@ -31,8 +31,6 @@ HEADER, BLOCK_HEADER, CHECKSUM = 16, 3, 4
 BATCH, SHARE = 128 << 20, 8
 # A smaller C is compressed by the host.
 MIN_BYTES = 64 << 20
-# Bytes of C per second that a GPU compresses. An H200 compressed 13 to 30 GB/s during products.
-RATE = 14e9
 
 
 class Division(NamedTuple):

@@ -134,29 +134,26 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     The threads of the ring read such parts of the operands that they stream. What arrays occupy besides, such
     as the means of columns, is included, as is the memory of requests to object stores.
     """
-    layouts = setting.layouts
-    ring, lanes, streamed = ring_shape(setting), 0, 0
-    sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
-    reading, writing = 0, layouts.c.writing.encode_bytes
+    layouts, ring = setting.layouts, ring_shape(setting)
+    sources = "ABC" if setting.problem.reads_c else "AB"
     m, n, k = (1, 1, 1) if tile is None else extents(setting.problem, tile)
-    for number, (source, panel) in enumerate(zip(sources, ((m, k), (k, n), (m, n)), strict=False)):
-        if number < 2 and layouts.coding("AB"[number]):
-            continue
-        if number < 2 and source.page_cached and setting.streams(source) and ring is not None:
-            lanes, streamed = setting.devices * ring.lanes, max(streamed, source.scratch_bytes)
-        else:
-            lines = 0 if tile is None else source.line_scratch(panel)
-            reading = max(reading, source.decode_bytes, lines)
+    panels = {"A": (m, k), "B": (k, n), "C": (m, n)}
+    reading = max(setting.routes[x].read_scratch(None if tile is None else panels[x]) for x in sources)
+    streamed = max(setting.routes[x].lane_scratch for x in "AB")
+    lanes = 0 if ring is None else setting.devices * ring.lanes
+    writing = layouts.c.writing.encode_bytes
     if tile is not None:
         writing = max(writing, layouts.c.write_scratch)
     keeps = setting.keeps_outside
-    if keeps or (setting.problem.cover.mirrored and not setting.streams_c):
+    if keeps or (setting.problem.cover.mirrored and not setting.routes["C"].streams):
         # A thread transposes a part of a strip before it writes the part a second time, or reads old elements
         # of a part before it writes the part.
         part = prod(layouts.c.writing.chunk) * setting.problem.itemsizes["C"]
         writing += max(MIRRORED_BYTES, part) + (layouts.c.decode_bytes if keeps else 0)
     remote = request_bytes(layouts.by_operand, reads_c=setting.problem.reads_c or keeps)
-    resident = sum(x.resident_bytes for x in sources[len(setting.problem.operands) == 1 :])
+    resident = sum(
+        layouts.by_operand[x].resident_bytes for x in sources[len(setting.problem.operands) == 1 :]
+    )
     return io_threads * (reading + writing) + lanes * streamed + remote + resident
 
 

@@ -5,12 +5,10 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 """
 
 from collections.abc import Sequence
-from math import prod
+from functools import partial
 
 from oocgemm.planning.cost.decoding import decoding_rate
-from oocgemm.planning.cost.encoding import RATE
-from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT, STRIP_OVERHEAD
-from oocgemm.planning.layout import Layout
+from oocgemm.planning.cost.machine import STRIP_OVERHEAD
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Shape
 
@@ -49,18 +47,9 @@ class Prices:
         self.setting = setting
         problem, layouts = setting.problem, setting.layouts
         m, n, k = problem.m, problem.n, problem.depth
-        self._whole: dict[str, tuple[Layout, Shape]] = {
-            "A": (layouts.a, (m, k)),
-            "B": (layouts.b, (k, n)),
-            "C": (layouts.c, (m, n)),
-        }
+        self._whole: dict[str, Shape] = {"A": (m, k), "B": (k, n), "C": (m, n)}
         self._sizes = problem.itemsizes
-        # Operands whose blocks go between their arrays and the device, without host slots.
-        self.streams = {
-            "A": setting.streams(layouts.a),
-            "B": setting.streams(layouts.b),
-            "C": setting.streams_c,
-        }
+        self._routes = setting.routes
         # The part of a Write in which it keeps a CPU core busy. In the rest, the core waits for the disk.
         self.write_cpu_share = 1.0 if layouts.c.in_memory else WRITE_CPU_SHARE
         # The part of the copies during which the GPU multiplies, if each element is copied once.
@@ -97,7 +86,7 @@ class Prices:
     def accumulator_faults(self, rows: int, n: int) -> float:
         """Return the seconds of page faults of the first Multiply into `rows` rows of an accumulator."""
         machine = self.setting.machine
-        faults = machine.unified and not self._whole["C"][0].in_place
+        faults = machine.unified and not self._routes["C"].layout.in_place
         return rows * n * self._sizes["acc"] * machine.arena_seconds_per_byte if faults else 0.0
 
     def upload(self, operand: str, rows: int, cols: int) -> float:
@@ -127,13 +116,8 @@ class Prices:
 
     def staged(self, operand: str, rows: int, cols: int) -> float:
         """Return the seconds for which the host copies a block between a pageable array and pinned memory."""
-        if not self.streams[operand] or self._whole[operand][0].is_direct((rows, cols)):
-            return 0.0
-        layout, coding = self._whole[operand][0], self.setting.layouts.coding(operand)
-        if coding:
-            return coding.stored_share * self.bytes(operand, rows, cols) / self.setting.machine.read
         size = self._stored_bytes(rows, cols) if operand == "C" else self.bytes(operand, rows, cols)
-        return size / layout.copy_rate(self.setting.machine, (rows, cols))
+        return self._routes[operand].staged(self.setting.machine, size, (rows, cols))
 
     def multiply(self, rows: int, of_rows: int, n: int, k: int) -> float:
         """Return the seconds of a Multiply of `rows` x k by k x n, a strip or the whole of `of_rows` rows."""
@@ -172,30 +156,17 @@ class Prices:
         return stored * cols / max(1, problem.n) if problem.sink.per_row else stored
 
     def _read_rate(self, operand: str, block: Shape) -> float:
-        setting, (layout, whole) = self.setting, self._whole[operand]
-        if self.streams[operand]:
-            return INSTANT
-        rate = layout.read_rate(setting.machine, block) / layout.read_amplification(whole, block)
-        if operand != "C" and setting.problem.checked == "device":
-            rate = 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE)
-        return rate
+        return self._routes[operand].read_rate(self.setting.machine, self._whole[operand], block)
 
     def _write_rate(self, operand: str, strip: Shape) -> float:
-        return self._whole[operand][0].write_rate(self.setting.machine, strip)
+        return self._routes[operand].write_rate(self.setting.machine, strip)
 
     def _copy_rate(self, link: str, operand: str, block: Shape) -> float:
-        machine, (layout, whole) = self.setting.machine, self._whole[operand]
-        rate, coding = machine.h2d if link == "h2d" else machine.d2h, self.setting.layouts.coding(operand)
-        if not self.streams[operand]:
-            return min(rate, RATE) if coding else rate
-        if coding:
-            decoded = decoding_rate(self.setting, coding, prod(whole) * layout.itemsize)
-            rate = min(rate / coding.stored_share, decoded)
-            return rate / layout.read_amplification(whole, block)
-        if not layout.is_direct(block):
-            return min(rate, layout.copy_rate(machine, block))
-        axis = layout.contiguous
-        if block[axis] == whole[axis]:
+        machine, whole, route = self.setting.machine, self._whole[operand], self._routes[operand]
+        of_link = machine.h2d if link == "h2d" else machine.d2h
+        rate = route.copy_rate(of_link, machine, whole, block, partial(decoding_rate, self.setting))
+        axis = route.layout.contiguous
+        if not (route.streams and route.layout.is_direct(block)) or block[axis] == whole[axis]:
             return rate
         row, line = (float(extent[axis] * self._sizes[operand]) for extent in (block, whole))
         share, *_ = _row_rates(row)

@@ -52,10 +52,8 @@ def ring_shape(setting: Setting) -> RingShape | None:
     All rings together take at most a quarter of the host budget, unless that is below 34 KiB per device. If
     the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
-    layouts, machine, devices = setting.layouts, setting.machine, setting.devices
-    operands = (layouts.a, layouts.codings.a), (layouts.b, layouts.codings.b)
-    copied = [x for x, coding in operands if not coding and setting.streams(x)]
-    copied += [layouts.c] if setting.streams_c else []
+    machine, devices = setting.machine, setting.devices
+    copied = [route.layout for route in setting.routes.values() if route.rings]
     if not copied:
         return None
     compiled = machine.compiled and all(x.contiguous_rows for x in copied) and not setting.turns_on_device

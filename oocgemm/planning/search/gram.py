@@ -169,7 +169,7 @@ def _base(prices: Prices, tile: TileShape, c: int, strip: int, io_threads: int) 
         size = slot_bytes(setting.problem, tile, strip)
         drain = _drain(prices, tile, slots)
         panels, planes = 2 * (drain + 1), drain + 1 if setting.problem.prepares else slots.planes
-        if setting.streams(setting.layouts.a) and not setting.layouts.a.pinned:
+        if setting.routes["A"].staged_ahead:
             panels = max(panels, PAGEABLE_SLOTS)
         more = max(0, panels - slots.a)
         needed = more * size["device", "A"] + max(0, planes - slots.planes) * size["device", "P"]
@@ -187,9 +187,9 @@ def _slots(setting: Setting, tile: TileShape, c: int, strip: int, host: int) -> 
         a=2 * panels,
         b=0,
         c=c,
-        host_a=0 if unified or setting.streams(setting.layouts.a) else host * panels,
+        host_a=0 if unified or setting.routes["A"].streams else host * panels,
         host_b=0,
-        host_c=0 if unified or setting.streams_c else host,
+        host_c=0 if unified or setting.routes["C"].streams else host,
         finish=problem.finish_slots,
         strip=strip,
         planes=2 if problem.prepares else 0,

@@ -124,7 +124,7 @@ class _Search:
         if tile is not None:
             yield from self._plans_of([tile])
             return
-        streamed = all(map(self.setting.streams, (self.setting.layouts.a, self.setting.layouts.b)))
+        streamed = all(self.setting.routes[x].streams for x in "AB")
         try:
             yield from self._plans_of(self.shapes(MIN_THOROUGH_STREAMED if streamed else MIN_THOROUGH))
         except BudgetError:

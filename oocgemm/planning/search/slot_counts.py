@@ -197,11 +197,11 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
     )
     if problem.b.updated:
         strips = [tile.m]
-    through_slots = not setting.streams(layouts.a), not setting.streams(layouts.b), not setting.streams_c
+    through_slots = [not route.streams for route in setting.routes.values()]
     grid = TileGrid.of(problem, tile)
     panels = [
-        max(2, tiles * grid.steps) if setting.streams(layout) and not layout.pinned else 2
-        for layout, tiles in zip((layouts.a, layouts.b), grid.shape, strict=True)
+        max(2, tiles * grid.steps) if setting.routes[operand].staged_ahead else 2
+        for operand, tiles in zip("AB", grid.shape, strict=True)
     ]
     wanted_slots = [PANELS] if layouts.codings.a or layouts.codings.b else []
     counts = [[min(slots, of) for of in panels] for slots in (*wanted_slots, PAGEABLE_SLOTS)]
