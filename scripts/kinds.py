@@ -3,8 +3,9 @@
 
 usage: scripts/kinds.py [--count]
 
-Such a place is an `isinstance` or a class pattern of `match` that names a class of `oocgemm.stores`, or an
-attribute that says which sink or element step a product has. Every place makes the next kind harder to add.
+Such a place is an `isinstance` or a class pattern of `match` that names a class of arrays, sinks, covers or
+operands, a comparison of the name of one, or an attribute that says which element steps a product has. Every
+place makes the next kind harder to add.
 """
 
 import ast
@@ -14,28 +15,36 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 PACKAGE = TOP / "oocgemm"
-# Attributes of a product that say which sink or which element steps it has.
-FLAGS = {
-    *("gram", "topk", "sparse", "applied", "reduction", "chained", "selects", "kept", "scaled"),
-    *("excludes_self", "absolute", "threshold", "merges", "expands", "measured", "centered"),
-}
-# Files of kinds: each may know itself, and a factory the kinds that it makes.
-OWN = ("stores/", "planning/problem.py")
+# Attributes of a product that say which element steps it has, or which operand is derived from another.
+FLAGS = {"centered", "measured", "expands", "updated"}
+# Attributes of which a comparison with a name would ask for a kind, and the values that hold these kinds.
+NAMED = {"cover", "sink", "b"}
+# Files of kinds: each may know itself. `jobs/operands.py` and `jobs/sampling.py` are the factories of sinks,
+# and `planning/search/`, `planning/problem.py` and `planning/serialize.py` those of products.
+OWN = (
+    *("stores/", "planning/problem.py", "planning/sinks.py", "planning/cover.py", "integrity/samples.py"),
+    *("backends/host/sinks.py", "backends/cuda/selector.py", "backends/cuda/applied.py"),
+    *("kernels/selection.py", "kernels/epilogue.py", "jobs/operands.py", "jobs/sampling.py"),
+)
 
 
-def stored_classes() -> set[str]:
-    """Return the names of the classes of arrays that `oocgemm.stores` defines, but for the protocols."""
+def kinds() -> set[str]:
+    """Return the names of the classes of arrays, sinks, covers and operands, but for protocols and bases."""
     found = set[str]()
     for path in (PACKAGE / "stores").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name.endswith(("Matrix", "Store")):
-                found.add(node.name)
-    return found - {"Matrix", "Store"}
+        found |= {each for each in _classes(path) if each.endswith(("Matrix", "Store"))}
+    for name in ("sinks", "cover"):
+        found |= set(_classes(PACKAGE / "planning" / f"{name}.py"))
+    return (found | {"Same", "Updated"}) - {"Matrix", "Store", "Sink", "Cover"}
+
+
+def _classes(path: Path) -> Iterator[str]:
+    return (node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
 
 
 def places() -> Iterator[tuple[str, int, str]]:
     """Yield (file, line, text) of each place that tests for a kind."""
-    classes = stored_classes()
+    classes = kinds()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if name.startswith(OWN):
@@ -52,10 +61,13 @@ def _tests_kind(node: ast.AST, classes: set[str]) -> bool:
         return any(isinstance(x, ast.Name) and x.id in classes for x in ast.walk(node.args[1]))
     if isinstance(node, ast.MatchClass):
         return isinstance(node.cls, ast.Name) and node.cls.id in classes
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name":
+        owner = node.left.value
+        return isinstance(owner, ast.Attribute) and owner.attr in NAMED
     if isinstance(node, ast.Attribute) and node.attr in FLAGS:
         owner = node.value
         named = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-        return named.endswith(("problem", "product"))  # the names of variables that hold a product
+        return named.endswith(("problem", "product")) or named == "b"  # variables that hold a product
     return False
 
 

@@ -201,7 +201,7 @@ def recorded_uplo(c: Matrix) -> str:
 def check_uplo(c: Matrix, problem: GemmProblem) -> None:
     """Raise `InputError` if a run needs old elements of C, and C stores only the other triangle of them."""
     uplo = recorded_uplo(c)
-    needed = "upper" if problem.cover.name == "upper" else "lower"
+    needed = "upper" if problem.cover.upper else "lower"
     if uplo in ("lower", "upper") and uplo != (needed if problem.cover.square else ""):
         raise InputError(
             f"beta = {problem.beta}, and C stores only the {uplo} triangle of a Gram matrix: update it by "

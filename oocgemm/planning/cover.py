@@ -17,6 +17,7 @@ class Cover:
     Attributes:
         name: the cover's name in records, such as journals.
         square: whether tiles and chunks must be square.
+        upper: whether only the upper triangle is computed.
         mirrored: whether each element outside of the diagonal is also stored on the other side of it.
         stored_triangle: the triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of
             C is. The other one stays as it is: 0 in a new array.
@@ -24,6 +25,11 @@ class Cover:
 
     name: ClassVar[str] = ""
     square: ClassVar[bool] = False
+
+    @property
+    def upper(self) -> bool:
+        """Whether only the upper triangle is computed."""
+        return False
 
     @property
     def mirrored(self) -> bool:

@@ -1,5 +1,6 @@
 """A plan: every decision about a product, and the memory, traffic and time that follow from it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
@@ -21,7 +22,7 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
 from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.dealing import arrangement, deal
+from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
@@ -356,14 +357,18 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.writing.encodes}
     traversal, only = candidate.traversal, None if tiles is None or tiles.is_whole else tiles
     encoded = frozenset(operand for operand in coded if coded[operand])
+    apart = setting.works_apart
     if problem.cover.square:
-        order = triangle(grid.shape[0], traversal.band, upper=problem.cover.name == "upper")
-        chosen = order if only is None else [tile for tile in order if tile in only]
-        return Schedule(problem, grid, chosen, candidate.slots, encoded, order[-1] if order else None)
-    end = last(traversal, *grid.shape) if 0 not in grid.shape else None
+        every = triangle(grid.shape[0], traversal.band, upper=problem.cover.upper)
+        order: Sequence[Tile] = every if only is None else [tile for tile in every if tile in only]
+        end = every[-1] if every else None
+    else:
+        order = walk(traversal, *grid.shape, only)
+        end = last(traversal, *grid.shape) if 0 not in grid.shape else None
 
     def dealt(devices: int, tiles: TileSet | None) -> list[Tile]:
-        apart = setting.works_apart
+        if problem.cover.square:
+            return deal_in_order(devices, every, tiles, apart=apart)
         arranged = arrangement(devices, problem, grid, apart=apart)
         return deal(devices, grid.shape, traversal, arranged, tiles, apart=apart)
 
@@ -373,7 +378,7 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
         ends = frozenset(whole[(len(whole) - 1) // candidate.ends * candidate.ends :])
     given = candidate.slots, encoded, end
     if setting.devices == 1:
-        return Schedule(problem, grid, walk(traversal, *grid.shape, only), *given, ends=ends)
+        return Schedule(problem, grid, order, *given, ends=ends)
     shared = dealt(setting.devices, only)
     return SharedSchedule(problem, grid, shared, *given, ends=ends, devices=setting.devices)
 

@@ -35,7 +35,7 @@ class TileSet:
     @classmethod
     def of(cls, grid: TileGrid) -> "TileSet":
         """Return all tiles of a grid that are computed."""
-        return replace(cls.rectangle(grid), lower=grid.cover.square and grid.cover.name != "upper")
+        return replace(cls.rectangle(grid), lower=grid.cover.square and not grid.cover.upper)
 
     @classmethod
     def rectangle(cls, grid: TileGrid) -> "TileSet":

@@ -1,5 +1,6 @@
 """Schedules of Gram matrices: one set of slots for both roles, and staircases on the diagonal."""
 
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
+from oocgemm.planning.schedule.dealing import deal_in_order
+from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.tiling import length
 from tests.support.problems import integers
@@ -91,6 +94,42 @@ def test_no_legal_order_breaks_the_schedule_of_a_gram_matrix(schedule: Schedule,
     right = expected(schedule, x, c)
     Simulator(schedule, x, x.T, c).run(seed)
     np.testing.assert_array_equal(c, right)
+
+
+@st.composite
+def shared_schedules(draw: st.DrawFn) -> SharedSchedule:
+    schedule = draw(schedules())
+    if not schedule.slots.unified and draw(st.booleans()):  # A is in host memory or in the page cache
+        schedule = replace(schedule, slots=replace(schedule.slots, host_a=0))
+    devices = draw(st.integers(1, 5))
+    tiles = deal_in_order(devices, schedule.tiles, apart=draw(st.booleans()))
+    fields_of = {field.name: getattr(schedule, field.name) for field in fields(Schedule)}
+    return SharedSchedule(**(fields_of | {"tiles": tiles}), devices=devices)
+
+
+@given(schedule=shared_schedules(), seed=st.integers(0, 2**16))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_legal_order_breaks_a_gram_matrix_on_several_devices(schedule: SharedSchedule, seed: int) -> None:
+    verify(schedule)
+    x, c = operands(schedule, seed)
+    right = expected(schedule, x, c)
+    Simulator(schedule, x, x.T, c).run(seed)
+    np.testing.assert_array_equal(c, right)
+
+
+@given(schedule=shared_schedules())
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_loads_of_several_devices_are_those_of_the_operations(schedule: SharedSchedule) -> None:
+    loads, moved = schedule.loads(), {"read": 0, "upload": 0}
+    for operation in schedule:
+        if operation.operand == "A":
+            moved[operation.kind] = moved.get(operation.kind, 0) + operation.bytes
+    assert (loads.b_up, loads.b_read) == (0, 0)
+    if schedule.slots.unified:
+        assert loads.a_read == moved["read"]
+    else:
+        assert loads.a_up == moved["upload"]
+        assert schedule.slots.streams("A") or loads.a_read == moved["read"]
 
 
 def test_the_simulator_detects_an_omitted_wait_of_a_gram_matrix() -> None:

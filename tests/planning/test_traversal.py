@@ -21,7 +21,7 @@ def loaded(
     tiles: Sequence[tuple[int, int]], steps: int, axis: int, count: int, spread: int
 ) -> list[list[int]]:
     """Return, for each tile, which of its steps load a panel of one operand into `count` buffers."""
-    cache, next_use = SlotCache(count, spread), NextUse(tiles, steps, axis)
+    cache, next_use = SlotCache(count, spread), NextUse(tiles, steps, (axis,))
     found: list[list[int]] = []
     for position, tile in enumerate(tiles):
         found.append([])
@@ -78,7 +78,7 @@ def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, rando
     tiles = list(walk(Traversal(), rows, cols))
     random.shuffle(tiles)
     assume(tiles)
-    next_use = NextUse(tiles, steps, 0), NextUse(tiles, steps, 1)
+    next_use = NextUse(tiles, steps, (0,)), NextUse(tiles, steps, (1,))
     order = [(t, step) for t in tiles for step in step_order(t, steps)]
     for position, tile in enumerate(tiles):
         for axis, step in itertools.product((0, 1), range(steps)):
@@ -120,7 +120,7 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
     found = walk(traversal, rows, cols, left)
     assert list(found) == left == list(found[:])
     for axis, extent in enumerate((rows, cols)):
-        expected, computed = NextUse(left, 2, axis), NextUse(found, 2, axis)
+        expected, computed = NextUse(left, 2, (axis,)), NextUse(found, 2, (axis,))
         for line, step, position in itertools.product(range(extent), range(2), range(len(left))):
             assert computed(line, step, position) == expected(line, step, position)
 

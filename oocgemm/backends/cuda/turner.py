@@ -40,7 +40,7 @@ class Turner:
         blocks are completed on one of `streams`, by name.
         """
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
-        self._size, self._upper = problem.itemsizes["C"], problem.cover.name == "upper"
+        self._size, self._upper = problem.itemsizes["C"], problem.cover.upper
         in_memory = plan.setting.routes["C"].streams
         self._completes = in_memory and problem.cover.square and problem.sink.stores_c
         if self._completes:
@@ -117,7 +117,7 @@ def turn_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernels."""
     return (
         f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
-        f"-DOOC_UPPER={int(problem.cover.name == 'upper')}",
+        f"-DOOC_UPPER={int(problem.cover.upper)}",
         f"-DOOC_MIRROR={int(not problem.triangle)}",
     )
 

@@ -186,7 +186,7 @@ class HostSession:
             adjoint = Op.N if problem.trans_a.swaps else Op.T
             gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.b.updated], 1.0, b[:, : problem.b.updated])
         if problem.halves_diagonal and op.tile[0] == op.tile[1]:
-            upper = problem.cover.name == "upper"
+            upper = problem.cover.upper
             square = slice(0, m) if upper else slice(c.shape[1] - m, None)
             rest = slice(m, None) if upper else slice(0, c.shape[1] - m)
             syrk(problem.trans_a, alpha.real, a, beta.real, c[:, square], upper=upper)

@@ -12,10 +12,10 @@ from oocgemm.planning.cost.clock import LANES, Prediction
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.placement import Loads, Placing
 from oocgemm.planning.schedule.slots import Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.schedule.triangle import LinePlacing, triangle
+from oocgemm.planning.schedule.triangle import triangle
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, ceil_div, length
 
@@ -54,7 +54,7 @@ def _counted(lines: int, steps: int, device: int, host: int, band: int) -> tuple
     """Count the lines that are uploaded and read, if all lines and panels are of equal size."""
     tiles = triangle(lines, band)
     slots = Slots(a=device, b=0, host_a=host, host_b=0)
-    found = LinePlacing(tiles, steps, slots).loads([1] * steps, lambda i: 1, lambda j: 1)
+    found = Placing(tiles, steps, slots).loads([1] * steps, lambda i: 1, lambda j: 1)
     assert found is not None
     return found[0][0] / steps, found[0][1] / steps
 

@@ -56,6 +56,17 @@ def deal(
     [(0, 0), (2, 0), (0, 1), (2, 1), (1, 1), (3, 1), (1, 0), (3, 0)]
     """
     order = (_rectangles if apart else _blocks)(shape, traversal, arranged)
+    return deal_in_order(devices, order, tiles, apart=apart)
+
+
+def deal_in_order(
+    devices: int, order: Iterable[Tile], tiles: Container[Tile] | None = None, *, apart: bool = False
+) -> list[Tile]:
+    """Deal tiles, or those of them that are in `tiles`, in the given order. `deal` describes the result.
+
+    >>> deal_in_order(2, [(0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (2, 2)])
+    [(0, 0), (1, 1), (1, 0), (2, 1), (2, 0), (2, 2)]
+    """
     found = order if tiles is None else (tile for tile in order if tile in tiles)
     return list((_pieces if apart else _rounds)(devices, found))
 

@@ -43,7 +43,6 @@ from oocgemm.planning.schedule.placement import Loads, Placed, Placing, Step
 from oocgemm.planning.schedule.selecting import Selecting
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
-from oocgemm.planning.schedule.triangle import LinePlacing
 from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 
@@ -210,8 +209,7 @@ class Schedule:
         return sum(map(self.grid.written, self.tiles)) if self.grid.cover.mirrored else self.elements
 
     def _placing(self) -> Placing:
-        given = self.tiles, self.grid.steps, self.slots, self.last
-        return LinePlacing(*given) if self.problem.b.shares else Placing(*given, ends=self.ends)
+        return Placing(self.tiles, self.grid.steps, self.slots, self.last, ends=self.ends)
 
     def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])

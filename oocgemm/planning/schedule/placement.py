@@ -110,25 +110,31 @@ class SharedHost:
 
 
 class Panels:
-    """Simulate the caches for the panels of one operand, on the device and on the host.
+    """Simulate the caches for the panels of one operand, on the device and on the host: a pool of slots.
 
-    Panels are placed in program order. `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for
-    op(B), whose panels belong to tile columns. `device` is the number of device slots. `host` is the number
-    of host slots, or the host slots that several devices share. It is None if panels have no host slots.
+    Panels are placed in program order. `axes` says which tiles use them (`NextUse`): (0,) for op(A), (1,) for
+    op(B), and (0, 1) if one operand has both roles. `device` is the number of device slots. `host` is the
+    number of host slots, or the host slots that several devices share. It is None if panels have no host
+    slots.
 
     `peers` are the numbers and the panels of the devices from which panels may be copied, the preferred one
     first.
     """
 
     def __init__(
-        self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | SharedHost | None
+        self,
+        tiles: Sequence[Tile],
+        steps: int,
+        axes: tuple[int, ...],
+        device: int,
+        host: int | SharedHost | None,
     ) -> None:
         self.peers: Sequence[tuple[int, Panels]] = ()
         self._tiles = tiles
         self._steps = steps
-        self._axis = axis
+        self._axes = axes
         self._known = -1, 0  # the latest position passed to `line`, and its tile row (or column)
-        self._next_use = NextUse(tiles, steps, axis)
+        self._next_use = NextUse(tiles, steps, axes)
         self._tiers = [SlotCache(device)]
         self._shared = host if isinstance(host, SharedHost) else None
         if isinstance(host, SharedHost):
@@ -140,12 +146,14 @@ class Panels:
     def line(self, position: int) -> int:
         """Return the tile row (or column) of the tile at `position`."""
         if self._known[0] != position:
-            self._known = position, self._tiles[position][self._axis]
+            self._known = position, self._tiles[position][self._axes[0]]
         return self._known[1]
 
-    def place(self, position: int, step: int) -> Placed:
-        """Choose the buffers for one panel: that of `step` in the tile at `position`."""
-        row = self.line(position)
+    def place(self, position: int, row: int, step: int) -> Placed:
+        """Choose the buffers for one panel: that of tile row (or column) `row` for `step`.
+
+        It is used by the tile at `position`.
+        """
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
         if not hit:
@@ -217,6 +225,9 @@ class _TooMuchWork(Exception):  # noqa: N818 - not an error: it only ends the co
 class Placing:
     """Assign slots to the panels of both operands, tile by tile, on the device and on the host.
 
+    Each operand has a pool of slots. If one operand has both roles, so does its pool: a panel that is cached
+    for one role is also cached for the other.
+
     The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates.
     Both affect rounding. A resumed run therefore computes the same bits as an uninterrupted run.
     """
@@ -235,13 +246,13 @@ class Placing:
         self._steps = steps
         self._slots = slots
         self._work, self._max_work = 0, inf
-        if not slots.b:
-            return  # a Gram matrix: `LinePlacing` places its panels
-        a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
-        self._a, self._b = panels or (
-            Panels(tiles, steps, 0, slots.a, a),
-            Panels(tiles, steps, 1, slots.b, b),
-        )
+        if panels is None:
+            a, b = (None, None) if slots.unified else (slots.host_a or None, slots.host_b or None)
+            if slots.b:
+                panels = Panels(tiles, steps, (0,), slots.a, a), Panels(tiles, steps, (1,), slots.b, b)
+            else:
+                panels = (Panels(tiles, steps, (0, 1), slots.a, a),) * 2
+        self._a, self._b = panels
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
         """Place the panels of the tile at `position`. Yield its steps in the groups of `step_groups`.
@@ -254,12 +265,21 @@ class Placing:
 
     def place_step(self, position: int, step: int) -> tuple[Placed, Placed]:
         """Choose the slots for the panels of op(A) and op(B) of one step of the tile at `position`."""
-        return self._a.place(position, step), self._b.place(position, step)
+        row, col = self._tiles[position]
+        a = self._a.place(position, row, step)
+        same = row == col and self._shares
+        return a, a if same else self._b.place(position, col, step)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether one pool has the panels of both operands."""
+        return self._a is self._b
 
     def advance(self) -> None:
         """End a group of steps whose panels are loaded together."""
         self._a.advance()
-        self._b.advance()
+        if not self._shares:
+            self._b.advance()
 
     def loads(
         self,
@@ -277,11 +297,29 @@ class Placing:
         To save placements, results are reused for tiles with the same `Panels.state`, and for bands (groups
         of tile rows or columns) with equal keys (`Walk.bands`) that start with the same cached panels.
         """
+        if self._shares:
+            return self._shared_loads(depths, height, max_work)
         self._work, self._max_work = 0, max_work
         try:
             return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
         except _TooMuchWork:
             return None
+
+    def _shared_loads(
+        self, depths: Sequence[int], height: Callable[[int], int], max_work: float
+    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Count the elements of the panels of the one operand: (up, read), and (0, 0)."""
+        if 2 * len(self._tiles) * self._steps > max_work:
+            return None
+        up = read = 0
+        for position, tile in enumerate(self._tiles):
+            for _, group in self.groups(position):
+                for step, *panels in group:
+                    for line, placed in dict(zip(tile, panels, strict=True)).items():
+                        elements = depths[step] * height(line)
+                        up += elements * placed.upload
+                        read += elements * placed.read
+        return (up, read), (0, 0)
 
     def _operand_loads(
         self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
@@ -350,9 +388,10 @@ class Placing:
                 return found
         self._add_work(len(depths))
         up = read = 0
+        line = panels.line(position)
         for _, steps in self._step_groups(position):
             for step in steps:
-                placed = panels.place(position, step)
+                placed = panels.place(position, line, step)
                 up += depths[step] if placed.upload else 0
                 read += depths[step] if placed.read else 0
             panels.advance()

@@ -25,7 +25,7 @@ class Selecting:
         self, problem: GemmProblem, grid: TileGrid, slots: Slots, tiles: Sequence[Tile], device: int
     ) -> None:
         self._problem, self._grid, self._slots, self._device = problem, grid, slots, device
-        self._uses = NextUse(tiles, grid.steps, axis=0)
+        self._uses = NextUse(tiles, grid.steps, (0,))
         self._begun: set[int] = set()  # tile rows of which a tile has been finished
         # The position of the last tile with elements of a tile row of a Gram matrix, which may be mirrored.
         self._last: dict[int, int] = {}

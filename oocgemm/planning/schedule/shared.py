@@ -49,6 +49,13 @@ class SharedSchedule(Schedule):
         steps = [self._placed(device, placing) for device, placing in enumerate(self._placings())]
         a_up = b_up = a_read = b_read = 0
         for tile, group in interleaved(steps, rotating=self._streams):
+            if self.problem.b.shares:
+                for step, *panels in group:
+                    for line, placed in dict(zip(tile, panels, strict=True)).items():
+                        elements = depths[step] * length(self.grid.rows(line))
+                        a_up += elements * placed.upload
+                        a_read += elements * placed.read
+                continue
             height, width = length(self.grid.rows(tile[0])), length(self.grid.cols(tile[1]))
             for step, a, b in group:
                 a_up += height * depths[step] * a.upload
@@ -66,7 +73,7 @@ class SharedSchedule(Schedule):
     @property
     def _streams(self) -> bool:
         """Whether no panels have host slots."""
-        return self.slots.streams("A") and self.slots.streams("B")
+        return all(map(self.slots.streams, self.problem.operands))
 
     def _tiles_of(self, device: int) -> Sequence[Tile]:
         return self.tiles[device :: self.devices]
@@ -79,35 +86,38 @@ class SharedSchedule(Schedule):
     def _placings(self) -> Iterator[Placing]:
         """Yield what places the panels of each device, with common host slots."""
         slots, steps = self.slots, self.grid.steps
-        uses = [NextUse(self.tiles, steps, axis, self.devices) for axis in (0, 1)]
-        on_host = [0, 0] if slots.unified else [slots.host_a, slots.host_b]
+        # Per operand with panels, the axes of its pool and its numbers of slots.
+        pools: list[tuple[tuple[int, ...], int, int]] = [((0, 1), slots.a, slots.host_a)]
+        if not self.problem.b.shares:
+            pools = [((0,), slots.a, slots.host_a), ((1,), slots.b, slots.host_b)]
+        uses = [NextUse(self.tiles, steps, axes, self.devices) for axes, _, _ in pools]
+        on_host = [0 if slots.unified else count for _, _, count in pools]
         caches = [SlotCache(count, spread=max(1, steps)) if count else None for count in on_host]
-        everywhere = list[tuple[Panels, Panels]]()
+        everywhere = list[list[Panels]]()
         for device in range(self.devices):
-            tiles = self._tiles_of(device)
             panels = []
-            for axis, count in enumerate((slots.a, slots.b)):
-                cache, use = caches[axis], copy(uses[axis])  # a copy, since it remembers its latest result
-                shared = None if cache is None else SharedHost(cache, use, device, self.devices)
-                panels.append(Panels(tiles, steps, axis, count, shared))
-            everywhere.append((panels[0], panels[1]))
+            for (axes, count, _), cache, use in zip(pools, caches, uses, strict=True):
+                own = copy(use)  # it remembers its latest result
+                shared = None if cache is None else SharedHost(cache, own, device, self.devices)
+                panels.append(Panels(self._tiles_of(device), steps, axes, count, shared))
+            everywhere.append(panels)
         self._connect(everywhere)
         last = self.last or (self.tiles[-1] if self.tiles else None)
-        for device, (a, b) in enumerate(everywhere):
-            yield Placing(self._tiles_of(device), steps, slots, last, (a, b), self.ends)
+        for device, panels in enumerate(everywhere):
+            yield Placing(self._tiles_of(device), steps, slots, last, (panels[0], panels[-1]), self.ends)
 
-    def _connect(self, everywhere: Sequence[tuple[Panels, Panels]]) -> None:
+    def _connect(self, everywhere: Sequence[Sequence[Panels]]) -> None:
         """Let devices copy panels that have no host slots from each other.
 
         A device prefers the one before it: it is the latest one to load the panel. So each device passes a
         panel on once.
         """
-        for axis, operand in enumerate("AB"):
+        for number, operand in enumerate(self.problem.operands):
             if not self.slots.streams(operand):
                 continue
             for device, panels in enumerate(everywhere):
                 before = [(device - back) % self.devices for back in range(1, self.devices)]
-                panels[axis].peers = [(other, everywhere[other][axis]) for other in before]
+                panels[number].peers = [(other, everywhere[other][number]) for other in before]
 
 
 def interleaved(streams: Sequence[Iterator[tuple[int, T]]], *, rotating: bool = False) -> Iterator[T]:

@@ -198,26 +198,30 @@ def step_order(tile: Tile, steps: int) -> range:
 
 
 class NextUse:
-    """Look up when a panel of op(A) (axis 0) or op(B) (axis 1) is used next.
+    """Look up when a panel is used next.
+
+    Panels of op(A) belong to tile rows (`axes` is (0,)), and those of op(B) to tile columns ((1,)). Panels
+    that are used in both roles belong to a line, which is a tile row and the column with its number ((0, 1)).
 
     Uses are numbered by steps: step s of the tile at position p has the number p * steps + s, counted in the
     order in which the steps run. If several devices compute `at_once` successive tiles at the same time, the
     number is p // at_once * steps + s.
     """
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, at_once: int = 1) -> None:
+    def __init__(self, tiles: Sequence[Tile], steps: int, axes: tuple[int, ...], at_once: int = 1) -> None:
         self._tiles = tiles
         self._at_once = at_once
         self._steps = steps
-        self._axis = axis
+        self._axes = axes
         # The arguments of the latest call of `tile`, its result, and whether k runs forwards in that tile.
         self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
         self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
-            self._positions[tile[axis]].append(position)
+            for line in {tile[axis] for axis in axes}:
+                self._positions[line].append(position)
 
     def tile(self, line: int, position: int) -> int | None:
-        """Return the next position after `position` whose tile is in tile row (or column) `line`, or None."""
+        """Return the next position after `position` whose tile uses the panels of `line`, or None."""
         if self._known[0] != line or self._known[1] != position:
             later = self._next(line, position)
             self._known = line, position, later, later is not None and forwards(self._tiles[later])
@@ -225,7 +229,7 @@ class NextUse:
 
     def _next(self, line: int, position: int) -> int | None:
         if isinstance(self._tiles, Walk):
-            return self._tiles.next_in(self._axis, line, position)
+            return self._tiles.next_in(self._axes[0], line, position)
         positions = self._positions[line]
         index = bisect_right(positions, position)
         return positions[index] if index < len(positions) else None
@@ -233,7 +237,8 @@ class NextUse:
     def __call__(self, line: int, step: int, position: int) -> int:
         """Return the number of the next use of a panel in a tile after the one at `position`, or NEVER.
 
-        The panel is that of `step` in tile row (or column) `line`. The class explains the numbers of uses.
+        The panel is that of `step` in the tile row, column or line `line`. The class explains the numbers of
+        uses.
         """
         later = self.tile(line, position)
         if later is None:
