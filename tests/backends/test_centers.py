@@ -15,9 +15,9 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
-from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import BACKENDS, running_on
 from tests.support.fake_cuda import fake_cuda
+from tests.support.native import launcher
 from tests.support.suite import examples
 from tests.support.unfinished_runs import failing_after
 
@@ -33,7 +33,7 @@ TRIANGLES: dict[str, Any] = {"lower": np.tril, "upper": np.triu, "full": np.asar
     beta=st.sampled_from([0, 3]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(100, quick=30), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 def test_centers_are_subtracted_exactly_from_products_of_int8(
     data: st.DataObject, m: int, n: int, k: int, tile: str | None, beta: int, seed: int
 ) -> None:
@@ -109,8 +109,8 @@ def test_a_correction_is_part_of_the_identity_and_of_the_footprint(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_the_kernel_subtracts_a_matrix_of_rank_one(tmp_path: Path) -> None:
-    run = built("rank_one", "rank_one", (), tmp_path)
+def test_the_kernel_subtracts_a_matrix_of_rank_one() -> None:
+    run = launcher("rank_one", "rank_one", ())
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (7, 130), (130, 7)):
         c, rows, cols = rng.integers(-9, 9, shape).astype(float), rng.random(shape[0]), rng.random(shape[1])

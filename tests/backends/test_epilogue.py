@@ -24,12 +24,12 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.epilogue import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import REDUCTIONS, STEPS, Step
-from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.products import product_of
-from tests.support.suite import slow
+from tests.support.suite import examples, slow
 from tests.support.unfinished_runs import failing_after
 
 Array = NDArray[Any]
@@ -174,7 +174,7 @@ def test_division_by_zero_is_that_of_numpy() -> None:
     np.testing.assert_array_equal(found, [[np.inf], [-np.inf], [np.nan]])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(
     seed=st.integers(0, 99),
     shape=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9)),
@@ -350,10 +350,10 @@ def chain_problem(accumulated: str, steps: tuple[Step, ...], reduction: str = ""
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("division", ["divide", "divide_or_zero"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_cuda_kernel_gives_the_numbers_of_numpy(tmp_path: Path, dtype: str, division: str) -> None:
+def test_the_cuda_kernel_gives_the_numbers_of_numpy(dtype: str, division: str) -> None:
     steps = tuple(replace(step, kind=division) if step.kind == "divide" else step for step in CHAIN)
     given = chain_problem(dtype, steps)
-    run = built("chain", "chain", chain_options(given, dtype), tmp_path)
+    run = launcher("chain", "chain", chain_options(given, dtype))
     for shape in ((1, 1), (7, 530), (130, 7)):
         sums, d = (RNG.standard_normal(shape).astype(dtype) for _ in range(2))
         sums[0, 0] = np.nan
@@ -382,8 +382,8 @@ def test_the_cuda_kernel_gives_the_numbers_of_numpy(tmp_path: Path, dtype: str, 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_cuda_kernel_reduces_rows_as_numpy_does(tmp_path: Path, reduction: str) -> None:
-    run = built("reduce", "reduce", reduce_options(chain_problem("float32", (), reduction)), tmp_path)
+def test_the_cuda_kernel_reduces_rows_as_numpy_does(reduction: str) -> None:
+    run = launcher("reduce", "reduce", reduce_options(chain_problem("float32", (), reduction)))
     for shape in ((1, 1), (3, 530), (5, 7)):
         strip = RNG.integers(-9, 9, shape).astype(np.float32)
         if reduction == "max":

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from oocgemm.backends.base import SELECTED
 from oocgemm.backends.host.selection import select
 from oocgemm.planning.selection import NONE
+from tests.support.suite import examples
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100, quick=10), deadline=None)
 @given(st.data())
 def test_blocks_of_any_width_keep_the_largest_elements(data: st.DataObject) -> None:
     """Rows have ties, zeros of both signs and NaN, which ranks last."""

@@ -23,8 +23,8 @@ from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
 from oocgemm.planning.integers import workspace_layout
 from tests.backends.test_int8 import exact, numbers
-from tests.kernels.test_kernels_cpu import built
 from tests.support.fake_cuda import fake_cuda
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.problems import Array, stored
 from tests.support.suite import slow
@@ -50,22 +50,18 @@ def test_the_kernels_compile_without_spills(
 
 
 class Processor:
-    """Runs kernels on the CPU, each compiled once, and counts their launches."""
+    """Runs kernels on the CPU, and counts their launches."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._built: dict[tuple[object, ...], Callable[..., None]] = {}
+    def __init__(self) -> None:
         self.launched: list[str] = []
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        key = source, entry, macros
-        if key not in self._built:
-            self._built[key] = built(source, entry, macros, self._folder)
+        kernel = launcher(source, entry, macros)
 
         def launch(grid: tuple[int, ...], *values: Any) -> None:
             assert min(grid) > 0
             self.launched.append(source)
-            self._built[key](grid, (256, 1, 1), *values)
+            kernel(grid, (256, 1, 1), *values)
 
         return launch
 
@@ -93,7 +89,7 @@ def gemm_ex(*given: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def int8() -> Iterator[Any]:
     """Return the module that multiplies int8 on a device, with the kernels that it launches."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
@@ -102,7 +98,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         # The fake reads host memory, as the kernels compiled for the CPU do.
         patch.setattr(module.cublas, "gemmEx", gemm_ex)
         patch.setattr(module, "STRIP_ROWS", 4)
-        yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
+        yield SimpleNamespace(module=module, kernels=Processor())
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:

@@ -2,13 +2,10 @@
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,11 +17,10 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
 from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.planning import DTYPES
 from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
-from tests.support import SUPPORT
 from tests.support.backends_here import CUDA
+from tests.support.native import launchers
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.problems import Array, integers
 from tests.support.suite import examples, slow
@@ -248,20 +244,8 @@ class LockstepDevice(ModelDevice):
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
     ) -> None:
-        sizes = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(256, 1, 1)
-        getattr(_built(macros), f"run_{entry}")((ctypes.c_void_p * 1)(ctypes.addressof(given)), *sizes)
-
-
-@cache
-def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
-    runs = "RUN(check_panel) RUN(check_strip) RUN(check_product)"
-    flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
-    names = f'-DSOURCE="{kernel_path("check_sums")}"', f"-DRUNS={runs}"
-    shim = SUPPORT / "lockstep.hpp"
-    with TemporaryDirectory() as folder:
-        library = f"{folder}/check_sums.so"
-        subprocess.run(["g++", *flags, *macros, *names, "-x", "c++", shim, "-o", library], check=True)
-        return ctypes.CDLL(library)
+        entries = "check_panel", "check_strip", "check_product"
+        launchers("check_sums", entries, macros)[entry](grid, (256, 1, 1), given)
 
 
 def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> dict[str, Array]:

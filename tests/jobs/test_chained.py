@@ -18,6 +18,7 @@ from oocgemm.stores.transform import Transform
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.schedule_check import verify
+from tests.support.suite import examples
 
 Array = NDArray[Any]
 
@@ -82,7 +83,7 @@ def test_a_transform_has_one_center_per_column(engine: Engine, order: Any) -> No
     check(found, changed, chain)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(
     seed=st.integers(0, 99),
     rows=st.integers(1, 40),

@@ -59,7 +59,7 @@ def check(found: Any, x: Any, uplo: str, axis: int = 0) -> None:
     columns=st.booleans(),
     verify=st.booleans(),
 )
-@settings(max_examples=examples(100, quick=30), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 def test_a_gram_matrix_is_exact(
     n: int, k: int, uplo: str, axis: int, dtype: str, tile: str | None, columns: bool, verify: bool
 ) -> None:

@@ -15,6 +15,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
+from tests.support.suite import examples
 
 Array = NDArray[Any]
 
@@ -42,7 +43,7 @@ def test_products_are_those_of_the_whole_matrix(engine: Engine, dtype: str) -> N
             np.testing.assert_allclose(found, kernel_matrix(x, y, 0.1) @ v, atol=tolerance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=8), deadline=None)
 @given(
     seed=st.integers(0, 99),
     rows=st.integers(1, 40),

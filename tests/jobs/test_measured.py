@@ -20,9 +20,9 @@ from oocgemm.jobs import transforms
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import WIDTH, measure_options, products_grid, sums_grid
 from oocgemm.planning.expansion import Measure
-from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import CUDA
 from tests.support.fake_cuda import fake_cuda
+from tests.support.native import launchers
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.suite import examples
 from tests.support.transforms import genotypes, standardised
@@ -56,7 +56,7 @@ def _one_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     impute=st.sampled_from(["mean", 0]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(100, quick=30), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 def test_genotypes_are_measured_on_the_device(
     n: int, k: int, depth: int, uplo: str, axis: int, scale: Any, center: Any, impute: Any, seed: int
 ) -> None:
@@ -96,7 +96,7 @@ def test_genotypes_are_measured_on_the_device(
     missing=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(100, quick=30), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 def test_centered_integers_are_exact_in_one_pass(
     power: int, k: int, depth: int, axis: int, alpha: int, beta: int, missing: bool, seed: int
 ) -> None:
@@ -235,15 +235,12 @@ def check(run: Callable[..., None]) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_the_kernels_measure_what_numpy_does(tmp_path: Path) -> None:
-    known: dict[tuple[str, tuple[str, ...]], Callable[..., None]] = {}
+def test_the_kernels_measure_what_numpy_does() -> None:
+    entries = tuple(f"measure_{entry}" for entry in ("sums", "numbers", "products", "square"))
 
     def run(entry: str, options: tuple[str, ...], grid: tuple[int, int, int], *values: Any) -> None:
-        key = entry, options
-        if key not in known:
-            known[key] = built("measure", f"measure_{entry}", options, tmp_path)
         pointers = [ctypes.c_void_p(v.ctypes.data) if isinstance(v, np.ndarray) else v for v in values]
-        known[key](grid, (256, 1, 1), *pointers)
+        launchers("measure", entries, options)[f"measure_{entry}"](grid, (256, 1, 1), *pointers)
 
     check(run)
 

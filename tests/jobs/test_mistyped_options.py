@@ -13,6 +13,7 @@ import oocgemm
 from oocgemm import DataWarning
 from oocgemm.errors import InputError
 from tests.support.command import command
+from tests.support.suite import slow
 from tests.support.unfinished_runs import failing_after
 
 X = np.random.default_rng(2).integers(-3, 4, (300, 20)).astype("float64")
@@ -55,7 +56,7 @@ def test_the_library_refuses_it_too(given: Any) -> None:
             oocgemm.plan(X, X, trans_b="T", backend="host", **given)
 
 
-@pytest.mark.parametrize("chunks", [(7, 7), (1, 40)])
+@pytest.mark.parametrize("chunks", [(7, 7), *slow([(1, 40)])])
 def test_very_many_files_are_warned_of(chunks: tuple[int, int], here: Path) -> None:
     files = -(-330 // chunks[0]) * -(-330 // chunks[1])
     wide = np.ones((330, 2))

@@ -16,6 +16,7 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs import pca_passes, subspace
 from oocgemm.jobs import run as running
 from tests.support.backends_here import BACKENDS, running_on
+from tests.support.suite import examples
 
 Array = NDArray[Any]
 
@@ -111,7 +112,7 @@ def test_large_means_do_not_hide_the_components() -> None:
             )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, quick=8), deadline=None)
 @given(rows=st.integers(1, 30), cols=st.integers(1, 30), rank=st.integers(0, 5), data=st.data())
 def test_matrices_of_any_shape_and_rank(rows: int, cols: int, rank: int, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -17,6 +17,7 @@ from oocgemm import MatVec, RankOne, Reduce, Scale, Threshold, TopK
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, needs_gpu, running_on
 from tests.support.fake_cuda import fake_cuda
+from tests.support.suite import examples
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(31)
@@ -154,7 +155,7 @@ def test_nan_is_the_largest_element() -> None:
     np.testing.assert_array_equal(found, (a @ b).max(1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=8), deadline=None)
 @given(
     seed=st.integers(0, 99),
     shape=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9)),

@@ -15,6 +15,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import ExecutionError, InputError
 from tests.support.backends_here import ENGINES, REAL_BACKENDS, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
+from tests.support.suite import examples
 
 Array = NDArray[Any]
 
@@ -88,7 +89,7 @@ def test_the_pairs_are_all_above_the_threshold(engine: Engine, metric: str, leas
         check_pairs(found, e, least, metric)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=8), deadline=None)
 @given(st.data())
 def test_any_tiles_find_the_same_pairs(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
@@ -111,7 +112,7 @@ def test_pairs_that_take_too_much_memory_stop_the_run(engine: str, monkeypatch: 
         oocgemm.similarity(np.ones((200, 2)), threshold=0, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, quick=8), deadline=None)
 @given(st.data())
 def test_any_tiles_and_numbers_of_rows_are_exact(data: st.DataObject) -> None:
     n, k = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 6))

@@ -35,7 +35,7 @@ def names(found: oocgemm.Stats) -> dict[str, Any]:
     piece=st.sampled_from([16, 200, 1 << 20]),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=examples(200, quick=60), deadline=None)
+@settings(max_examples=examples(200, quick=20), deadline=None)
 def test_statistics_are_those_of_numpy(
     rows: int, cols: int, axis: int, dtype: str, code: Any, log1p: bool, piece: int, seed: int
 ) -> None:

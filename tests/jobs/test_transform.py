@@ -31,7 +31,7 @@ TRIANGLES: dict[str, Any] = {"lower": np.tril, "upper": np.triu, "full": np.asar
 
 
 @given(data=st.data(), m=st.integers(0, 40), k=st.integers(0, 30), seed=st.integers(0, 99))
-@settings(max_examples=examples(150, quick=40), deadline=None)
+@settings(max_examples=examples(150, quick=13), deadline=None)
 def test_a_product_of_transformed_operands_is_exact(data: st.DataObject, m: int, k: int, seed: int) -> None:
     """On the host, and on a GPU in any order of its streams, with and without checksums."""
     trans_a, trans_b = (data.draw(st.sampled_from([Op.N, Op.T]), x) for x in "AB")
@@ -75,7 +75,7 @@ def test_a_product_of_transformed_operands_is_exact(data: st.DataObject, m: int,
     tile=st.sampled_from([None, "16x16x8", "33x33x40"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(100, quick=30), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 def test_a_gram_matrix_of_a_transformed_operand_is_exact(
     data: st.DataObject, n: int, k: int, uplo: str, axis: int, tile: str | None, seed: int
 ) -> None:
@@ -202,7 +202,7 @@ def test_the_last_steps_of_a_tile_run_strip_by_strip() -> None:
 
 
 @given(m=st.integers(40, 150), n=st.integers(40, 150), k=st.integers(60, 200), seed=st.integers(0, 9999))
-@settings(max_examples=examples(60, quick=15), deadline=None)
+@settings(max_examples=examples(60, quick=12), deadline=None)
 def test_several_transformed_panels_are_used_in_any_order(m: int, n: int, k: int, seed: int) -> None:
     """The link is modelled as slow, so that many steps run strip by strip while a tile is downloaded."""
 

@@ -2,21 +2,17 @@
 
 import ctypes
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from oocgemm.kernels.registry import LADDER
-from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.kernels.spec import Kernel, Params, arguments, options
 from oocgemm.planning import Op
 from tests.kernels.test_kernels import call
-from tests.support import SUPPORT
 from tests.support.gemm_cases import Array, Case, integer_case, triple_loop
+from tests.support.native import launcher
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -33,30 +29,9 @@ RUNGS = [
     in ("naive", "naive_grid", "single_block", "tiled", "register", "liang_normal", "liang_opt")
     for index, params in enumerate(kernel.variants)
 ]
-SHIM = SUPPORT / "lockstep.hpp"
 # No size is a multiple of any tile, so that every kernel meets tiles that are cut off at every edge. k is
 # more than one step, exactly one step or less, and 0.
 SHAPES = ((37, 70, 19), (33, 65, 35), (3, 5, 0))
-
-
-def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Callable[..., None]:
-    """Compile a kernel for the CPU.
-
-    Return a function of the grid, the block and the arguments as ctypes values.
-    """
-    place, library = folder / f"{source}.cu", folder / f"{source}{len(list(folder.glob('*.so')))}.so"
-    text = kernel_path(source).read_text(encoding="utf-8")
-    place.write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
-    names = f'-DSOURCE="{place}"', f"-DRUNS=RUN({entry})"
-    flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
-    subprocess.run(["g++", *flags, *macros, *names, "-x", "c++", SHIM, "-o", library], check=True)
-    run = getattr(ctypes.CDLL(str(library)), f"run_{entry}")
-
-    def launch(grid: Sequence[int], block: Sequence[int], *values: Any) -> None:
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        run(pointers, (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block))
-
-    return launch
 
 
 def product(run: Callable[..., None], kernel: Kernel, params: Params, case: Case) -> Array:
@@ -73,13 +48,13 @@ def product(run: Callable[..., None], kernel: Kernel, params: Params, case: Case
 
 
 @pytest.mark.parametrize(("kernel", "params"), RUNGS)
-def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params, tmp_path: Path) -> None:
+def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params) -> None:
     if kernel.name == "naive_grid":
         params = {**params, "COVER_M": 24, "COVER_N": 40}
     kinds = ("complex64", (Op.C, Op.T)), ("float64", (Op.N, Op.N)), ("int8", (Op.T, Op.N))
     dtype, ops = kinds[min(2, kernel.variants.index(params))] if params in kernel.variants else kinds[0]
     macros = *options(kernel, dtype, *ops, params), "-DDYNAMIC_SHARED=262144"
-    run = built(kernel.source, kernel.entry or kernel.source, macros, tmp_path)
+    run = launcher(kernel.source, kernel.entry or kernel.source, macros)
     rng = np.random.default_rng(1)
     for shape, scalars in zip(SHAPES, ((2, 0), (1, -1), (3, 2)), strict=True):
         case = integer_case(rng, dtype, ops, shape, scalars)
@@ -90,10 +65,10 @@ def test_a_rung_is_exact_on_the_processor(kernel: Kernel, params: Params, tmp_pa
 
 @pytest.mark.parametrize("skipped", [0, 1, 4])
 @pytest.mark.parametrize("beta", [0.0, 2.0])
-def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float, tmp_path: Path) -> None:
+def test_finish_takes_all_elements_at_any_address(skipped: int, beta: float) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     macros = "-DOOC_STORED=bfloat_t", "-DOOC_ACCUMULATED=float"
-    run = built("finish", "finish", macros, tmp_path)
+    run = launcher("finish", "finish", macros)
     rng = np.random.default_rng(2)
     sums = rng.standard_normal(1100).astype(np.float32)
     old = rng.standard_normal(1100).astype(ml_dtypes.bfloat16)

@@ -11,8 +11,8 @@ import pytest
 
 from oocgemm.kernels.compile import compiled
 from oocgemm.stores.compressors import frame_of
-from tests.kernels.test_kernels_cpu import built
 from tests.support.decoding import Array, Batch, blosc, decompressed, samples, zstd
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.suite import slow
 from tests.support.unpacking import FIELDS
@@ -22,9 +22,9 @@ DTYPES = {"int8": 1, "int16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("dtype", ["int8", "float64", *slow(("int16",), ("float32",), ("complex128",))])
-def test_the_kernel_composes_parts_of_chunks(dtype: str, tmp_path: Path) -> None:
+def test_the_kernel_composes_parts_of_chunks(dtype: str) -> None:
     rng = np.random.default_rng(1)
-    run = built("place", "place", (f"-DOOC_ITEM={DTYPES[dtype]}",), tmp_path)
+    run = launcher("place", "place", (f"-DOOC_ITEM={DTYPES[dtype]}",))
     for rows, shuffle in product((64, 61), (0, 1, 2)):  # the last blocks of 61 rows are odd
         chunks = samples(rng, dtype, rows * 48)
         for given in (

@@ -19,8 +19,8 @@ from oocgemm.planning.selection import COUNTER_BYTES, SEGMENT_BYTES, found_layou
 from oocgemm.planning.sinks import SELECTED as DTYPES
 from oocgemm.planning.sinks import AtLeast
 from oocgemm.stores.sparse import Rule, SparseMatrix
-from tests.kernels.test_kernels_cpu import built
 from tests.kernels.test_topk_kernel import ACCUMULATORS, GPU, scores
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.products import product_of
 from tests.support.suite import slow
@@ -100,15 +100,12 @@ def arguments(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("accumulator", ["float32", *slow(("float64",), ("int32",))])
-def test_the_kernel_finds_what_numpy_does(accumulator: str, tmp_path: Path) -> None:
-    known: dict[tuple[str, ...], Callable[..., None]] = {}
-
+def test_the_kernel_finds_what_numpy_does(accumulator: str) -> None:
     def run(given: GemmProblem, sums: Array, at: tuple[int, int], scales: Array, slot: Array) -> None:
         options = threshold_options(given)
-        if options not in known:
-            known[options] = built("threshold", "threshold", options, tmp_path)
         pointers = sums.ctypes.data, scales.ctypes.data, slot.ctypes.data
-        known[options]((1, 1, 1), (64, 1, 1), *arguments(given, sums, at, pointers))
+        kernel = launcher("threshold", "threshold", options)
+        kernel((1, 1, 1), (64, 1, 1), *arguments(given, sums, at, pointers))
 
     check(run, accumulator)
 

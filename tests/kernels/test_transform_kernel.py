@@ -16,8 +16,8 @@ from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import expand_options
-from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import CUDA
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.suite import slow, thinned
 from tests.support.transforms import genotypes, standardised
@@ -93,17 +93,13 @@ GPU_KINDS = [
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("kind", thinned(KINDS, (KINDS[0], KINDS[2])))
-def test_the_kernel_computes_what_numpy_does(kind: tuple[str, str, int, int, bool], tmp_path: Path) -> None:
-    known: dict[tuple[str, ...], Callable[..., None]] = {}
-
+def test_the_kernel_computes_what_numpy_does(kind: tuple[str, str, int, int, bool]) -> None:
     def run(options: tuple[str, ...], width: int, x: Array, code: float, numbers: Array, out: Array) -> None:
-        if options not in known:
-            known[options] = built("expand", "expand", options, tmp_path)
         pointers = [ctypes.c_void_p(v.ctypes.data) for v in numbers]
         grid = (-(-x.shape[1] // (64 * width)), 2, 1)
         longs = [ctypes.c_longlong(extent) for extent in x.shape]
         values = ctypes.c_void_p(x.ctypes.data), *longs, ctypes.c_double(code), *pointers
-        known[options](grid, (256, 1, 1), *values, ctypes.c_void_p(out.ctypes.data))
+        launcher("expand", "expand", options)(grid, (256, 1, 1), *values, ctypes.c_void_p(out.ctypes.data))
 
     check(run, *kind)
 

@@ -12,8 +12,8 @@ import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import C_TYPES
-from tests.kernels.test_kernels_cpu import built
 from tests.support.backends_here import CUDA
+from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 
 DTYPES = [*(name for name in known_dtypes() if name != "int8"), "int32", "int64"]
@@ -25,8 +25,8 @@ def options(dtype: str, *, upper: bool = False, mirror: bool = True) -> tuple[st
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
-def test_the_kernel_transposes_a_part_of_a_strip(dtype: str, tmp_path: Path) -> None:
-    run = built("turn", "turn", options(dtype), tmp_path)
+def test_the_kernel_transposes_a_part_of_a_strip(dtype: str) -> None:
+    run = launcher("turn", "turn", options(dtype))
     rng = np.random.default_rng(0)
     for height, width, pitch in ((1, 1, 1), (32, 32, 40), (5, 100, 101), (70, 33, 64)):
         strip: Any = rng.integers(-9, 9, (height, pitch)).astype("float64")
@@ -41,10 +41,8 @@ def test_the_kernel_transposes_a_part_of_a_strip(dtype: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 @pytest.mark.parametrize("upper", [False, True])
 @pytest.mark.parametrize("mirror", [False, True])
-def test_the_kernel_makes_a_square_hermitian_or_a_triangle(
-    dtype: str, upper: bool, mirror: bool, tmp_path: Path
-) -> None:
-    run = built("turn", "complete", options(dtype, upper=upper, mirror=mirror), tmp_path)
+def test_the_kernel_makes_a_square_hermitian_or_a_triangle(dtype: str, upper: bool, mirror: bool) -> None:
+    run = launcher("turn", "complete", options(dtype, upper=upper, mirror=mirror))
     rng = np.random.default_rng(0)
     for extent, pitch in ((1, 1), (32, 32), (33, 40), (100, 101)):
         strip: Any = rng.standard_normal((extent, pitch)) + 1j * rng.standard_normal((extent, pitch))

@@ -10,9 +10,10 @@ from oocgemm.planning.cost.bound import bound, shape_bound
 from oocgemm.planning.cost.clock import predict
 from oocgemm.planning.cost.price import Prices
 from tests.planning.test_clock import runs
+from tests.support.suite import examples
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, quick=30))
 @given(runs())
 def test_no_run_is_faster_than_its_bound(run: tuple[Setting, Candidate]) -> None:
     setting, candidate = run

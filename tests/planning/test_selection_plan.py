@@ -25,6 +25,7 @@ from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.tiling import TileShape
 from tests.support.products import product_of
 from tests.support.schedule_check import ScheduleError, verify
+from tests.support.suite import examples
 
 MEMORY = InMemory(itemsize=4, zero_copy_width=8192)
 LAYOUTS = Layouts(MEMORY, MEMORY, InMemory())
@@ -43,7 +44,7 @@ def planned(given: GemmProblem, backend: str, device: int, host: int, tile: Tile
     return make_plan(given, Budgets(device, host), machine, LAYOUTS, tile)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, quick=8), deadline=None)
 @given(st.data())
 def test_every_schedule_finds_what_it_needs(data: st.DataObject) -> None:
     rows, depth = data.draw(st.integers(2, 60)), data.draw(st.integers(1, 20))

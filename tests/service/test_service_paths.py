@@ -239,7 +239,7 @@ PARTS = [*INSIDE, *OUT, *ENDLESS, "dir", "deep", "A.npy", "B.npy", "A.zarr", "c"
 WORDS = st.sampled_from(["..", ".", "", "%2e%2e", "secret", "...", *PARTS]) | st.text(max_size=3)
 
 
-@settings(max_examples=examples(1000, quick=200))
+@settings(max_examples=examples(1000, quick=100))
 @example(parts=["dir", "loop"], write=True)
 @example(parts=["dir", "nothing", "new"], write=True)
 @given(parts=st.lists(WORDS, max_size=6), write=st.booleans())

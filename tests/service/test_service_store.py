@@ -33,6 +33,7 @@ from oocgemm.service.protocol import (
     requested,
 )
 from tests.support.services import plain_job
+from tests.support.suite import examples
 
 
 @pytest.fixture
@@ -297,7 +298,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=examples(20, quick=8), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow
@@ -306,7 +307,7 @@ def test_ten_thousand_random_calls_lead_to_legal_states_only() -> None:
         pass
 
     case = Long.TestCase
-    case.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=examples(200, quick=20), stateful_step_count=50, deadline=None)
     case("runTest").runTest()
 
 

@@ -23,6 +23,7 @@ from oocgemm.stores.npy import open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.installed import compiled
 from tests.support.problems import integers
+from tests.support.suite import examples
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="the C sources are not compiled")
 rng = np.random.default_rng(0)
@@ -71,7 +72,7 @@ def is_right(whole: Array, expected: Array) -> bool:
     return bool((middle == expected).all() and (whole == 77).all())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150, quick=15), deadline=None)
 @given(blocks(), st.integers(0, 8), st.sampled_from("/."), st.sampled_from([0, 1000]))
 def test_any_block_of_chunk_files_is_read_but_for_missing_ones(
     tmp_path_factory: pytest.TempPathFactory, given: Any, missing: int, separator: str, few: int
@@ -106,7 +107,7 @@ def _columns(cols: tuple[int, int], wide: int) -> range:
     return range(cols[0] // wide, -(-cols[1] // wide))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100, quick=10), deadline=None)
 @given(blocks(), st.integers(0, 9), st.integers(0, 8))
 def test_any_block_of_chunks_in_one_file_is_read_but_for_missing_ones(
     tmp_path_factory: pytest.TempPathFactory, given: Any, head: int, missing: int

@@ -43,7 +43,7 @@ def _no_overflow() -> Any:
         yield
 
 
-@settings(max_examples=examples(300, 40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300, 15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_block_is_what_h5py_reads(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     draw = data.draw
