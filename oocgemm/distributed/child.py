@@ -118,14 +118,14 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
     if found["version"] != task["version"] or found["sees"] != task["content"]:
         return found
     request = request_of(task["request"])
-    engine = backends.open_backend(request.backend, request.device)
+    engine = backends.open_backend(request.where.backend, request.where.device)
     _, _, problem = open_operands(request, engine.name)
     return found | {
         "backend": engine.name,
-        "kernel": engine.arithmetic(problem, request.kernel),
+        "kernel": engine.arithmetic(problem, request.where.kernel),
         "library": library_of(engine),
         "described": engine.describe(),
-        "place": _place(engine.name, request.device),
+        "place": _place(engine.name, request.where.device),
         "free": engine.free_memory(),
         "available": available_memory(),
         "multiprocessors": engine.multiprocessors(),
@@ -180,17 +180,17 @@ def compute(spec: PartSpec) -> dict[str, Any]:
         number = spec.rows[0] * tile // rows
         request = replace(request, slicing=replace(request.slicing, number=number))
         sliced = {"k_slice": number, "first_tile_row": number * rows // tile}
-    backends.load(request.backend, request.device)
-    stores.load(request.a, request.b, request.c.source)
+    backends.load(request.where.backend, request.where.device)
+    stores.load(request.a.given, request.b.given, request.c.source)
     origin, started = perf_counter_ns(), time()
-    engine = backends.open_backend(request.backend, request.device)
+    engine = backends.open_backend(request.where.backend, request.where.device)
     if (library := library_of(engine)) != spec.library:
         raise BackendError(f"{library} multiplies here, the run was planned for {spec.library}")
     job = prepare_part(request, engine, _earlier(spec))
-    engine.check(job.plan, request.kernel)
+    engine.check(job.plan, request.where.kernel)
     check_memory(job.plan, request)
-    prefetch = Prefetch(engine.open(job.plan, request.kernel)) if job.plan.steps else None
-    described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
+    prefetch = Prefetch(engine.open(job.plan, request.where.kernel)) if job.plan.steps else None
+    described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
     known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
     try:
         _, log = execute(job, prefetch, origin, known, None, cancel, partial(AttemptTarget, folder=folder))

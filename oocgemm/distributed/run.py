@@ -62,15 +62,15 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
     origin, started = perf_counter_ns(), time()
     with crew_of(request) as crew:
         _check_places(request)
-        request = _absolute(replace(request, workers=None, client=None, executor=None))
-        stores.load(request.a, request.b, request.c.source)
+        request = _absolute(request.with_options(workers=None, client=None, executor=None))
+        stores.load(request.a.given, request.b.given, request.c.source)
         _, _, problem = open_operands(request, "host")
         survey = Survey(crew, shared_request(request, problem.c_dtype))
         found = survey.run()
         check_alike(found.values())
         engine = planning_engine(found.values())
-        job, parts = _plan(replace(request, backend=engine.name), engine, found.values())
-        described = {"name": engine.name, "kernel": request.kernel} | engine.describe()
+        job, parts = _plan(request.with_options(backend=engine.name), engine, found.values())
+        described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
         known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
         noted = {
             "threads": _threads(job, crew, found.values()),
@@ -82,21 +82,21 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
 
 def crew_of(request: Request) -> Crew:
     """Return the workers that a request names. Raises `InputError` if it names several kinds of them."""
-    if request.client is not None and request.executor is not None:
+    if request.where.client is not None and request.where.executor is not None:
         raise InputError("client and executor both name workers: pass one of them")
-    if request.client is not None:
-        if request.workers is not None:
+    if request.where.client is not None:
+        if request.where.workers is not None:
             raise InputError("a dask client has its workers already: drop workers")
-        return Cluster(request.client)
-    if request.executor is not None:
-        return OnExecutor(request.executor, request.workers)
-    assert request.workers is not None
-    return Threads(request.workers)
+        return Cluster(request.where.client)
+    if request.where.executor is not None:
+        return OnExecutor(request.where.executor, request.where.workers)
+    assert request.where.workers is not None
+    return Threads(request.where.workers)
 
 
 def _check_places(request: Request) -> None:
     """Raise `InputError` unless A, B and C are at places that other processes can open."""
-    for name, operand in (("A", request.a), ("B", request.b)):
+    for name, operand in (("A", request.a.given), ("B", request.b.given)):
         if not stores.is_path(operand):
             raise InputError(
                 f"{name} is a {type(operand).__name__}, which other processes cannot read: store it in a "
@@ -116,9 +116,12 @@ def _check_places(request: Request) -> None:
 def _absolute(request: Request) -> Request:
     """Return the request with absolute paths: workers have other working directories."""
     a, b, c = (
-        path if "://" in path else os.path.abspath(path) for path in (request.a, request.b, request.c.path)
+        path if "://" in path else os.path.abspath(path)
+        for path in (request.a.given, request.b.given, request.c.path)
     )
-    return replace(request, a=a, b=b, c=Destination.parse(c))
+    return replace(
+        request, a=replace(request.a, given=a), b=replace(request.b, given=b), c=Destination.parse(c)
+    )
 
 
 def _plan(request: Request, engine: Backend, found: Collection[WorkerFacts]) -> tuple[Job, tuple[Part, ...]]:
@@ -143,7 +146,7 @@ def _plan(request: Request, engine: Backend, found: Collection[WorkerFacts]) -> 
             error = error.naming({x: size * counts.get(x, ram) for x, size in error.named.items()})
         message = f"each worker gets 1/{ram} of the host memory and 1/{device} of the device: {error}"
         raise BudgetError(message, least=error.least, needed=error.needed) from error
-    engine.check(job.plan, request.kernel)
+    engine.check(job.plan, request.where.kernel)
     if request.timeline is not None:
         check_log_apart(os.fsdecode(request.timeline), job)
     if job.plan.tiles.count:

@@ -177,8 +177,7 @@ def partial_products(
     slicing = Slicing.of(plan.grid, 1 + max(part.k_slice for part in parts))
     assert job.output.earlier is not None
     path = str(job.output.earlier.local / PARTIAL)
-    request = replace(
-        job.request,
+    request = job.request.with_options(
         c=Destination.parse(path),
         alpha=1.0,
         beta=0.0,

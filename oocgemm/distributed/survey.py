@@ -241,19 +241,18 @@ def with_shares(request: Request, found: Collection[WorkerFacts]) -> Request:
     budgets of the worker with the least memory, since they follow one plan.
     """
     shared = sharers(found)
-    if request.memory is not None and all(one.backend == "host" for one in found):
-        return replace(
-            request, memory=parse_size(request.memory) // max(ram for ram, _, _ in shared.values())
-        )
+    if request.budgets.memory is not None and all(one.backend == "host" for one in found):
+        each_ram = parse_size(request.budgets.memory) // max(ram for ram, _, _ in shared.values())
+        return request.with_options(memory=each_ram)
     each = []
     for one in found:
         ram, device, _ = shared[one.worker]
-        given = request.device_memory, request.all_host_memory
+        given = request.budgets.device_memory, request.budgets.all_host_memory
         whole = budgets_of(one.backend, partial(int, one.free), *given, one.available)
         each.append(Budgets(whole.device // device, whole.host // ram))
     host = min(one.host for one in each)
-    request = replace(request, device_memory=min(one.device for one in each))
-    return replace(request, host_memory=host) if request.memory is None else replace(request, memory=host)
+    name = "host_memory" if request.budgets.memory is None else "memory"
+    return request.with_options(device_memory=min(one.device for one in each), **{name: host})
 
 
 def check_memory(plan: Plan, found: Collection[WorkerFacts]) -> None:

@@ -60,12 +60,12 @@ def shared_request(
         device_memory, host_memory: budgets of one process, in bytes.
     """
     return {
-        **{"a": request.a, "b": request.b, "c": request.c.path},
-        **{name: getattr(request, name) for name in _SHARED},
+        **{"a": request.a.given, "b": request.b.given, "c": request.c.path},
+        **{name: request.option(name) for name in _SHARED},
         "alpha": _plain(request.alpha),
         "beta": _plain(request.beta),
-        "trans_a": str(op_of("trans_a", request.trans_a)),
-        "trans_b": str(op_of("trans_b", request.trans_b)),
+        "trans_a": str(op_of("trans_a", request.a.op)),
+        "trans_b": str(op_of("trans_b", request.b.op)),
         "out_dtype": out_dtype,
         "device_memory": device_memory,
         "host_memory": host_memory,
@@ -79,7 +79,7 @@ def request_of(data: Mapping[str, Any]) -> Request:
     slicing = data["slicing"]
     if slicing is not None:
         slicing = Slicing(tuple((start, stop) for start, stop in slicing["ranges"]), slicing["rows"])
-    return Request(**{**data, **scalars, "c": Destination.parse(data["c"]), "slicing": slicing})
+    return Request.of(**{**data, **scalars, "c": Destination.parse(data["c"]), "slicing": slicing})
 
 
 def _plain(value: complex) -> list[str]:

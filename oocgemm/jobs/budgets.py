@@ -87,17 +87,17 @@ def within_budgets(
         InputError: budgets exclude each other, or one that has no default is missing.
         BudgetError: the budgets are too small.
     """
-    if backend == "host" and request.memory is not None:
-        if request.device_memory is not None:
+    if backend == "host" and request.budgets.memory is not None:
+        if request.budgets.device_memory is not None:
             raise InputError(
                 "memory bounds both budgets of the host backend together: drop device_memory, or drop memory "
                 "and pass both budgets"
             )
-        sizes = {"memory": parse_size(request.memory)}
+        sizes = {"memory": parse_size(request.budgets.memory)}
     else:
-        given = request.device_memory, request.all_host_memory
+        given = request.budgets.device_memory, request.budgets.all_host_memory
         budgets = budgets_of(backend, free, *given)
-        memory = 0 if request.memory is None else budgets.host
+        memory = 0 if request.budgets.memory is None else budgets.host
         sizes = replace(budgets, memory=memory).by_option(unified=False)
     try:
         found = within(sizes, lambda budgets: plan(budgets, 1.0), devices)
@@ -143,7 +143,7 @@ def check_memory(plan: Plan, request: Request) -> None:
         else {"host": free * 7 // 8}
     )
     smaller = {f"{tier}_memory": share for tier, share in shares.items() if given[tier] > share}
-    if request.memory is not None:
+    if request.budgets.memory is not None:
         smaller = {"memory": free * 7 // 8}
     sizes = {name: f"{max(1, share >> 20)}MiB" for name, share in smaller.items()}
     arguments = ", ".join(f"{name}='{size}'" for name, size in sizes.items())

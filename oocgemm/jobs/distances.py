@@ -51,7 +51,7 @@ def centered(
     found = [stats_of(x, 1 - k_axis, Transform(missing=np.nan), memory) for x, k_axis in sides]
     center = _center(found)
     # What the user calls rows of op(A) and columns of op(B).
-    columns = op_of("trans_a", request.trans_a).swaps, not op_of("trans_b", request.trans_b).swaps
+    columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
     dtype = _dtype(problem, sides, found, center, memory, [("row", "column")[each] for each in columns])
     if dtype == "float64" and problem.compute in ("tf32", "bf16"):
         raise InputError(

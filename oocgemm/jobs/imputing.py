@@ -42,8 +42,8 @@ def imputed(matrix: Matrix, memory: int) -> Matrix:
 
 def opened(name: str, request: Request) -> Matrix:
     """Open A of a request, with its missing genotypes replaced if the request asks for that."""
-    matrix = stores.open_matrix(name, request.a, decode=request.decode)
-    return imputed(matrix, memory_of(request)) if request.impute and request.decode else matrix
+    matrix = stores.open_matrix(name, request.a.given, decode=request.decode)
+    return imputed(matrix, memory_of(request)) if request.a.impute and request.decode else matrix
 
 
 def how_to_replace(name: str = "") -> str:

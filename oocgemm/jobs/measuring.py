@@ -58,7 +58,7 @@ def _decided(
 ) -> bool:
     if request.planned is not None:
         return request.planned.problem.measured
-    folder = request.c.journal_folder if request.resume else None
+    folder = request.c.journal_folder if request.durability.resume else None
     record = read(folder) if folder is not None else None
     if record is not None:
         return bool(record.header["identity"]["problem"].get("measured") == "True")
@@ -67,6 +67,6 @@ def _decided(
     whole = TileShape(problem.m, problem.m, 1)
     grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))
     of_k = measure_room(replace(problem, measured=True)).end + sum(vector_bytes(problem).values())
-    budget = budgets_of("cuda", free, request.device_memory, request.all_host_memory).device
+    budget = budgets_of("cuda", free, request.budgets.device_memory, request.budgets.all_host_memory).device
     room = SHARE * (budget - default_model("cuda", 1).device_reserve)
     return grid.elements((0, 0)) * problem.itemsizes["acc"] + of_k <= room

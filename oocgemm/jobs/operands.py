@@ -36,9 +36,9 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
         return _open_chain(request, request.chain)
     if request.reduction is not None:
         return _open_reduced(request, request.reduction, backend)
-    a, b = stores.open_pair(("A", request.a), ("B", request.b), decode=request.decode)
-    a, trans_a = by_rows(a, request.transform_a, op_of("trans_a", request.trans_a), left=True)
-    b, trans_b = by_rows(b, request.transform_b, op_of("trans_b", request.trans_b), left=False)
+    a, b = stores.open_pair(("A", request.a.given), ("B", request.b.given), decode=request.decode)
+    a, trans_a = by_rows(a, request.a.transform, op_of("trans_a", request.a.op), left=True)
+    b, trans_b = by_rows(b, request.b.transform, op_of("trans_b", request.b.op), left=False)
     if request.slicing is not None:
         a = SlicedMatrix(a, request.slicing, transposed=trans_a.swaps)
         b = SlicedMatrix(b, request.slicing, transposed=trans_b.swaps)
@@ -52,20 +52,20 @@ def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmP
 
 def _open_gram(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open the operand of a Gram matrix, which is returned as A and as B, and describe the product."""
-    x, trans = opened("X", request), op_of("trans_a", request.trans_a)
-    if request.standardize:
-        x = standardized(x, request.standardize, int(trans.swaps), request.kept)
-    if request.known is not None:
-        known = request.known
+    x, trans = opened("X", request), op_of("trans_a", request.a.op)
+    if request.a.standardize:
+        x = standardized(x, request.a.standardize, int(trans.swaps), request.a.kept)
+    if request.a.known is not None:
+        known = request.a.known
         # Tensor cores multiply int8 fastest, and CPUs float32, in which such sums are exact.
         narrow = backend == "cuda" or len(known.used) > _MAX_EXACT
         dtype = "int8" if narrow else str(request.out_dtype)
         x = KnownMatrix(x, int(not trans.swaps), known.code, known.used, dtype)
     if x.dtype.kind != "c":
-        x, trans = by_rows(x, request.transform_a, trans, left=True)
+        x, trans = by_rows(x, request.a.transform, trans, left=True)
         other = Op.N if trans.swaps else Op.T
     else:
-        x = transformed(x, request.transform_a, trans, left=True)
+        x = transformed(x, request.a.transform, trans, left=True)
         trans, other = (Op.C, Op.N) if trans.swaps else (Op.N, Op.C)
     scalars = request.alpha, request.beta
     problem = gram_problem(x, request.gram, *scalars, trans, other, request.compute, request.out_dtype)
@@ -103,27 +103,27 @@ def _open_selection(
 
 def _open_pair(request: Request, names: tuple[str, str], *, same: bool) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open A and B, whose product is not stored, and describe it. If they are the `same`, B is A^T."""
-    name = "X" if request.standardize else names[0]
-    trans = op_of("trans_a", request.trans_a)
+    name = "X" if request.a.standardize else names[0]
+    trans = op_of("trans_a", request.a.op)
     if same:
         a = b = opened(name, request)
     else:
-        a, b = stores.open_pair((name, request.a), (names[1], request.b), decode=request.decode)
+        a, b = stores.open_pair((name, request.a.given), (names[1], request.b.given), decode=request.decode)
     if a.dtype.kind == "c":
         raise InputError(
             f"{name} is of dtype {a.dtype}, and complex numbers have no order: pass a real {name}"
         )
     selection = request.selection
     if same and selection is not None and selection.topk:
-        rows = a.shape[int(trans.swaps)] if request.kept is None else len(request.kept)
+        rows = a.shape[int(trans.swaps)] if request.a.kept is None else len(request.a.kept)
         _check_topk(name, selection, rows)
-    if request.standardize:
-        a = standardized(a, request.standardize, int(trans.swaps), request.kept)
+    if request.a.standardize:
+        a = standardized(a, request.a.standardize, int(trans.swaps), request.a.kept)
     a, trans = by_rows(a, None, trans, left=True)
     if same:
         b, other = a, Op.N if trans.swaps else Op.T
     else:
-        other = op_of("trans_b", request.trans_b)
+        other = op_of("trans_b", request.b.op)
         b, other = by_rows(b, None, other, left=False)
     score = _SCORES.get(a.dtype.name)
     problem = problem_of(a, b, 1, 0, trans, other, request.compute, score)
@@ -141,10 +141,10 @@ def _wide(problem: GemmProblem) -> GemmProblem:
 
 def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmProblem]:
     """Open X, make the matrix that is added to X Q, and describe ``X^T (X Q + 1 row)``."""
-    x = stores.open_matrix("X", request.a, decode=request.decode)
+    x = stores.open_matrix("X", request.a.given, decode=request.decode)
     count = x.shape[0]
     # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
-    x, trans = by_rows(x, request.transform_a, Op.T, left=False)
+    x, trans = by_rows(x, request.a.transform, Op.T, left=False)
     if chain.vectors is not None and isinstance(x, TransformedMatrix):
         x = x.with_vectors(chain.vectors)
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)

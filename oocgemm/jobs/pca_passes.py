@@ -137,7 +137,7 @@ class Passes:
 
     def begin(self, seed: int) -> State:
         """Return the state before the first pass. X is read if its transform needs statistics."""
-        request = Request(a=None, b=None, c=Destination.parse(None), **self._options)
+        request = Request.of(None, None, Destination.parse(None), **self._options)
         self._memory = memory = memory_of(request)
         if self._imputes and isinstance(self.matrix, BedMatrix) and gaps(self.matrix, memory) is None:
             self.transform = replace(self.transform, missing=None)
@@ -272,7 +272,7 @@ class Passes:
             larger = np.ldexp(1.0, state.exponent)
             vectors = replace(vectors, fill=vectors.fill * larger, inverse=vectors.inverse * larger)
         chain = Chain(self.columns, row, factor, vectors, resident)
-        return Request(a=x, b=x, c=Destination.parse(None), transform_a=each, chain=chain, **self._options)
+        return Request.of(x, x, Destination.parse(None), transform_a=each, into=chain, **self._options)
 
     def _check(self, product: Array) -> None:
         """Raise an error if a product is not finite. Its last column has the column sums of X."""

@@ -148,8 +148,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
         request.c.check_place(partial(_bytes_of_c, request, problem))
         a, b = readable_both(request, problem, a, b)
-        if request.standardize == "scale":
-            check_constant(a, request.constant)
+        if request.a.standardize == "scale":
+            check_constant(a, request.a.constant)
         if request.selection is not None and request.selection.cosine:
             a, scales = cosine_scales(problem, a, memory_of(request))
             b = a  # rows of E are compared with each other
@@ -187,9 +187,9 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     """
     a, b, problem = open_operands(request, engine.name)
     c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
-    arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.kernel)}
+    arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
     identity = identify(problem, a, b, c, arithmetic)
-    check_same(earlier, identity, c, None, None, None, trust_operands=request.trust_operands)
+    check_same(earlier, identity, c, None, None, None, trust_operands=request.durability.trust_operands)
     output = Output(c, None, None, earlier, identity)
     return Job(request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine))
 
@@ -225,18 +225,20 @@ def _find_output(
     Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
     c, chunks, compressor = request.c, request.chunks, request.compressor
-    earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.updates_c)
-    existing = _existing(c, problem, earlier, overwrite=request.overwrite)
+    earlier = find_earlier(
+        c, resume=request.durability.resume, overwrite=request.durability.overwrite, reads_c=problem.updates_c
+    )
+    existing = _existing(c, problem, earlier, overwrite=request.durability.overwrite)
     if existing is not None and request.decode:
         check_unpacked(existing)
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
     if earlier is not None:
-        arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.kernel)}
+        arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
         a, b, d = read
         identity = identify(problem, a, b, existing, arithmetic, d, digest_of(request.epilogue))
     if resumed is not None:
-        trust = request.trust_operands
+        trust = request.durability.trust_operands
         check_same(resumed, identity, existing, tile, chunks, compressor, trust_operands=trust)
         if existing is not None and not resumed.complete:
             earlier = resumed = find_lost(resumed, existing, problem)
@@ -398,17 +400,17 @@ def _count(request: Request, engine: Backend | None) -> int:
     """Return the number of devices of a run."""
     if isinstance(engine, backends.Devices):
         return len(engine.numbers)
-    if request.devices == "all":
+    if request.where.devices == "all":
         raise InputError(
             "planning for cuda opens no device, so it is unknown how many there are: pass their numbers, "
             "such as devices=[0, 1] (--devices 0,1)"
         )
-    return len(request.devices or (0,))
+    return len(request.where.devices or (0,))
 
 
 def _sessions(request: Request, engine: Backend | None) -> int:
     """Return how many sessions of a run share one GPU: more than 1 if a number is given several times."""
-    numbers = engine.numbers if isinstance(engine, backends.Devices) else request.devices
+    numbers = engine.numbers if isinstance(engine, backends.Devices) else request.where.devices
     return max(Counter(numbers).values()) if isinstance(numbers, tuple) else 1
 
 

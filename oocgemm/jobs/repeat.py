@@ -14,7 +14,7 @@ from typing import Any
 from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.jobs.prepare import Job, Output
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.request import Request, Source
 from oocgemm.planning import Plan
 from oocgemm.stores import ArrayMatrix, is_plain
 
@@ -22,7 +22,10 @@ from oocgemm.stores import ArrayMatrix, is_plain
 RECENT, MAX_KEPT = 0.5, 16
 
 _NOT_OPTIONS = ("a", "b", "c", "progress", "timeline")
-_options = attrgetter(*(field.name for field in fields(Request) if field.name not in _NOT_OPTIONS))
+_of_operands = (f"{side}.{field.name}" for side in "ab" for field in fields(Source) if field.name != "given")
+_options = attrgetter(
+    *(field.name for field in fields(Request) if field.name not in _NOT_OPTIONS), *_of_operands
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Recent:
 
     def job(self, request: Request) -> Job | None:
         """Return the job of a request for which this was found; None if it must be prepared anew."""
-        a, b, layouts = self.a.like(request.a), self.b.like(request.b), self.plan.layouts
+        a, b, layouts = self.a.like(request.a.given), self.b.like(request.b.given), self.plan.layouts
         c = None if self.c is None else self.c.like(request.c.array)
         if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
             return None
@@ -65,7 +68,7 @@ def remember(job: Job, engine: Backend) -> None:
     request, a, b, c = job.request, job.a, job.b, job.output.matrix
     if not (isinstance(a, ArrayMatrix) and isinstance(b, ArrayMatrix) and isinstance(c, ArrayMatrix | None)):
         return
-    as_given = a.array is request.a and b.array is request.b and not request.gram
+    as_given = a.array is request.a.given and b.array is request.b.given and not request.gram
     # A correction and scales are computed from the elements of the operands.
     if as_given and job.plan.steps and not job.has_numbers:
         key = _key(request) if engine.name == "cuda" else None
@@ -83,7 +86,7 @@ def forget() -> None:
 
 def _key(request: Request) -> object:
     """Return what a preparation depends on, besides pinning and what changes slowly; None if on more."""
-    arrays = request.a, request.b, request.c.array
+    arrays = request.a.given, request.b.given, request.c.array
     if request.c.path or not all(x is None or is_plain(x) for x in arrays):
         return None
     key = _options(request), *map(_form, arrays)

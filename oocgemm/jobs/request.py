@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import isqrt, prod, sqrt
 from typing import Any, Literal
@@ -249,88 +249,71 @@ class Known:
     used: Array
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What one call asks for. `oocgemm.gemm` describes the options.
+@dataclass(frozen=True)
+class Gram:
+    """C is the product of op(X) and its conjugate transpose, of which a triangle is stored, or "full"."""
 
-    `devices` are the numbers of several devices; None if `device` is the only one. `planned` is the plan to
-    run. Without one, the run is planned when it starts. `gram` names the triangle of a Gram matrix
-    (`GemmProblem.gram`); B is then the same operand as A. With a `selection` or a `reduction`, C is not
-    stored, and B may be the same operand too. `standardize` says what happens to the rows of op(A) when they
-    are read: "center" or "scale" (`oocgemm.jobs.standardizing`), or nothing if it is empty. `constant` says
-    what becomes of scaled rows of equal elements, and `kept` has the numbers of the rows that are used. With
-    `known`, the Gram matrix is that of the genotypes that are known. With `slicing`,
-    the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`). With a
-    `chain`, A is X, and `transform_a` has one center and one scale per column of X. The `epilogue` changes C
-    before it is stored, selected or reduced. Without `decode`, stored numbers are taken as they are, whatever
-    the attributes of an operand declare (`oocgemm.stores.declared`). With `impute`, missing genotypes of A in
-    a .bed file are replaced by means (`oocgemm.jobs.imputing`).
+    uplo: str = "full"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An operand of a call.
+
+    Attributes:
+        given: what the caller passed, with paths and URLs as text.
+        op: what is multiplied: the matrix, its transpose or its conjugate transpose.
+        transform: what happens to its elements when they are read. For X of a `Chain`, it has one center and
+            one scale per column of X.
+        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.imputing`).
+        standardize: what happens to the rows of op(A) when they are read: "center" or "scale"
+            (`oocgemm.jobs.standardizing`), or nothing if it is empty.
+        constant: what becomes of scaled rows of equal elements.
+        kept: the numbers of the rows that are used; None for all.
+        known: if it is set, the product is that of the genotypes that are known.
     """
 
-    a: Any
-    b: Any
-    c: Destination
-    alpha: complex = 1.0
-    beta: complex = 0.0
-    trans_a: Transpose = Op.N
-    trans_b: Transpose = Op.N
-    transform_a: Transform | None = None
-    transform_b: Transform | None = None
-    epilogue: Epilogue = ()
-    backend: str = "auto"
-    kernel: str = "auto"
-    compute: str = "native"
-    out_dtype: Any = None
-    memory: Size | None = None
-    device_memory: Size | None = None
-    host_memory: Size | None = None
-    tile: TileShape | str | None = None
-    chunks: tuple[int, int] | None = None
-    compressor: str | None = None
-    requests: Requests | None = None
-    verify: bool = False
-    devices: tuple[int, ...] | Literal["all"] | None = None
-    device: int = 0
-    overwrite: bool = False
-    resume: bool = False
-    trust_operands: bool = False
-    timeline: PathLike | None = None
-    progress: Progress | bool | None = None
-    workers: int | None = None
-    client: Any = None
-    executor: Any = None
-    planned: Plan | None = None
-    gram: str = ""
-    slicing: Slicing | None = None
-    selection: Selection | None = None
+    given: Any
+    op: Transpose = Op.N
+    transform: Transform | None = None
+    impute: bool = False
     standardize: str = ""
     constant: str = "nan"
     kept: Array | None = None
     known: Known | None = None
-    chain: Chain | None = None
-    reduction: Reduction | None = None
-    decode: bool = True
-    impute: bool = False
 
-    @property
-    def requests_by_operand(self) -> dict[str, int]:
-        """The numbers of requests in flight that the user chose, by operand. Raises `InputError`."""
-        return requests_of(self.requests)
+
+@dataclass(frozen=True)
+class Memory:
+    """The upper bounds on memory that a caller has passed."""
+
+    memory: Size | None = None
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.host_memory is not None:
+            raise InputError("memory and host_memory both bound host memory: drop one of them")
 
     @property
     def all_host_memory(self) -> Size | None:
         """The upper bound on host memory, under either of its names; None if there is none."""
         return self.host_memory if self.memory is None else self.memory
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether other processes compute the product."""
-        return self.workers is not None or self.client is not None or self.executor is not None
+
+@dataclass(frozen=True)
+class Where:
+    """What computes. `devices` are the numbers of several devices; None if `device` is the only one."""
+
+    backend: str = "auto"
+    kernel: str = "auto"
+    device: int = 0
+    devices: tuple[int, ...] | Literal["all"] | None = None
+    workers: int | None = None
+    client: Any = None
+    executor: Any = None
 
     def __post_init__(self) -> None:
-        requests_of(self.requests)
-        if self.memory is not None and self.host_memory is not None:
-            raise InputError("memory and host_memory both bound host memory: drop one of them")
         if self.devices is not None and self.device:
             raise InputError(f"device = {self.device} and devices both name devices: drop device")
         if self.devices is not None and self.is_distributed:
@@ -338,13 +321,126 @@ class Request:
                 "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
                 "CUDA_VISIBLE_DEVICES set"
             )
-        if self.is_distributed and self.epilogue:
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes compute the product."""
+        return self.workers is not None or self.client is not None or self.executor is not None
+
+
+@dataclass(frozen=True)
+class Durability:
+    """What may happen to a C that exists, and to an unfinished run."""
+
+    overwrite: bool = False
+    resume: bool = False
+    trust_operands: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one call asks for. `oocgemm.gemm` describes the options, and `with_options` takes their names.
+
+    Attributes:
+        a, b: the operands. B is the same one as A in a Gram matrix, and may be if C is not stored.
+        into: what becomes of C. None: it is stored.
+        epilogue: changes C before it is stored, selected or reduced.
+        decode: if not, stored numbers are taken as they are, whatever the attributes of an operand declare
+            (`oocgemm.stores.declared`).
+        planned: the plan to run. Without one, the run is planned when it starts.
+        slicing: the product is that of the stacked slices of k of A and B (`oocgemm.planning.parts.slicing`).
+    """
+
+    a: Source
+    b: Source
+    c: Destination
+    into: Gram | Selection | Chain | Reduction | None = None
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    epilogue: Epilogue = ()
+    compute: str = "native"
+    out_dtype: Any = None
+    decode: bool = True
+    slicing: Slicing | None = None
+    budgets: Memory = Memory()
+    where: Where = Where()
+    durability: Durability = Durability()
+    tile: TileShape | str | None = None
+    chunks: tuple[int, int] | None = None
+    compressor: str | None = None
+    requests: Requests | None = None
+    verify: bool = False
+    timeline: PathLike | None = None
+    progress: Progress | bool | None = None
+    planned: Plan | None = None
+
+    def __post_init__(self) -> None:
+        requests_of(self.requests)
+        if self.where.is_distributed and self.epilogue:
             raise InputError("workers run no epilogue: drop workers, client and executor, or the epilogue")
-        if self.is_distributed and (self.transform_a is not None or self.transform_b is not None):
+        if self.where.is_distributed and (self.a.transform is not None or self.b.transform is not None):
             raise InputError(
                 "workers compute with operands as they are stored: drop workers, client and executor, or the "
                 "transforms"
             )
+
+    @classmethod
+    def of(cls, a: Any, b: Any, c: Destination, **options: Any) -> "Request":
+        """Return a request for operands, with options by their names in `oocgemm.gemm`, and other fields."""
+        return cls(a=Source(a), b=Source(b), c=c).with_options(**options)
+
+    def with_options(self, **options: Any) -> "Request":
+        """Return the request with other options, by their names in `oocgemm.gemm`, or other fields."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name in options.keys() & _PLACES.keys():
+            part, field = _PLACES[name]
+            changed.setdefault(part, {})[field] = options.pop(name)
+        parts = {part: replace(getattr(self, part), **values) for part, values in changed.items()}
+        return replace(self, **parts, **options)
+
+    def option(self, name: str) -> Any:
+        """Return the value of an option of `oocgemm.gemm`."""
+        part, field = _PLACES.get(name, ("", name))
+        return getattr(getattr(self, part) if part else self, field)
+
+    def with_operands(self, **changes: Any) -> "Request":
+        """Return the request with other fields of both operands."""
+        return replace(self, a=replace(self.a, **changes), b=replace(self.b, **changes))
+
+    @property
+    def requests_by_operand(self) -> dict[str, int]:
+        """The numbers of requests in flight that the user chose, by operand. Raises `InputError`."""
+        return requests_of(self.requests)
+
+    @property
+    def gram(self) -> str:
+        """The triangle of a Gram matrix; "" if C is none."""
+        return self.into.uplo if isinstance(self.into, Gram) else ""
+
+    @property
+    def selection(self) -> Selection | None:
+        """Which elements of C are kept, if C is not stored."""
+        return self.into if isinstance(self.into, Selection) else None
+
+    @property
+    def chain(self) -> Chain | None:
+        """The two products that one read of X computes."""
+        return self.into if isinstance(self.into, Chain) else None
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """What is stored in place of C."""
+        return self.into if isinstance(self.into, Reduction) else None
+
+
+# For each option that is part of a field: the field of `Request`, and the name there.
+_PLACES = {
+    part.name: (name, part.name)
+    for name, kind in (("budgets", Memory), ("where", Where), ("durability", Durability))
+    for part in fields(kind)
+}
+_PLACES |= {f"trans_{side}": (side, "op") for side in "ab"}
+_PLACES |= {f"transform_{side}": (side, "transform") for side in "ab"}
 
 
 def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
@@ -355,7 +451,7 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
         given["device"], devices = devices[0], None
     given["epilogue"] = steps_of(given.get("epilogue"))
-    return Request(a=a, b=b, c=Destination.parse(c), devices=devices, **given)
+    return Request.of(a, b, Destination.parse(c), devices=devices, **given)
 
 
 def parse_gram(
@@ -368,10 +464,9 @@ def parse_gram(
         raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
     x, c, given = stores.located("X", x), Destination.parse(out), dict[str, Any](options)
     gram = uplo or (given.get("resume") and _uplo_begun(c)) or ("lower" if is_grm(c.path) else "full")
-    trans, transform = Op.T if axis == 1 else Op.N, given.pop("transform", None)
-    given |= {"transform_a": transform, "transform_b": transform}
+    source = Source(x, Op.T if axis == 1 else Op.N, given.pop("transform", None))
     given["epilogue"] = steps_of(given.get("epilogue"))
-    return Request(a=x, b=x, c=c, trans_a=trans, gram=gram, **given)
+    return Request(a=source, b=source, c=c, into=Gram(gram)).with_options(**given)
 
 
 def _uplo_begun(c: Destination) -> str:

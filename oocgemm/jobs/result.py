@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
 from typing import Any, Unpack
@@ -182,7 +182,7 @@ class Plan(planning.Plan):
         from oocgemm.jobs.run import run_request  # not at the top, since that module imports this one
 
         check_names("run", options, RunOptions)
-        return run_request(replace(self.request, planned=self, **dict[str, Any](options)))
+        return run_request(self.request.with_options(planned=self, **options))
 
     def scaling(
         self, workers: int | Iterable[int], storage_read: float | str | None = None

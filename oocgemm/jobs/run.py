@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, time
 from traceback import clear_frames
@@ -61,15 +61,17 @@ class PreparedJob:
         if request.timeline is not None:
             check_log(request.timeline)
         if begun is None:
-            first = request.devices[0] if isinstance(request.devices, tuple) else request.device
-            backends.load(request.backend, first)
-            stores.load(request.a, request.b, request.c.source)
+            first = (
+                request.where.devices[0] if isinstance(request.where.devices, tuple) else request.where.device
+            )
+            backends.load(request.where.backend, first)
+            stores.load(request.a.given, request.b.given, request.c.source)
         known: dict[str, Any] = {"machine": system.machine()}
         self._origin = perf_counter_ns() if begun is None else begun.origin
         started = time()
         self._engine = _open(request) if begun is None else begun.engine
-        backends.check_kernel(self._engine.name, request.kernel)
-        described = {"name": self._engine.name, "kernel": request.kernel} | self._engine.describe()
+        backends.check_kernel(self._engine.name, request.where.kernel)
+        described = {"name": self._engine.name, "kernel": request.where.kernel} | self._engine.describe()
         self._known = known | {"started": started, "backend": described, "devices": self._devices()}
         self._job = self._prepare() if begun is None else self._checked(begun.job)
 
@@ -106,13 +108,13 @@ class PreparedJob:
                 f"{log.failure.strerror}"
             ) from log.failure
         logger.info("C is done in %s", format_time(log.wall / 1e9))
-        return Result(matrix, job.plan, log, job.request.kept)
+        return Result(matrix, job.plan, log, job.request.a.kept)
 
     def _devices(self) -> list[dict[str, str]]:
         """Return the descriptions of the devices."""
         if isinstance(self._engine, backends.Devices):
             return self._engine.described()
-        return [{"number": str(self._request.device)} | self._engine.describe()]
+        return [{"number": str(self._request.where.device)} | self._engine.describe()]
 
     def _prepare(self) -> Job:
         job = prepare(self._request, self._engine, running=True)
@@ -127,7 +129,7 @@ class PreparedJob:
 
     def _checked(self, job: Job) -> Job:
         """Return a job whose kernel can run its plan, and whose log would overwrite no operand."""
-        self._engine.check(job.plan, self._request.kernel)
+        self._engine.check(job.plan, self._request.where.kernel)
         if self._request.timeline is not None:
             check_log_apart(os.fsdecode(self._request.timeline), job)
         return job
@@ -182,14 +184,14 @@ def run_again(
 def _opened(engine: Backend, plan: planning.Plan, request: Request) -> Prefetch:
     """Allocate the memory of a plan. Raises `OutOfMemoryError`."""
     check_memory(plan, request)
-    return Prefetch(engine.open(plan, request.kernel))
+    return Prefetch(engine.open(plan, request.where.kernel))
 
 
 def _open(request: Request) -> Backend:
     """Open the device or the devices of a request."""
-    if request.devices is None:
-        return backends.open_backend(request.backend, request.device)
-    return backends.open_devices(request.backend, request.devices)
+    if request.where.devices is None:
+        return backends.open_backend(request.where.backend, request.where.device)
+    return backends.open_devices(request.where.backend, request.where.devices)
 
 
 def _log_plan(plan: planning.Plan) -> None:
@@ -229,35 +231,35 @@ def outcome(request: Request, shape: Callable[[Result], Any] = lambda found: fou
 
 def plan_request(request: Request) -> Plan:
     """Plan a request without a device."""
-    name = backends.resolve(request.backend)
-    if request.backend == "auto" and name == "host":
+    name = backends.resolve(request.where.backend)
+    if request.where.backend == "auto" and name == "host":
         backends.fall_back(backends.missing_for_cuda())
-    backends.check_kernel(name, request.kernel)
-    request = replace(request, backend=name)
+    backends.check_kernel(name, request.where.kernel)
+    request = request.with_options(backend=name)
     engine: Backend | None = None
     if name == "host":
-        given = request.devices
+        given = request.where.devices
         engine = (
-            backends.open_backend(name, request.device)
+            backends.open_backend(name, request.where.device)
             if given is None
             else backends.open_devices(name, given)
         )
     planned = prepare(request, engine, running=False).plan
     if engine is None:
-        check_plan(request.kernel, planned)
+        check_plan(request.where.kernel, planned)
     else:
-        engine.check(planned, request.kernel)
+        engine.check(planned, request.where.kernel)
     return Plan.of(planned, request)
 
 
 def run_request(request: Request) -> Result:
     """Run a request, and return its result."""
-    if request.gram and (request.is_distributed or request.devices is not None):
+    if request.gram and (request.where.is_distributed or request.where.devices is not None):
         raise InputError(
             "a Gram matrix is computed by one device: drop workers, client, executor and devices"
         )
     _check_genotypes(request)
-    if request.is_distributed:
+    if request.where.is_distributed:
         from oocgemm.distributed.run import run_distributed
 
         return _run(request, partial(run_distributed, request))
@@ -271,11 +273,11 @@ def run_request(request: Request) -> Result:
 
 def _check_genotypes(request: Request) -> None:
     """Raise `InputError` if a product would multiply the codes of missing genotypes in a .bed file."""
-    if not request.decode or request.impute or request.chain is not None or request.known is not None:
+    if not request.decode or request.a.impute or request.chain is not None or request.a.known is not None:
         return
     names = ["X"] if request.gram else ["A", "B"]
     for name, operand, transform in zip(
-        names, (request.a, request.b), (request.transform_a, request.transform_b), strict=False
+        names, (request.a.given, request.b.given), (request.a.transform, request.b.transform), strict=False
     ):
         remedy = how_to_replace("" if request.gram else name)
         if request.selection is not None or request.reduction is not None:

@@ -127,7 +127,7 @@ def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) 
 
 def memory_of(request: Request) -> int:
     """Return the bytes that a pass over an operand before the run may take."""
-    given = request.all_host_memory
+    given = request.budgets.all_host_memory
     return available_memory(RECENT) // 8 if given is None else parse_size(given)
 
 

@@ -115,8 +115,8 @@ def corr(
     else:
         check_options("corr", options)
         chosen = replace(selection_of(topk, threshold), absolute=threshold is not None, cosine=True)
-        request = replace(_gram("corr", x, None, axis, {}, options), gram="", selection=chosen)
-    request = replace(request, standardize="scale", impute=True)
+        request = replace(_gram("corr", x, None, axis, {}, options), into=chosen)
+    request = request.with_operands(standardize="scale", impute=True)
     if not dry_run:
         request = _with_constant(request, constant)
     return outcome(request, selected if request.selection else lambda found: found, dry_run=dry_run)
@@ -129,9 +129,9 @@ def _with_constant(request: Request, constant: str) -> Request:
     """
     if constant == "drop":
         check_places(request, 0)  # how many rows are left is not known before
-        x, axis = opened("X", request), int(op_of("trans_a", request.trans_a).swaps)
-        return replace(request, kept=varying_lines(x, axis, memory_of(request)))
-    return replace(request, constant=constant)
+        x, axis = opened("X", request), int(op_of("trans_a", request.a.op).swaps)
+        return request.with_operands(kept=varying_lines(x, axis, memory_of(request)))
+    return request.with_operands(constant=constant)
 
 
 @overload
@@ -193,7 +193,7 @@ def cov(
             "smaller ddof"
         )
     request = _gram("cov", x, out, axis, {"alpha": 1 / divisor}, options)
-    return outcome(replace(request, standardize="center", impute=True), dry_run=dry_run)
+    return outcome(request.with_operands(standardize="center", impute=True), dry_run=dry_run)
 
 
 def _gram(

@@ -157,7 +157,7 @@ def reduce(
             absolute = isinstance(to, Threshold) and to.absolute
             how: dict[str, Any] = {"excludes_self": to.exclude_self, "absolute": absolute}
             chosen = replace(chosen, names=names, same=same, **how)
-            return outcome(Request(**given, selection=chosen), selected, dry_run=dry_run)
+            return outcome(Request.of(**given, into=chosen), selected, dry_run=dry_run)
         case Reduce():
             if to.kind not in REDUCTIONS:
                 raise InputError(f"Reduce({to.kind!r}): choose one of {', '.join(REDUCTIONS)}")
@@ -166,7 +166,7 @@ def reduce(
             if to.axis == 0:
                 given |= _transposed(given, same=same)
                 names = names[::-1]
-            request = Request(**given, reduction=Reduction(names, same, to.kind))
+            request = Request.of(**given, into=Reduction(names, same, to.kind))
             return outcome(request, _column, dry_run=dry_run)
         case MatVec():
             return product(to.v, names, given, same=same, dry_run=dry_run)
@@ -193,7 +193,7 @@ def product(
         found: Array = np.asarray(result.out).astype(factor.dtype, copy=False)  # distances may need float64
         return found if factor.ndim == 2 else found[:, 0]
 
-    return outcome(Request(**given, reduction=reduction), shaped, dry_run=dry_run)
+    return outcome(Request.of(**given, into=reduction), shaped, dry_run=dry_run)
 
 
 def _transposed(given: dict[str, Any], *, same: bool) -> dict[str, Any]:

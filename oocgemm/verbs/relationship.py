@@ -161,7 +161,7 @@ def grm(
     individuals: list[tuple[str, str]] = []
     if gcta is not None and not dry_run:
         individuals = _individuals(x, axis, matrix.shape[int(op.swaps)])
-        if not (request.resume or request.overwrite):
+        if not (request.durability.resume or request.durability.overwrite):
             _check_free(gcta)
     if not dry_run:
         check_places(request, _bytes_stored(request, matrix.shape[int(op.swaps)], counts=gcta is not None))
@@ -172,7 +172,7 @@ def grm(
     pairwise, variants = pairwise and (dry_run or bool(found.missing[used].any())), int(used.sum())
     del found  # 48 bytes per variant
     transform = Transform(missing=missing, cast=cast, **change)
-    request = replace(request, alpha=1 / divisor, transform_a=transform, transform_b=transform)
+    request = replace(request, alpha=1 / divisor).with_operands(transform=transform)
     counting = _counting(request, matrix.dtype, used, out) if pairwise else None
     if dry_run:
         return tuple(map(plan_request, filter(None, (counting, request))))
@@ -223,19 +223,17 @@ def _chosen(x: Any, axis: int, chromosomes: Chromosomes | None, extent: int) -> 
 
 def _counting(request: Request, stored: np.dtype[Any], used: Array, out: Any) -> Request:
     """Return the request for the numbers of variants that both individuals of each pair have."""
-    transform = request.transform_a
+    transform = request.a.transform
     assert transform is not None
     dtype = transform.result("X", stored).name
-    return replace(
+    counting = replace(
         request,
         c=Destination.parse(_beside(out)),
         alpha=1.0,
-        transform_a=None,
-        transform_b=None,
-        known=Known(transform.code("X", stored), used),
         out_dtype="float64" if dtype == "float64" else "float32",
         timeline=None,
     )
+    return counting.with_operands(transform=None, known=Known(transform.code("X", stored), used))
 
 
 def _beside(out: Any) -> Any:

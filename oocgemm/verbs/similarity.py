@@ -100,7 +100,7 @@ def similarity(
     chosen = selection_of(topk, threshold)
     chosen = replace(chosen, cosine=metric == "cosine", excludes_self=exclude_self)
     e = stores.located("E", e)
-    request = Request(a=e, b=e, c=Destination.parse(None), selection=chosen, impute=True, **options)
+    request = Request.of(e, e, Destination.parse(None), into=chosen, **options).with_operands(impute=True)
     return outcome(request, selected, dry_run=dry_run)
 
 

@@ -13,8 +13,8 @@ import zarr
 import oocgemm
 from oocgemm import BudgetError, InputError, NotFoundError
 from oocgemm.jobs import budgets
-from oocgemm.jobs.options import PlanOptions, RunOptions
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.options import Options, options_of
+from oocgemm.jobs.request import Destination, Request
 
 A, B = np.arange(12.0).reshape(3, 4), np.arange(20.0).reshape(4, 5)
 MIB = 1 << 20
@@ -50,25 +50,14 @@ def test_an_unknown_option_is_a_type_error(call: Any) -> None:
         call(A, B, tiles="2x2x2")
 
 
-def test_every_option_is_a_field_of_the_request() -> None:
-    options = PlanOptions.__annotations__ | RunOptions.__annotations__
-    assert {
-        *options,
-        "a",
-        "b",
-        "c",
-        "planned",
-        "slicing",
-        "gram",
-        "standardize",
-        "constant",
-        "kept",
-        "selection",
-        "chain",
-        "reduction",
-        "known",
-        "impute",
-    } == Request.__dataclass_fields__.keys()
+def test_every_option_is_one_of_the_request() -> None:
+    request = Request.of(A, B, Destination.parse(None))
+    for name, option in options_of(Options).items():
+        assert request.option(name) == option.default
+    given = {"beta": 2.0, "host_memory": 5, "trans_b": "T", "device": 2, "resume": True}
+    changed = request.with_options(**given)
+    assert {name: changed.option(name) for name in given} == given
+    assert changed.with_options(**{name: request.option(name) for name in given}) == request
 
 
 # Plans that can be run later.

@@ -33,7 +33,7 @@ def drawn(seed: int, rows: int, cols: int, columns: int, dtype: str = "float32")
 
 
 def request(x: Any, chain: Chain, **options: Any) -> Request:
-    return Request(a=x, b=x, c=Destination.parse(None), chain=chain, **options)
+    return Request.of(x, x, Destination.parse(None), into=chain, **options)
 
 
 def expected(x: Array, chain: Chain) -> Array:

@@ -143,10 +143,10 @@ def found(backend: str, number: int) -> WorkerFacts:
 
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 def test_workers_share_memory_on_every_backend(backend: str) -> None:
-    request = Request(a=X, b=X, c=Destination.parse(None), memory=HOST)
+    request = Request.of(X, X, Destination.parse(None), memory=HOST)
     shared = with_shares(request, [found(backend, 1), found(backend, 2)])
-    assert (shared.memory, shared.host_memory) == (HOST // 2, None)
-    assert (shared.device_memory is not None) == (backend == "cuda")
+    assert (shared.budgets.memory, shared.budgets.host_memory) == (HOST // 2, None)
+    assert (shared.budgets.device_memory is not None) == (backend == "cuda")
 
 
 @pytest.mark.parametrize("backend", ["host", "cuda"])

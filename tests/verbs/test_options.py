@@ -8,8 +8,7 @@ import pytest
 
 import oocgemm
 from oocgemm.cli.main import cli
-from oocgemm.jobs.options import VERBS, Options, options_of
-from oocgemm.jobs.request import Request
+from oocgemm.jobs.options import VERBS, options_of
 
 # The command of each verb that has one.
 COMMANDS = {"run": "gemm"} | {name: name for name in ("gram", "corr", "cov", "similarity", "grm", "pca")}
@@ -48,12 +47,6 @@ def test_a_command_takes_the_options_of_its_verb_with_their_defaults(command: st
         else:
             assert isinstance(given[name], click.Option)
             assert given[name].default == option.default
-
-
-def test_a_request_has_the_same_defaults() -> None:
-    fields = {name: field.default for name, field in Request.__dataclass_fields__.items()}
-    for name, option in options_of(Options).items():
-        assert fields[name] == option.default, name
 
 
 def test_an_unknown_option_is_named() -> None:
