@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Layout, Layouts, MachineModel, Plan
+from oocgemm.planning import GemmProblem, Layouts, MachineModel, Plan
 
 
 def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
@@ -15,9 +15,10 @@ def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layou
     layouts = layouts.cached_as(before.a.page_cached, before.b.page_cached)
     now = replace(planned, machine=machine, layouts=layouts)
 
-    def operands(found: Layouts) -> tuple[Layout, Layout]:
+    def operands(found: Layouts) -> tuple[object, ...]:
         # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
-        return found.a.in_run(in_place=True, pinned=False), found.b.in_run(in_place=True, pinned=False)
+        a, b = (layout.in_run(in_place=True, pinned=False) for layout in (found.a, found.b))
+        return a, b, found.codings.a, found.codings.b
 
     if (problem, operands(layouts), now.chunks) != (
         *(planned.problem, operands(planned.layouts), planned.chunks),

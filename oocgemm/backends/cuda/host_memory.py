@@ -211,8 +211,8 @@ def _more_for(kept: RingShape, plan: Plan, shape: RingShape | None) -> int | Non
     if shape is None or kept.lanes < shape.lanes or kept.piece < shape.piece or plan.setting.turns_on_device:
         return None
     # A thread per lane reads files, with memory of its own.
-    files = [x.scratch_bytes for x in (plan.layouts.a, plan.layouts.b) if x.page_cached]
-    return kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * max(files, default=0)
+    scratch = max(plan.setting.routes[operand].lane_scratch for operand in "AB")
+    return kept.bytes - shape.bytes + (kept.lanes - shape.lanes) * scratch
 
 
 def keeps(device: int) -> bool:
