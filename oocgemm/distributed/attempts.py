@@ -34,7 +34,7 @@ from oocgemm.jobs.committer import TileQueue
 from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO
 from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
 from oocgemm.jobs.output import Target, remove_shared
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.durable import Durable
@@ -248,7 +248,7 @@ class AttemptTarget(Target):
 
     matrix: Durable
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: PreparedRun, folder: Path) -> None:
         """Begin an attempt. Raises `ExecutionError` if its folder has been removed."""
         self.matrix = cast(Durable, job.output.matrix)
         try:

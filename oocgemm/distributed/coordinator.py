@@ -22,7 +22,7 @@ from oocgemm.distributed.tasks import PartSpec
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.journal import COORDINATOR, REDO
 from oocgemm.jobs.output import Journaled
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel
@@ -169,7 +169,7 @@ class Coordinator:
 
     def __init__(
         self,
-        job: Job,
+        job: PreparedRun,
         target: Journaled,
         parts: tuple[Part, ...],
         crew: Crew,

@@ -36,7 +36,7 @@ from oocgemm.jobs.execute import disk_errors
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
-from oocgemm.jobs.prepare import Job, prepare
+from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.result import Result
@@ -124,7 +124,9 @@ def _absolute(request: Request) -> Request:
     )
 
 
-def _plan(request: Request, engine: Backend, found: Collection[WorkerFacts]) -> tuple[Job, tuple[Part, ...]]:
+def _plan(
+    request: Request, engine: Backend, found: Collection[WorkerFacts]
+) -> tuple[PreparedRun, tuple[Part, ...]]:
     """Return the job with the plan that all workers share, and its parts in the order in which they begin."""
     ram, device, _ = max(sharers(found).values())
     try:
@@ -155,7 +157,7 @@ def _plan(request: Request, engine: Backend, found: Collection[WorkerFacts]) -> 
 
 
 def _run(
-    job: Job,
+    job: PreparedRun,
     parts: tuple[Part, ...],
     engine: Backend,
     crew: Crew,
@@ -174,7 +176,7 @@ def _run(
         results: list[dict[str, Any]] = []
         logs: list[WorkerLog] = []
 
-        def compute(job: Job, target: output.Journaled, parts: tuple[Part, ...]) -> None:
+        def compute(job: PreparedRun, target: output.Journaled, parts: tuple[Part, ...]) -> None:
             """Compute all tiles of parts that are not done."""
             coordinator = Coordinator(
                 job,
@@ -246,7 +248,7 @@ def _held(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"held": {x: max((one["held"][x] for one in results), default=0) for x in ("device", "host")}}
 
 
-def _observer(job: Job, progress: Progress | None, origin: int) -> Any:
+def _observer(job: PreparedRun, progress: Progress | None, origin: int) -> Any:
     """Return a function to call with each finished tile. It calls the progress callback of the run."""
     observe = progress(job.plan) if progress is not None else None
 
@@ -270,7 +272,7 @@ def _tile_span(plan: Plan, tile: Tile, now: int) -> Span:
 class _Welcome:
     """Surveys workers that join during a run. Those that take part are added to `found`."""
 
-    def __init__(self, survey: Survey, job: Job, found: dict[str, WorkerFacts]) -> None:
+    def __init__(self, survey: Survey, job: PreparedRun, found: dict[str, WorkerFacts]) -> None:
         assert job.output.earlier is not None
         self._survey = survey
         self._job = job
@@ -295,7 +297,7 @@ class _Welcome:
         return joined
 
 
-def _threads(job: Job, crew: Crew, found: Collection[WorkerFacts]) -> int:
+def _threads(job: PreparedRun, crew: Crew, found: Collection[WorkerFacts]) -> int:
     """Return how many threads the BLAS of every worker must use: with other numbers, bits may differ.
 
     A resumed run uses as many as the run that it resumes. Raises `InputError` if a worker has too few cores.
@@ -321,7 +323,9 @@ def _check_cores(found: Collection[WorkerFacts], threads: int) -> None:
             )
 
 
-def _specify(job: Job, found: dict[str, WorkerFacts], header: dict[str, Any], name: str) -> dict[str, Any]:
+def _specify(
+    job: PreparedRun, found: dict[str, WorkerFacts], header: dict[str, Any], name: str
+) -> dict[str, Any]:
     """Return what a worker needs for any part: see `Coordinator`."""
     plan, one = job.plan, found[name]
     # On a GPU, the process that has answered the survey computes the part.

@@ -23,7 +23,7 @@ from oocgemm.backends.integers import finish
 from oocgemm.jobs import output
 from oocgemm.jobs.journal import PARTIAL
 from oocgemm.jobs.output import Target
-from oocgemm.jobs.prepare import Job, prepare
+from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination
 from oocgemm.planning import GemmProblem, Kind, Lane, Plan
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
@@ -44,7 +44,7 @@ LANES = {Kind.READ: Lane.READ, Kind.FINISH: Lane.COMPUTE, Kind.WRITE: Lane.WRITE
 # Called with the kind of an operation that has just ended, its step, its start in nanoseconds of
 # `perf_counter_ns`, and its bytes.
 Note = Callable[[Kind, int, int, int], None]
-Compute = Callable[[Job, output.Journaled, tuple[Part, ...]], None]
+Compute = Callable[[PreparedRun, output.Journaled, tuple[Part, ...]], None]
 
 
 def add_block(
@@ -163,7 +163,7 @@ def _scalar(problem: GemmProblem, value: complex) -> complex:
 
 
 def partial_products(
-    job: Job, engine: Backend, parts: tuple[Part, ...], compute: Compute
+    job: PreparedRun, engine: Backend, parts: tuple[Part, ...], compute: Compute
 ) -> tuple[Matrix, Slicing]:
     """Compute the partial products of all slices of k; return them, stacked, and the slices.
 

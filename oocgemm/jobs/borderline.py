@@ -12,7 +12,7 @@ import numpy as np
 
 from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.samples import read
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.sampling import reading_again
 from oocgemm.jobs.transforms import memory_of
 from oocgemm.planning.tiling import Range
@@ -28,7 +28,7 @@ DEPTH, PRODUCTS = 1 << 14, 1 << 20
 BAND = 32
 
 
-def settle(job: Job, found: SparseMatrix, retries: Retries, cancel: Cancel) -> None:
+def settle(job: PreparedRun, found: SparseMatrix, retries: Retries, cancel: Cancel) -> None:
     """Decide on the pairs within the margin of the threshold.
 
     Reads that were tried again are added to `retries`. Raises `ExecutionError` if an operand cannot be read,

@@ -18,7 +18,7 @@ from oocgemm.errors import ExecutionError, OocGemmError
 from oocgemm.jobs import output
 from oocgemm.jobs.borderline import settle
 from oocgemm.jobs.options import Progress
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.recording import recorder
 from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
@@ -47,13 +47,13 @@ logger = logging.getLogger("oocgemm")
 
 
 def execute(
-    job: Job,
+    job: PreparedRun,
     prefetch: Prefetch | None,
     origin: int,
     known: dict[str, Any],
     progress: Progress | None,
     cancel: Cancel,
-    open_target: Callable[[Job], output.Target] = output.open_target,
+    open_target: Callable[[PreparedRun], output.Target] = output.open_target,
 ) -> tuple[stores.Matrix, Recorder]:
     """Run a planned job, from the creation of C until C is durable; return C and the log of the run.
 

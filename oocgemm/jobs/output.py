@@ -20,7 +20,7 @@ from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal
 from oocgemm.jobs.object_journal import ObjectJournal
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import Earlier
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
@@ -72,7 +72,7 @@ class Target(ABC):
         """Release locks and files."""
 
 
-def open_target(job: Job) -> Target:
+def open_target(job: PreparedRun) -> Target:
     """Open C for a run, and create it if it does not exist. Raises `InputError` if that is impossible."""
     if job.output.earlier is None:
         return Unjournaled(job)
@@ -82,7 +82,7 @@ def open_target(job: Job) -> Target:
 class Unjournaled(Target):
     """A C without a journal: in memory, or in a remote store."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PreparedRun) -> None:
         self._was_complete, self._uplo = _was_complete(job), job.plan.problem.cover.name
         self.matrix = create_output(job)
         self.matrix.set_finished(False)
@@ -106,7 +106,7 @@ class Unjournaled(Target):
 class Complete(Target):
     """A C that is complete already: the run that should be resumed had finished. Nothing is written."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PreparedRun) -> None:
         assert job.output.matrix is not None
         self.matrix = job.output.matrix
 
@@ -131,7 +131,7 @@ class Journaled(Target):
 
     matrix: Durable
 
-    def __init__(self, job: Job, earlier: Earlier) -> None:
+    def __init__(self, job: PreparedRun, earlier: Earlier) -> None:
         self._earlier = earlier
         found = job.output.matrix
         self._creates, self._created = found is None, False
@@ -159,7 +159,7 @@ class Journaled(Target):
             self.close()
             raise
 
-    def _open(self, job: Job) -> None:
+    def _open(self, job: PreparedRun) -> None:
         """Start or continue the journal, then open or create C for writing."""
         earlier, plan = self._earlier, job.plan
         if earlier.resumed:
@@ -264,7 +264,7 @@ def open_journal(folder: Folder) -> Journal | ObjectJournal:
     return Journal(folder) if isinstance(folder, Path) else ObjectJournal(folder)
 
 
-def create_output(job: Job, folder: Folder | None = None) -> Matrix:
+def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
     """Create C, or reserve disk space for a C that exists. `folder` contains the journal, if C has one."""
     found, c = job.output.matrix, job.request.c
     if found is not None:
@@ -294,12 +294,12 @@ def create_output(job: Job, folder: Folder | None = None) -> Matrix:
     return stores.open_matrix("C", make(shape, dtype), writable=True)
 
 
-def _was_complete(job: Job) -> bool:
+def _was_complete(job: PreparedRun) -> bool:
     """Tell whether C exists and is not marked as the result of an unfinished run."""
     return job.output.matrix is not None and not job.output.matrix.describe().get("unfinished")
 
 
-def _header(job: Job) -> dict[str, Any]:
+def _header(job: PreparedRun) -> dict[str, Any]:
     """Return the first line of the journal: what is computed, and by which plan."""
     plan = job.plan
     return {

@@ -53,7 +53,7 @@ logger = logging.getLogger("oocgemm")
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class PcaState:
     """What is known after some passes.
 
     Attributes:
@@ -132,10 +132,10 @@ class Passes:
 
     def plan(self) -> Plan:
         """Return the plan of a pass."""
-        state = State(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
+        state = PcaState(Subspace(np.zeros((0, 0))), None, self.transform.missing is None)
         return plan_request(self._request(state, np.zeros(self._width), None))
 
-    def begin(self, seed: int) -> State:
+    def begin(self, seed: int) -> PcaState:
         """Return the state before the first pass. X is read if its transform needs statistics."""
         request = Request.of(None, None, Destination.parse(None), **self._options)
         self._memory = memory = memory_of(request)
@@ -152,9 +152,9 @@ class Passes:
             assert view.vectors is not None
             center, self.scale = view.vectors.center, 1 / view.vectors.inverse
             self._vectors = None if folded else view.vectors
-        return State(start(cols, self.columns, seed), center, folded)
+        return PcaState(start(cols, self.columns, seed), center, folded)
 
-    def advance(self, state: State) -> State:
+    def advance(self, state: PcaState) -> PcaState:
         """Return the state after one more pass over X.
 
         Raises:
@@ -170,19 +170,19 @@ class Passes:
                     "the elements of X are multiplied by 2^%d, to keep their squares in range", exponent
                 )
                 subspace = Subspace(state.subspace.basis, passes=state.subspace.passes + 1)
-                return State(subspace, center, folded=False, exponent=exponent)
+                return PcaState(subspace, center, folded=False, exponent=exponent)
         self._check(product)
         center, block = self._corrected(state, factor, row, product)
         rounding = float(np.finfo(self.dtype).eps)
         subspace = advance(state.subspace, block, rounding)
-        found = State(subspace, center, state.folded, str(result.plan.tile), state.exponent)
+        found = PcaState(subspace, center, state.folded, str(result.plan.tile), state.exponent)
         if state.folded and self._hides(center, subspace, rounding):
             logger.info("the means of X are so large that they are subtracted from each element")
             # The products so far are inaccurate. But they give a good next Q.
-            found = State(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
+            found = PcaState(Subspace(subspace.basis, passes=subspace.passes), center, folded=False)
         return found
 
-    def _multiplied(self, state: State) -> tuple[Array, Array]:
+    def _multiplied(self, state: PcaState) -> tuple[Array, Array]:
         """Return S Q, with further columns of zeros, and the row that is added: -b, and 1 at its end."""
         (center, inverse), used = self._folded(state), slice(self.columns)
         factor = np.zeros((len(inverse), self._width), self.dtype)
@@ -191,7 +191,7 @@ class Passes:
         row[used], row[-1] = -(center @ factor[:, used]), 1
         return factor, row
 
-    def _corrected(self, state: State, factor: Array, row: Array, product: Array) -> tuple[Array, Block]:
+    def _corrected(self, state: PcaState, factor: Array, row: Array, product: Array) -> tuple[Array, Block]:
         """Return the centers, and the block of Q, as it was multiplied, and Xc^T Xc Q."""
         (center, inverse), used, rows = self._folded(state), slice(self.columns), self.matrix.shape[0]
         sums = product[:, -1]
@@ -212,7 +212,7 @@ class Passes:
         square = self.matrix.shape[0] * np.square(center / self.scale).sum()
         return bool(rounding * square > MAX_ROUNDING * subspace.found.values.max(initial=0) ** 2)
 
-    def _leaves_range(self, state: State, product: Array) -> bool:
+    def _leaves_range(self, state: PcaState, product: Array) -> bool:
         """Tell whether the first product of X or its square overflows, or may lose digits by underflow."""
         used = np.abs(product[:, : self.columns])
         largest = used.max(initial=0)
@@ -223,7 +223,7 @@ class Passes:
         inside = MIN_PRODUCT <= scaled <= MAX_PRODUCT
         return not inside or bool(largest < MARGIN * np.finfo(self.dtype).tiny)
 
-    def _exponent(self, state: State) -> tuple[int, Array | None]:
+    def _exponent(self, state: PcaState) -> tuple[int, Array | None]:
         """Return the power of two by which the largest element is about 1, and the centers.
 
         It is 0 if all elements are 0, or if some are not finite. The extremes of X take a pass over it.
@@ -235,7 +235,7 @@ class Passes:
             largest = largest[found.count > 0].max(initial=0)
         return (-int(np.frexp(largest)[1]) if np.isfinite(largest) else 0), center
 
-    def scores(self, state: State, components: Array) -> Array:
+    def scores(self, state: PcaState, components: Array) -> Array:
         """Return Xc @ components^T, by one more read of X, in the dtype in which X is multiplied."""
         state = replace(state, exponent=0)
         center, inverse = self._folded(state)
@@ -245,14 +245,14 @@ class Passes:
         found -= (center @ factor).astype(self.dtype)
         return found
 
-    def _folded(self, state: State) -> tuple[Array, Array]:
+    def _folded(self, state: PcaState) -> tuple[Array, Array]:
         """Return c and the diagonal of S; c is 0 as long as it is unknown."""
         cols = self.matrix.shape[1]
         if not state.folded:
             return np.zeros(cols), np.ones(cols)
         return np.zeros(cols) if state.center is None else state.center, 1 / self.scale
 
-    def _each(self, state: State) -> Transform | None:
+    def _each(self, state: PcaState) -> Transform | None:
         """Return what happens to each element when it is multiplied; None if nothing does."""
         whole = self.transform
         if whole.missing is not None:
@@ -264,7 +264,7 @@ class Passes:
         each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
         return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
 
-    def _request(self, state: State, row: Array, factor: Array | None) -> Request:
+    def _request(self, state: PcaState, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
         resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
         vectors = self._vectors

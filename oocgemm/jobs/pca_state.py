@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.jobs.pca_passes import State
+from oocgemm.jobs.pca_passes import PcaState
 from oocgemm.jobs.subspace import Ritz, Subspace
 from oocgemm.stores.durable import sync_path
 from oocgemm.stores.files import open_regular
@@ -29,7 +29,7 @@ def path_of(out: str) -> Path:
     return Path(f"{out.rstrip('/')}.pca-state.npz")
 
 
-def save(path: Path, identity: Mapping[str, Any], state: State) -> None:
+def save(path: Path, identity: Mapping[str, Any], state: PcaState) -> None:
     """Save a state after a pass. Raises `InputError` if nothing can be written there."""
     subspace = state.subspace
     arrays = {
@@ -56,7 +56,7 @@ def save(path: Path, identity: Mapping[str, Any], state: State) -> None:
         raise InputError(f"the state of the run cannot be written to {path}: {error.strerror}") from error
 
 
-def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> State | None:
+def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> PcaState | None:
     """Return the saved state; None if there is none.
 
     Raises `InputError` if there is one and the run shall not be resumed, if it is that of a run with other
@@ -87,4 +87,4 @@ def load(path: Path, identity: Mapping[str, Any], *, resume: bool) -> State | No
     last = (arrays["last"][0], arrays["last"][1]) if "last" in arrays else None
     found = Ritz(*(arrays[name] for name in _FOUND)) if "values" in arrays else None
     subspace = Subspace(arrays["basis"], last, facts["passes"], found)
-    return State(subspace, arrays["center"], facts["folded"], facts["tile"], facts["exponent"])
+    return PcaState(subspace, arrays["center"], facts["folded"], facts["tile"], facts["exponent"])

@@ -85,7 +85,7 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedRun:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
     `d` is the further matrix that the epilogue reads, if there is one. `finishing` has the correction of a
@@ -124,7 +124,7 @@ class Job:
         return found if self.d is None else found | {"D": self.d}
 
 
-def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
+def prepare(request: Request, engine: Backend | None, *, running: bool) -> PreparedRun:
     """Open and check everything, and plan. Nothing is written.
 
     Args:
@@ -166,14 +166,14 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
         request.c.warn_of_new(problem.stored_shape, problem.itemsizes["C"], chosen)
     # Samples are checked even if no tile is left to compute.
     if not running or not (plan.steps or problem.checks_sums):
-        return Job(request, a, b, output, plan, d)
+        return PreparedRun(request, a, b, output, plan, d)
     memory = memory_of(request)
     numbers = numbers_of(problem, request.epilogue, a, b, memory)
     finishing = Finishing(correction(problem, a, b, memory), scales, numbers)
-    return Job(request, a, b, output, plan, d, finishing)
+    return PreparedRun(request, a, b, output, plan, d, finishing)
 
 
-def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
+def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> PreparedRun:
     """Return the job that computes a part of a run that another process coordinates. Nothing is written.
 
     Args:
@@ -191,7 +191,9 @@ def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> Job:
     identity = identify(problem, a, b, c, arithmetic)
     check_same(earlier, identity, c, None, None, None, trust_operands=request.durability.trust_operands)
     output = Output(c, None, None, earlier, identity)
-    return Job(request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine))
+    return PreparedRun(
+        request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine)
+    )
 
 
 def _warn_of_triangles(*operands: Matrix) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Request
 from oocgemm.machine.info import versions
 from oocgemm.stores import Matrix
 from oocgemm.timeline import Recorder
 
 
-def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
+def recorder(job: PreparedRun, c: Matrix, known: dict[str, Any]) -> Recorder:
     """Start the log of a run. Raises `InputError` if its file cannot be created.
 
     `known` contains the parts of the header that describe the machine and the backend.
@@ -33,7 +33,7 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
         ) from error
 
 
-def rates(job: Job, c: Matrix) -> dict[str, float] | None:
+def rates(job: PreparedRun, c: Matrix) -> dict[str, float] | None:
     """Return the calibrated rates of the kernel, the links and the stores of a run, by name.
 
     They are in flop/s or bytes/s. Return None instead if any of them has not been measured.
@@ -87,7 +87,7 @@ def check_log(timeline: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def check_log_apart(timeline: str, job: Job) -> None:
+def check_log_apart(timeline: str, job: PreparedRun) -> None:
     """Raise `InputError` if the log would overwrite an operand or the result."""
     for matrix in (job.a, job.b, job.output.matrix):
         if matrix is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from oocgemm import stores
 from oocgemm.backends import Backend
-from oocgemm.jobs.prepare import Job, Output
+from oocgemm.jobs.prepare import Output, PreparedRun
 from oocgemm.jobs.request import Request, Source
 from oocgemm.planning import Plan
 from oocgemm.stores import ArrayMatrix, is_plain
@@ -39,7 +39,7 @@ class Recent:
     b: ArrayMatrix
     c: ArrayMatrix | None
 
-    def job(self, request: Request) -> Job | None:
+    def job(self, request: Request) -> PreparedRun | None:
         """Return the job of a request for which this was found; None if it must be prepared anew."""
         a, b, layouts = self.a.like(request.a.given), self.b.like(request.b.given), self.plan.layouts
         c = None if self.c is None else self.c.like(request.c.array)
@@ -50,7 +50,7 @@ class Recent:
                 continue
             if self.engine.is_pinned(*stores.span(x)) != layout.pinned:
                 return None
-        return Job(request, a, b, Output(c, None, None, None, {}), self.plan)
+        return PreparedRun(request, a, b, Output(c, None, None, None, {}), self.plan)
 
 
 _recent: dict[object, Recent] = {}
@@ -63,7 +63,7 @@ def find(request: Request) -> Recent | None:
     return None if found is None or monotonic() - found.at > RECENT else found
 
 
-def remember(job: Job, engine: Backend) -> None:
+def remember(job: PreparedRun, engine: Backend) -> None:
     """Keep what was prepared for later products like this one, unless they must be prepared anew."""
     request, a, b, c = job.request, job.a, job.b, job.output.matrix
     if not (isinstance(a, ArrayMatrix) and isinstance(b, ArrayMatrix) and isinstance(c, ArrayMatrix | None)):

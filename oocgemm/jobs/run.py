@@ -21,7 +21,7 @@ from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.execute import execute
 from oocgemm.jobs.imputing import check_known, how_to_replace
 from oocgemm.jobs.options import Progress
-from oocgemm.jobs.prepare import Job, prepare
+from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.recording import check_log, check_log_apart
 from oocgemm.jobs.repeat import Recent, find, forget, remember
 from oocgemm.jobs.request import Request
@@ -44,7 +44,7 @@ class Begun:
 
     origin: int
     engine: Backend
-    job: Job
+    job: PreparedRun
     prefetch: Prefetch
 
 
@@ -116,7 +116,7 @@ class PreparedJob:
             return self._engine.described()
         return [{"number": str(self._request.where.device)} | self._engine.describe()]
 
-    def _prepare(self) -> Job:
+    def _prepare(self) -> PreparedRun:
         job = prepare(self._request, self._engine, running=True)
         remember(job, self._engine)
         resumed = job.output.resumed
@@ -127,14 +127,14 @@ class PreparedJob:
             )
         return self._checked(job)
 
-    def _checked(self, job: Job) -> Job:
+    def _checked(self, job: PreparedRun) -> PreparedRun:
         """Return a job whose kernel can run its plan, and whose log would overwrite no operand."""
         self._engine.check(job.plan, self._request.where.kernel)
         if self._request.timeline is not None:
             check_log_apart(os.fsdecode(self._request.timeline), job)
         return job
 
-    def _take_memory(self) -> tuple[Job, Prefetch | None]:
+    def _take_memory(self) -> tuple[PreparedRun, Prefetch | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
         If the plan no longer fits, since other programs have allocated memory, the job is planned once more:

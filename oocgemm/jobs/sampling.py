@@ -15,7 +15,7 @@ from oocgemm.integrity.blocks import MIN_PIECE
 from oocgemm.integrity.chained import check_chained
 from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.samples import Made, Samples
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
@@ -27,14 +27,14 @@ from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.threads import Cancel
 
 
-def needs_samples(job: Job) -> bool:
+def needs_samples(job: PreparedRun) -> bool:
     """Return whether samples of the result are to be checked after the run."""
     problem, request = job.plan.problem, job.request
     made = problem.checks_sums or request.selection is not None or request.chain is not None
     return request.verify and made and 0 not in (problem.m, problem.n)
 
 
-def check_samples(job: Job, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
+def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> dict[str, Any]:
     """Check samples of the result of a run, and return how many, for the report.
 
     Reads that were tried again are added to `retries`. Raises `ExecutionError` if a sample is wrong, or an
@@ -114,7 +114,7 @@ def reading_again(retries: Retries, cancel: Cancel) -> Iterator[Callable[[], Non
         raise ExecutionError(f"the result cannot be checked: {error}") from error
 
 
-def check_pass(job: Job, result: Matrix, retries: Retries, cancel: Cancel) -> None:
+def check_pass(job: PreparedRun, result: Matrix, retries: Retries, cancel: Cancel) -> None:
     """Check the product of a pass of `pca` over X. Raises `ExecutionError` as `check_samples` does."""
     chain, problem = job.request.chain, job.plan.problem
     assert chain is not None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs import pca_state
 from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
-from oocgemm.jobs.pca_passes import Passes, State
+from oocgemm.jobs.pca_passes import Passes, PcaState
 from oocgemm.jobs.result import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
@@ -230,7 +230,7 @@ def _bytes_saved(passes: Passes, k: int, *, scores: bool, begun: bool) -> int:
     return saved if begun else saved + 8 * cols * passes.columns
 
 
-def _ends(state: State, k: int, iterations: int, tol: float) -> bool:
+def _ends(state: PcaState, k: int, iterations: int, tol: float) -> bool:
     """Return whether no further pass is needed, or allowed."""
     found, passes = state.subspace.found, state.subspace.passes
     if found is None or passes >= iterations:
@@ -341,7 +341,7 @@ def _identity(passes: Passes, k: int, iterations: int, tol: float, seed: int) ->
     }
 
 
-def _result(passes: Passes, state: State, k: int, tol: float) -> PCA:
+def _result(passes: Passes, state: PcaState, k: int, tol: float) -> PCA:
     """Return the components that a state has found, with signs that do not depend on rounding."""
     found, rows = state.subspace.found, passes.matrix.shape[0]
     assert found is not None

@@ -25,7 +25,7 @@ from linked import linked_zarr
 
 import oocgemm
 from oocgemm.jobs import output as target
-from oocgemm.jobs.prepare import Job
+from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.stores.durable import Durable
 
 WAYS = ("plain", "journal", "journal and verify")
@@ -41,7 +41,7 @@ class WithoutJournal(target.Unjournaled):
         durable.set_finished(True)
 
 
-def without_journal(job: Job) -> target.Target:
+def without_journal(job: PreparedRun) -> target.Target:
     return WithoutJournal(job)
 
 

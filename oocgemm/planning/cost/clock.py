@@ -17,7 +17,7 @@ from math import inf
 
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.streams import MAX_AHEAD, State, Streams
+from oocgemm.planning.cost.streams import MAX_AHEAD, ClockState, Streams
 from oocgemm.planning.cost.tile_steps import Loads, Step, TileKind, TileKinds, Whole
 from oocgemm.planning.schedule.traversal import last
 from oocgemm.planning.setting import Setting
@@ -279,7 +279,7 @@ def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
     return pairwise(sorted({0, count, *(cut for cut in cuts if 0 < cut < count)}))
 
 
-def _repeatable(states: Sequence[State], size: int, most: int) -> int:
+def _repeatable(states: Sequence[ClockState], size: int, most: int) -> int:
     """Return how many groups of repetitions will grow as the last two groups did, at most `most`.
 
     They do until a time overtakes one that is later now, but grows more slowly. A time that is about to be

@@ -17,7 +17,7 @@ MAX_AHEAD = 64
 _BEFORE = -1.0
 
 
-class State(NamedTuple):
+class ClockState(NamedTuple):
     """What later operations depend on, and the seconds for which lanes were busy.
 
     `times` are relative to `base`, in seconds. So their rounding errors do not grow during the run. `unused`
@@ -324,9 +324,9 @@ class Streams:
         self.finished[finished] = copied
         return freed
 
-    # State, to skip repetitions.
+    # The state, to skip repetitions.
 
-    def state(self) -> State:
+    def state(self) -> ClockState:
         """Return the state. Times are made relative to the end of the compute stream."""
         self._shift(self.compute)
         times = [getattr(self, name) for name in _TIMES]
@@ -334,9 +334,9 @@ class Streams:
             times += some
         self.ran += len(times) // 4
         unused = [self.untouched, *(panels.fresh for panels in self.panels)]
-        return State(self.base, times, list(self.busy.values()), unused)
+        return ClockState(self.base, times, list(self.busy.values()), unused)
 
-    def advance(self, before: State, now: State, count: int, *, together: bool = False) -> None:
+    def advance(self, before: ClockState, now: ClockState, count: int, *, together: bool = False) -> None:
         """Skip `count` repetitions in which everything grows as it did from `before` to `now`.
 
         With `together`, no time grows faster than that of the compute stream.
