@@ -10,7 +10,7 @@ from oocgemm.backends import registry
 from oocgemm.planning.search import planner
 from tests.support.command import forget_threads, own_threads
 from tests.support.object_server import Proxy
-from tests.support.suite import leave_pairs
+from tests.support.suite import leave_samples
 
 pytest_plugins = ["tests.support.missing"]
 # No deadline: the time of an example depends on the load of the machine more than on the code.
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr == QUICK:
-        leave_pairs(items)
+        leave_samples(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,7 @@ from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span
 from tests.support.fake_cuda import Device, fake_cuda
 from tests.support.problems import integers
+from tests.support.suite import each_value
 
 rng = np.random.default_rng(0)
 SHAPE = (230, 310)
@@ -65,6 +66,7 @@ def decodes(plan: Any, operand: str = "A") -> bool:
     return (Kind.READ, operand) not in kinds
 
 
+@each_value
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("trans", ["N", "T"])
 def test_products_are_exact(tmp_path: Path, codec: str, trans: Any) -> None:

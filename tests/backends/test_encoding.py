@@ -19,6 +19,7 @@ from oocgemm.reports.exports import page
 from tests.support.backends_here import CUDA, needs_gpu
 from tests.support.fake_cuda import fake_cuda
 from tests.support.problems import integers
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import failing_after
 
 rng = np.random.default_rng(0)
@@ -48,6 +49,7 @@ def options(**more: Any) -> dict[str, Any]:
     return {"backend": "cuda", "kernel": "cublas", "device_memory": "256MiB"} | more
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex128", "int8"])

@@ -29,7 +29,7 @@ from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
 from tests.support.products import product_of
-from tests.support.suite import examples, slow
+from tests.support.suite import each_value, examples, slow
 from tests.support.unfinished_runs import failing_after
 
 Array = NDArray[Any]
@@ -97,6 +97,7 @@ def as_dtype(steps: Sequence[Any], dtype: Any) -> list[Any]:
     return made
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int8"])
 @pytest.mark.parametrize("chain", EXACT)
@@ -121,6 +122,7 @@ def test_chains_of_integers_are_exact(engine: Engine, dtype: str, chain: str) ->
         np.testing.assert_array_equal(found.out, right)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("uplo", ["lower", "upper", "full"])
 def test_chains_of_gram_matrices_are_exact(engine: Engine, uplo: str) -> None:

@@ -18,7 +18,7 @@ from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on, s
 from tests.support.command import command, contents
 from tests.support.problems import Array, applied, stored
 from tests.support.products import changed, product_of
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 GENOTYPES = 3  # the number of values that a genotype can have: 0, 1 and 2
 
@@ -119,6 +119,7 @@ def test_half_a_million_variants_sum_exactly(backend: str) -> None:
     assert c.min() < -(2**19)
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("out_dtype", "alpha", "beta", "before", "said"),

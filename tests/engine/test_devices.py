@@ -23,7 +23,7 @@ from tests.support.command import command, run
 from tests.support.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.support.faulty_runs import store
 from tests.support.problems import Array, integers
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
 
 UNAVAILABLE = 46  # cudaErrorDevicesUnavailable
@@ -66,6 +66,7 @@ def reads(result: oocgemm.Result) -> int:
     return slots or sum(span.bytes for span in spans if span.kind == "upload" and span.stream != "peer")
 
 
+@each_value
 @pytest.mark.parametrize("beta", [0, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8"])
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from oocgemm.system.resources import allocate
 from oocgemm.timeline import metrics as figures
 from tests.support.backends_here import needs_gpu, running_on, staged
 from tests.support.products import product_of
+from tests.support.suite import each_value
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def direct(result: oocgemm.Result) -> str:
     return "".join(filter(result.plan.is_direct, "ABC"))
 
 
+@each_value
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, False), (False, True), (True, True)])
 def test_operands_in_memory_need_no_host_slots(trans_a: bool, trans_b: bool, pinned: bool) -> None:
@@ -112,6 +114,7 @@ def test_verified_operands_pass_through_host_slots() -> None:
     assert kinds(result, "AB") == {"read", "upload"}
 
 
+@each_value
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 @pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
@@ -165,6 +168,7 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 }
 
 
+@each_value
 @pytest.mark.parametrize(
     ("backend", "case"),
     [

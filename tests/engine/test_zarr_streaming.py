@@ -26,6 +26,7 @@ from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.installed import compiled
 from tests.support.backends_here import running_on
 from tests.support.problems import integers
+from tests.support.suite import each_value
 
 rng = np.random.default_rng(0)
 SHAPE = (230, 310)
@@ -66,6 +67,7 @@ ARRAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@each_value
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("max_line", [8 << 10, 64], ids=["gaps", "no gaps"])
 @pytest.mark.usefixtures("python_reads")
@@ -127,6 +129,7 @@ def test_chunks_are_read_together_where_the_system_supports_it(
     assert len(alone) == (0 if supported else 30)
 
 
+@each_value
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("trans_a", ["N", "T"])
 def test_products_are_exact(tmp_path: Path, name: str, trans_a: Literal["N", "T"]) -> None:

@@ -12,6 +12,7 @@ from oocgemm.distributed import coordinator
 from tests.support.backends_here import needs_gpu
 from tests.support.clusters import all_ended, children, cluster, content, fresh, processes, store_operands
 from tests.support.small_runs import multiply
+from tests.support.suite import slow
 
 distributed = pytest.importorskip("distributed")
 
@@ -62,7 +63,7 @@ def worker_of(folder: Path) -> Found:
     return lambda: children(folder)[0].parent() or processes(folder, "dask_worker")[0]
 
 
-@pytest.mark.parametrize("victim", [child_of, worker_of])
+@pytest.mark.parametrize("victim", [worker_of, *slow([child_of])])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_product_continues_when_a_process_is_killed(
     folder: Path, backend: str, victim: Callable[[Path], Found], caplog: pytest.LogCaptureFixture

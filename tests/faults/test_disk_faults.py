@@ -20,7 +20,7 @@ from oocgemm import ExecutionError, InputError, OocGemmError, stores
 from oocgemm.stores import zarr_metadata
 from tests.support.faults import Fault, faulty_stores, nothing_left, small_disk
 from tests.support.faulty_runs import CHUNK, PRODUCT, TILE, A, B, M, N, failure, multiply, once_planned, store
-from tests.support.suite import slow, thinned
+from tests.support.suite import each_value, slow, thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -137,6 +137,7 @@ def test_a_run_whose_disk_turns_read_only_can_be_resumed(tmp_path: Path, first: 
     np.testing.assert_array_equal(multiply(tmp_path, a, b, resume=True).out[:], PRODUCT)
 
 
+@each_value
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, *slow((errno.EROFS,), (errno.EDQUOT,))])
 @pytest.mark.parametrize("call", ["pwritev", "replace", "fsync", "open"])
 def test_a_disk_that_fails_at_any_call_ends_the_run(

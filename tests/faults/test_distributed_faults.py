@@ -21,6 +21,7 @@ from tests.support.clusters import (
     fresh,
 )
 from tests.support.small_runs import MEMORY, TILE, content_of, multiply, prepare
+from tests.support.suite import slow
 
 # Tiles that a process works on at a time, at most: it multiplies one and writes those before.
 IN_FLIGHT = 4
@@ -112,7 +113,7 @@ def test_a_kill_costs_only_the_tiles_in_flight(here: Path) -> None:
     assert len(lost["thrown_away"]) <= IN_FLIGHT
 
 
-@pytest.mark.parametrize("stays", [True, False], ids=["after a retry", "after another run"])
+@pytest.mark.parametrize("stays", [False, *slow([True])], ids=["after another run", "after a retry"])
 def test_a_process_that_was_stopped_cannot_damage_c(here: Path, stays: bool) -> None:
     """A child process is stopped, its worker counts as lost, and another one computes the part.
 

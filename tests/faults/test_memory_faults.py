@@ -30,6 +30,7 @@ from oocgemm.system import resources
 from tests.support.backends_here import staged
 from tests.support.faults import Fault, faulty_stores, nothing_left
 from tests.support.faulty_runs import PRODUCT, TILE, A, failure, multiply, saved, store
+from tests.support.suite import slow
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -67,7 +68,8 @@ def test_more_memory_than_can_be_addressed_is_refused(size: int) -> None:
         resources.allocate(size)
 
 
-def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [5, 31, *slow([11], [46])])
+def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path, room: int) -> None:
     for name in "AB":
         np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
     # All modules are imported first: an import without memory may end in an error of the interpreter itself.
@@ -79,25 +81,24 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); "
         "oocgemm.cli.main.main()"
     )
-    for room in (5, 11, 31, 46):
-        command = [
-            sys.executable,
-            "-c",
-            code,
-            str(room),
-            "run",
-            "A.npy",
-            "B.npy",
-            "C.zarr",
-            "--backend",
-            "host",
-        ]
-        budgets = ["--device-memory", "80MiB", "--host-memory", "32MiB"]
-        done = subprocess.run([*command, *budgets], check=False, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode in (EXIT_FAILED, EXIT_USAGE), (room, done.stderr)
-        assert done.stderr.count("\n") == 1, (room, done.stderr)
-        assert done.stderr.startswith("Error: ")
-        assert not (tmp_path / "C.zarr").exists()
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(room),
+        "run",
+        "A.npy",
+        "B.npy",
+        "C.zarr",
+        "--backend",
+        "host",
+    ]
+    budgets = ["--device-memory", "80MiB", "--host-memory", "32MiB"]
+    done = subprocess.run([*command, *budgets], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode in (EXIT_FAILED, EXIT_USAGE), (room, done.stderr)
+    assert done.stderr.count("\n") == 1, (room, done.stderr)
+    assert done.stderr.startswith("Error: ")
+    assert not (tmp_path / "C.zarr").exists()
 
 
 def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap:

@@ -24,7 +24,7 @@ from tests.support.backends_here import staged
 from tests.support.command import run
 from tests.support.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left
 from tests.support.faulty_runs import CHUNK, PRODUCT, STORES, A, B, K, M, N, failure, multiply, saved, store
-from tests.support.suite import thinned
+from tests.support.suite import each_value, thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -197,6 +197,7 @@ def test_a_report_tells_of_reads_that_were_tried_again(tmp_path: Path) -> None:
 # Short reads and writes, and slow ones.
 
 
+@each_value
 @pytest.mark.parametrize("most", [1, 1000])
 def test_short_reads_and_writes_give_the_same_product(tmp_path: Path, a: Path, most: int) -> None:
     b = store(tmp_path / "B", "raw", B)

@@ -20,7 +20,7 @@ from oocgemm.planning.search import slot_counts
 from oocgemm.planning.tiling import Range
 from tests.support.faulty_runs import saved
 from tests.support.problems import Array, reference, scaled
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 from tests.support.tampering import ENGINES, SUMMED, checked, one_element, operands, product, tampering
 
 
@@ -49,6 +49,7 @@ FAULTS = [
 ]
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("change", "kind"), FAULTS)
 @pytest.mark.parametrize("dtype", ["float64", "float16", *slow(("float32",), ("complex128",))])
@@ -193,6 +194,7 @@ def test_digests_are_of_what_the_device_receives(engine: str, kind: str, tmp_pat
     np.testing.assert_array_equal(result.out, a @ b)
 
 
+@each_value
 @pytest.mark.parametrize("engine", SUMMED)
 @pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
 @pytest.mark.parametrize("operand", ["A", "B", "C"])

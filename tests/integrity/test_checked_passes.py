@@ -14,11 +14,13 @@ from oocgemm.integrity.passes import Oriented
 from oocgemm.planning import Kind
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.problems import Array
+from tests.support.suite import each_value
 from tests.support.tampering import in_threads, on_device
 
 RNG = np.random.default_rng(4)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
 @pytest.mark.parametrize("change", [None, Transform(scale="k"), Transform(missing=-1)])
@@ -56,6 +58,7 @@ def test_a_wrong_product_ends_the_run(dtype: str, size: float) -> None:
         oocgemm.pca(x, 4, verify=True, iterations=3, backend="host")
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(700, 90), (20000, 50), (60, 5000), (1, 3)])
 @pytest.mark.parametrize("offset", [0, 1, 100, 1e4])

@@ -30,7 +30,7 @@ from oocgemm.stores.sparse import SparseMatrix
 from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on
 from tests.support.faults import Fault, faulty_stores
 from tests.support.problems import Array
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 from tests.support.tampering import checked, in_threads, on_device
 from tests.support.unfinished_runs import failing_after
 
@@ -308,6 +308,7 @@ def test_a_missing_element_is_found(name: str, few_rows: Sequence[int]) -> None:
         RESULTS[name](tile=TILE, verify=True, backend="host")
 
 
+@each_value
 @pytest.mark.parametrize("name", ["similarity", "corr", "top k", "top k of chain"])
 @pytest.mark.parametrize("field", ["score", "index"])
 @pytest.mark.parametrize("few", [1 << 24, 10])
@@ -327,6 +328,7 @@ def test_wrong_scores_of_a_row_are_found(
         RESULTS[name](tile=TILE, verify=True, backend="host")
 
 
+@each_value
 @pytest.mark.parametrize("name", ["pairs", "coefficients", "threshold"])
 @pytest.mark.parametrize("damage", ["score", "column", "missing"])
 def test_damage_to_a_sparse_result_is_found(

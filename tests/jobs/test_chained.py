@@ -18,7 +18,7 @@ from oocgemm.stores.transform import Transform
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.schedule_check import verify
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
 
@@ -48,6 +48,7 @@ def check(found: Result, x: Array, chain: Chain) -> None:
     np.testing.assert_array_equal(found.out, expected(x, chain))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("order", ["C", "F"])

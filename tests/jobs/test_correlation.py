@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
+from tests.support.suite import each_value
 
 Array = NDArray[Any]
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
@@ -25,6 +26,7 @@ def sample(dtype: str, axis: int) -> tuple[Array, Array]:
     return (x, x.astype(float)) if axis == 0 else (x.T.copy(), x.astype(float))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "int32"])

@@ -17,6 +17,7 @@ from oocgemm.jobs.verify import verify
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
 from tests.support.problems import integers
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import failing_after, stored
 
 N = 50
@@ -125,6 +126,7 @@ def test_all_of_c_is_stored_by_default(axis: int, n: int, tmp_path: Path) -> Non
         np.testing.assert_array_equal(np.asarray(oocgemm.stores.open_matrix("C", str(c)).array), right)  # type: ignore[attr-defined]
 
 
+@each_value
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 @pytest.mark.parametrize("dtype", ["float32", "complex128", "int8", "float16"])
 @pytest.mark.parametrize("place", NEW)
@@ -137,6 +139,7 @@ def test_beside_the_triangle_of_a_new_array_are_zeros(
     np.testing.assert_array_equal(content(result), combined(uplo, product(x), 0))
 
 
+@each_value
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 @pytest.mark.parametrize("beta", [0, 2])
 @pytest.mark.parametrize("place", list(OLD))
@@ -152,6 +155,7 @@ def test_beside_the_triangle_of_an_existing_array_nothing_changes(
     np.testing.assert_array_equal(content(result), combined(uplo, product(x) + beta * old, old))
 
 
+@each_value
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "int8"])
 @pytest.mark.parametrize("tile", ["24x24x7", "50x50x7"])

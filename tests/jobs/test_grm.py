@@ -22,7 +22,7 @@ from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
 from tests.support.plink import Array, genotypes, reference, write_bed
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 from tests.support.unfinished_runs import failing_after
 
 RNG = np.random.default_rng(12)
@@ -94,6 +94,7 @@ def test_autosomes_are_used_by_default(method: str, prefix: str, names: list[str
     used_by(path, method, np.isin(each, [prefix + name for name in AUTOSOMES]))
 
 
+@each_value
 @pytest.mark.parametrize(
     ("chromosomes", "named"),
     [

@@ -11,6 +11,7 @@ import oocgemm
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.plink import Array, genotypes, write_bed
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import failing_after
 
 RNG = np.random.default_rng(30)
@@ -80,6 +81,7 @@ def test_the_counts_are_stored_beside_the_matrix(tmp_path: Path, name: str) -> N
     np.testing.assert_allclose(matrix, MATRIX[LOWER], rtol=0, atol=2e-6)
 
 
+@each_value
 @pytest.mark.parametrize("name", ["g.grm.bin", "g.zarr"])
 @pytest.mark.parametrize("tiles", [0, 2, 7, 9])
 def test_either_product_is_resumed(tmp_path: Path, name: str, tiles: int) -> None:
@@ -100,6 +102,7 @@ def test_without_missing_genotypes_there_is_one_number() -> None:
     assert found.counts is None
 
 
+@each_value
 @pytest.mark.parametrize("method", ["gcta", "vanraden"])
 @pytest.mark.parametrize("name", ["", "g.grm.bin", "g.npy", "g.zarr"])
 @pytest.mark.parametrize("dtype", ["int8", "float32", "float64"])

@@ -15,7 +15,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
 
@@ -25,6 +25,7 @@ def kernel_matrix(x: Array, y: Array, gamma: float) -> Array:
     return np.asarray(np.exp(-gamma * np.square(x[:, None] - y[None]).sum(2)))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_products_are_those_of_the_whole_matrix(engine: Engine, dtype: str) -> None:

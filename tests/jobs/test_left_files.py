@@ -14,7 +14,7 @@ from oocgemm import ExecutionError, InputError
 from oocgemm.jobs import output
 from oocgemm.jobs.journal import Journal
 from tests.support.command import command
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 from tests.support.unfinished_runs import A, B, store_operands, stored
 
 KEPT = {"journal", "lock", "count", "data.npy"}
@@ -78,6 +78,7 @@ def test_a_run_that_is_killed_while_it_removes_its_files_is_resumed(
     np.testing.assert_allclose(np.frombuffer(stored("c")).reshape(12, 12), A @ B)
 
 
+@each_value
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("call", ["open", "write", "unlink"])
 def test_a_disk_that_fails_beside_c_ends_a_run_of_workers_in_one_line(

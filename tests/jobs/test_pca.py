@@ -16,7 +16,7 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs import pca_passes, subspace
 from oocgemm.jobs import run as running
 from tests.support.backends_here import BACKENDS, running_on
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
 
@@ -43,6 +43,7 @@ def check(found: oocgemm.PCA, changed: Array, k: int, rtol: float) -> None:
         np.testing.assert_allclose(found.scores, changed @ wide.T, rtol=0, atol=scale)
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("center", [True, False])

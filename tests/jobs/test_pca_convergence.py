@@ -17,6 +17,7 @@ from oocgemm.jobs import run as running
 from tests.jobs.test_pca import KilledError, low_rank
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
+from tests.support.suite import each_value
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(5)
@@ -51,6 +52,7 @@ def expected(x: Array, found: oocgemm.PCA) -> Array:
     return np.asarray(np.linalg.norm(x.T @ (x @ v) - v * s**2, axis=0) / s[0] ** 2)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("iterations", [1, 3])
@@ -88,6 +90,7 @@ def test_residuals_of_transformed_elements(center: bool, mean: float) -> None:
             np.testing.assert_allclose(found.residuals, right, atol=1e-5)
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("tol", [0.01, 0.3])

@@ -31,7 +31,7 @@ from tests.support.problems import (
     spoil,
     stored,
 )
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 SCALARS = st.sampled_from([0, 1, -1, 2])
 EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 13, 31, 64]))
@@ -118,6 +118,7 @@ def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None
     zarr.create_array(path, data=array, chunks=chunks, zarr_format=int(kind[1]), **options)  # type: ignore[arg-type]
 
 
+@each_value
 @pytest.mark.parametrize("engine", REAL_ENGINES)
 @pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along the borders of chunks, and across them
 @pytest.mark.parametrize("op", list(Op))
@@ -151,6 +152,7 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
         assert sum(in_place) / len(in_place) > 0.7
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("compressor", [None, "auto"])
@@ -209,6 +211,7 @@ def test_empty_extents_give_beta_c(backend: str, m: int, n: int, k: int, tmp_pat
             np.testing.assert_array_equal(out[:], np.zeros((m, n)))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("alpha", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])

@@ -17,7 +17,7 @@ from oocgemm import MatVec, RankOne, Reduce, Scale, Threshold, TopK
 from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, needs_gpu, running_on
 from tests.support.fake_cuda import fake_cuda
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(31)
@@ -37,6 +37,7 @@ def changed(c: Array) -> Array:
     return np.asarray(c * (0.5 * U[:, None]) + U[:, None] * V)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int8"])
 def test_reductions_of_integers_are_exact(engine: Engine, dtype: str) -> None:
@@ -68,6 +69,7 @@ def test_no_element_of_an_empty_matrix_is_the_largest(axis: int) -> None:
         oocgemm.reduce(a, b, to=Reduce("max", axis), backend="host")
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int8"])
 def test_elements_are_selected_from_any_product(engine: Engine, dtype: str) -> None:
@@ -92,6 +94,7 @@ def test_elements_are_selected_from_any_product(engine: Engine, dtype: str) -> N
             np.testing.assert_array_equal(pairs.scores, c[rows, cols])
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_products_with_vectors_of_integers_are_exact(engine: Engine, dtype: str) -> None:

@@ -12,6 +12,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.journal import read
 from tests.support.command import run
 from tests.support.plink import genotypes, write_bed
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import TILE, A, B, C, failing_after, store_operands, unfinished
 
 DTYPES = ("float64", "float32", "complex64", "float16", ">f8", "<i4")
@@ -45,6 +46,7 @@ def begun(c: str, tiles: int, **options: Any) -> tuple[Any, Any]:
     return "p.npy", "q.npy"
 
 
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("existing", ["", "C", "F"])
 def test_changed_tiles_are_computed_again(dtype: str, existing: str) -> None:

@@ -15,7 +15,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import ExecutionError, InputError
 from tests.support.backends_here import ENGINES, REAL_BACKENDS, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 Array = NDArray[Any]
 
@@ -52,6 +52,7 @@ def check(found: oocgemm.Neighbors, e: Array, topk: int, metric: str, exclude_se
     np.testing.assert_array_equal(found.scores, scores)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("metric", ["cosine", "dot"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
@@ -78,6 +79,7 @@ def check_pairs(found: oocgemm.Pairs, e: Array, least: float, metric: str, exclu
     np.testing.assert_allclose(found.scores, scores[wanted], rtol=tolerance, atol=0)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("metric", "least"), [("cosine", 0.6), ("dot", 9), ("dot", -100), ("dot", 1000)])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])

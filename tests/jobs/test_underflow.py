@@ -18,6 +18,7 @@ from oocgemm.verbs import pca
 from tests.jobs.test_pca import low_rank
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
+from tests.support.suite import each_value
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(7)
@@ -42,6 +43,7 @@ def relative(x: Array, factor: float, *, center: bool) -> Array:
     return np.asarray(wide - wide.mean(0) if center else wide)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("dtype", "factor"), SIZES)
 def test_components_do_not_depend_on_the_size_of_elements(engine: Engine, dtype: str, factor: float) -> None:
@@ -60,6 +62,7 @@ def test_components_do_not_depend_on_the_size_of_elements(engine: Engine, dtype:
         np.testing.assert_allclose(found.mean / factor, mean, atol=1e-3)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("dtype", "factor"),
     [
@@ -103,6 +106,7 @@ def test_nan_has_not_converged() -> None:
     )
 
 
+@each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("change", ["scale", "missing", "given", "log1p"])
 def test_components_of_transformed_elements(order: Any, change: str) -> None:
@@ -159,6 +163,7 @@ def test_a_scaled_run_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from oocgemm.kernels.spec import C_TYPES
 from tests.support.backends_here import CUDA
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
+from tests.support.suite import each_value
 
 DTYPES = [*(name for name in known_dtypes() if name != "int8"), "int32", "int64"]
 
@@ -37,6 +38,7 @@ def test_the_kernel_transposes_a_part_of_a_strip(dtype: str) -> None:
         np.testing.assert_array_equal(found, strip[:, :width].conj().T)
 
 
+@each_value
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 @pytest.mark.parametrize("upper", [False, True])
@@ -55,6 +57,7 @@ def test_the_kernel_makes_a_square_hermitian_or_a_triangle(dtype: str, upper: bo
         np.testing.assert_array_equal(found[:, extent:], strip[:, extent:])
 
 
+@each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mirror", [False, True])
 def test_the_kernels_compile_without_spills(

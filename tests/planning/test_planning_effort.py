@@ -12,7 +12,7 @@ from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.search import candidates, planner
 from tests.support.plan_cases import GIB, MIB, STORED, problem
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 plan_module: Any = importlib.import_module("oocgemm.planning.plan")
 
@@ -110,6 +110,7 @@ def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch:
         assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)
 
 
+@each_value
 @pytest.mark.parametrize(
     ("extents", "budgets", "chunk"),
     [

@@ -16,7 +16,7 @@ from tests.planning.test_schedule import expected, operands, schedules
 from tests.support.schedule_check import verify, waits_of
 from tests.support.schedule_problems import problem
 from tests.support.simulator import Simulator
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 
 DEVICES = st.integers(1, 8)
 
@@ -176,6 +176,7 @@ def _read(operations: Any) -> int:
     return sum(operation.bytes for operation in operations if operation.kind is Kind.READ)
 
 
+@each_value
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4), (12, 6), (7, 9)])
 def test_devices_in_step_share_panels(devices: int, shape: tuple[int, int]) -> None:
@@ -195,6 +196,7 @@ def test_devices_in_step_share_panels(devices: int, shape: tuple[int, int]) -> N
     assert read < uploaded
 
 
+@each_value
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (6, 8), (3, 3), (1, 8), (8, 1)])
 @pytest.mark.parametrize("host", [(12, 12), (40, 12), (12, 40), (80, 80), (300, 300)])
@@ -213,6 +215,7 @@ def test_several_devices_read_no_more_than_one(
         assert read(Traversal(axis), devices) <= 1.05 * read(Traversal(axis), 1), axis
 
 
+@each_value
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4), (12, 6), (7, 9)])
 def test_devices_pass_panels_without_host_slots_on(devices: int, shape: tuple[int, int]) -> None:

@@ -29,6 +29,7 @@ from grid_loop import slice_product, stream_product  # type: ignore[import-not-f
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.planning.units import parse_size
 from tests.support import TOP
+from tests.support.suite import each_value
 
 RATES = {"h2d": 50e9, "d2h": 40e9, "stage": 30e9, "unstage": 20e9, "page_read": 35e9}
 RATES |= {"disk_write": 1e9, "disk_read": 2e9}
@@ -107,6 +108,7 @@ def test_the_summary_names_losers() -> None:
     assert "BudgetError" in lines[3]
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 @pytest.mark.parametrize(("m", "k", "n"), [(300, 1300, 600), (700, 3, 1), (5, 2500, 40)])
 def test_results_are_checked(dtype: str, m: int, k: int, n: int) -> None:

@@ -22,7 +22,7 @@ from oocgemm.stores import open_matrix
 from oocgemm.stores.declared import CompleteMatrix
 from tests.stores.test_formats import obey
 from tests.support.command import command
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 Array = NDArray[Any]
 dask: Any = pytest.importorskip("dask.array")
@@ -204,6 +204,7 @@ def test_attributes_that_change_nothing_cost_nothing(make: Maker, tmp_path: Path
     np.testing.assert_array_equal(oocgemm.matmul(operand, x.T.copy(), **ON_HOST), x @ x.T)
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["<f2", ">f4", "<f8", ">f8", "i1", "<i4", ">i8", "<c8", ">c16"])
 @pytest.mark.parametrize(
     "store", ["hdf5, gzip", "zarr v3", *slow(("h5py.Dataset",), ("zarr v2",), ("dask of zarr",))]

@@ -17,7 +17,7 @@ import pytest
 import oocgemm
 from tests.support.command import run
 from tests.support.hdf5_files import opened, whole, write
-from tests.support.suite import examples, thinned
+from tests.support.suite import each_value, examples, thinned
 
 LIBVERS: tuple[Any, ...] = ("earliest", "v108", "v110", "v112", "v114", "latest")
 # Each kind of index: a single chunk, implicit and fixed arrays, extensible arrays along either axis, B-trees.
@@ -101,6 +101,7 @@ def test_products_of_datasets_that_grow_along_the_second_axis(
     np.testing.assert_array_equal(whole(opened("y.h5::x")), expected)
 
 
+@each_value
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("options", FILTERS)
 @pytest.mark.parametrize("block", [0, 512])

@@ -19,6 +19,7 @@ from oocgemm.stores.lines import read_ranges
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.problems import integers
+from tests.support.suite import each_value
 
 rng = np.random.default_rng(0)
 SHAPE = (230, 310)
@@ -51,6 +52,7 @@ def read(matrix: ZarrMatrix) -> Any:
     return out
 
 
+@each_value
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize(("many", "stored_bytes"), [(False, 1 << 20), (True, 1 << 20), (True, 6000)])
 def test_any_block_is_read_right(
@@ -126,6 +128,7 @@ def test_a_damaged_chunk_among_others_is_named(tmp_path: Path, damage: str) -> N
         read(matrix)
 
 
+@each_value
 @pytest.mark.parametrize("cores", [0, 1000])
 @pytest.mark.parametrize("side", [16, 128, 512])
 @pytest.mark.parametrize("name", ["zstd", "gzip", "blosc", "raw", "raw by columns", "raw, big-endian"])

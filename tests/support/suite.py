@@ -36,10 +36,15 @@ def thinned(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-def leave_pairs(items: Iterable[pytest.Item]) -> None:
-    """Leave few combinations of three or more parameters in the quick suite: those with all pairs of values.
+# The quick suite runs few cases of such a test, in which each value of each parameter occurs.
+each_value = pytest.mark.each_value
 
-    Arguments that one `parametrize` lists together are one parameter.
+
+def leave_samples(items: Iterable[pytest.Item]) -> None:
+    """Mark combinations of parameters as slow, except a sample.
+
+    The sample of a test with three or more parameters has all pairs of their values. Arguments that one
+    `parametrize` lists together are one parameter. That of a test with the mark `each_value` has all values.
     """
     by_test = defaultdict[str, list[pytest.Function]](list)
     for item in items:
@@ -49,8 +54,9 @@ def leave_pairs(items: Iterable[pytest.Item]) -> None:
             by_test[item.nodeid.partition("[")[0]].append(item)
     for items_of_test in by_test.values():
         cases = [_values(item) for item in items_of_test]
-        if len(cases[0]) > 2:
-            for number in set(range(len(cases))) - pairs(cases):
+        together = 1 if any(items_of_test[0].iter_markers("each_value")) else 2
+        if len(cases[0]) > together:
+            for number in set(range(len(cases))) - sample(cases, together):
                 items_of_test[number].add_marker(pytest.mark.slow)
 
 
@@ -64,12 +70,12 @@ def _values(item: pytest.Function) -> dict[str, Any]:
     return values
 
 
-def pairs(cases: Sequence[dict[str, Any]]) -> set[int]:
-    """Return the numbers of few cases in which each pair of values occurs that occurs in any case.
+def sample(cases: Sequence[dict[str, Any]], together: int = 2) -> set[int]:
+    """Return the numbers of few cases in which any `together` values occur that occur together in any case.
 
-    The choice is greedy: next is the case with the most new pairs, the first one of several.
+    The choice is greedy: next is the case with the most that is new, the first one of several.
     """
-    found = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    found = [set(combinations(sorted(case.items()), together)) for case in cases]
     missing = set().union(*found)
     kept = set[int]()
     while missing:
