@@ -335,16 +335,16 @@ def _plan(
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
     of_a, of_b = (_operand_layout(problem, x, engine, in_place=in_place) for x in (a, b))
-    of_c = _layout(
-        c.layout(problem, output.chunks, output.compressor) if existing is None else existing,
-        engine,
-        in_place=in_place and not (problem.finishes or problem.b.shares or request.selection),
-    )
+    if existing is None:
+        of_c, pinned = c.layout(problem, output.chunks, output.compressor), False
+    else:
+        of_c, pinned = existing.layout, _is_pinned(existing, engine)
     created = existing is None if output.resumed is None else output.resumed.header["created"]
-    of_c = replace(of_c, writing=replace(of_c.writing, existing=not created))
-    # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
-    plain = not (problem.cover.mirrored or problem.sink.merges)
-    of_c = of_c if plain else of_c.in_run(in_place=True, pinned=False)
+    of_c = replace(of_c, writing=replace(of_c.writing, existing=not created)).in_run(
+        in_place=in_place and not (problem.finishes or problem.b.shares or request.selection),
+        # Strips that are transposed pass through the ring. So do those of C if strips of D are loaded.
+        pinned=pinned and not (problem.cover.mirrored or problem.sink.merges),
+    )
     layouts = Layouts(of_a.oriented(problem.trans_a), of_b.oriented(problem.trans_b), of_c)
 
     found = codings(problem, a, b) if backend == "cuda" and devices == 1 else {}
@@ -376,26 +376,21 @@ def _plan(
     return as_planned(request.planned, problem, machine, to)
 
 
-def _layout(matrix: Matrix | Layout, engine: Backend | None, *, in_place: bool) -> Layout:
-    """Return the layout of a matrix, or of a new C, for a run.
-
-    Clear its `in_place` unless the run may multiply in place. Set its `pinned` if the matrix is in memory
-    that the backend has pinned.
-    """
-    layout, pinned = matrix if isinstance(matrix, Layout) else matrix.layout, False
-    if engine is not None and layout.contiguous_rows and not isinstance(matrix, Layout):
-        pinned = engine.is_pinned(*stores.span(matrix))
-    return layout.in_run(in_place=in_place, pinned=pinned)
+def _is_pinned(matrix: Matrix, engine: Backend | None) -> bool:
+    """Return whether a matrix is in memory that the backend has pinned."""
+    if engine is None or not matrix.layout.contiguous_rows:
+        return False
+    return engine.is_pinned(*stores.span(matrix))
 
 
 def _operand_layout(
     problem: GemmProblem, matrix: Matrix, engine: Backend | None, *, in_place: bool
 ) -> Layout:
     """Return the layout of A or B for a run."""
-    layout = _layout(as_read(problem, matrix), engine, in_place=in_place)
-    resident = matrix.layout.resident_bytes
+    read = as_read(problem, matrix)
+    layout = read.layout.in_run(in_place=in_place, pinned=_is_pinned(read, engine))
     # The numbers of a transform are in host memory, also if a device transforms the elements.
-    return layout if layout.resident_bytes == resident else replace(layout, resident_bytes=resident)
+    return replace(layout, resident_bytes=matrix.layout.resident_bytes)
 
 
 def _count(request: Request, engine: Backend | None) -> int:

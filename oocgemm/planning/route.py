@@ -6,7 +6,7 @@ problem:
 - `Slotted`: threads read blocks into slots in host memory, or write them from there.
 - `Encoded`: the same for a C whose chunks a GPU compresses. Its slots contain frames.
 - `InPlace`: the CPU multiplies blocks where they are in the caller's memory.
-- `Ring`: blocks go between the array and a GPU through a ring of pinned buffers, piece by piece.
+- `Ringed`: blocks go between the array and a GPU through a ring of pinned buffers, piece by piece.
 - `Direct`: a GPU copies blocks from or to an array that the caller has pinned. Blocks with short rows still
   go through the ring.
 - `Decoded`: compressed chunks go to a GPU, which decodes them.
@@ -117,7 +117,7 @@ class InPlace(Route):
 
 
 @dataclass(frozen=True, slots=True)
-class Ring(Route):
+class Ringed(Route):
     """Blocks go between an array in host memory or the page cache and a GPU through pinned buffers."""
 
     @property
@@ -146,7 +146,7 @@ class Ring(Route):
 
 
 @dataclass(frozen=True, slots=True)
-class Direct(Ring):
+class Direct(Ringed):
     """A GPU copies blocks from or to a pinned array, and those with short rows through the ring."""
 
     @property
@@ -158,10 +158,10 @@ class Direct(Ring):
     ) -> float:
         if self.layout.is_direct(block):
             return link
-        return Ring.copy_rate(self, link, machine, whole, block, decoding)
+        return Ringed.copy_rate(self, link, machine, whole, block, decoding)
 
     def staged(self, machine: MachineModel, size: float, block: Shape) -> float:
-        return 0.0 if self.layout.is_direct(block) else Ring.staged(self, machine, size, block)
+        return 0.0 if self.layout.is_direct(block) else Ringed.staged(self, machine, size, block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
 from oocgemm.planning.layout import Coding, Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ring, Route, Slotted
+from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div
 
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
@@ -93,7 +93,7 @@ class Setting:
             return Slotted(layout, digests=checked == "device")
         if coding is not None:
             return Decoded(layout, coding)
-        return Direct(layout) if layout.pinned else Ring(layout)
+        return Direct(layout) if layout.pinned else Ringed(layout)
 
     def _route_of_c(self, layout: Layout, coding: Coding | None) -> Route:
         """Choose the route of C.
@@ -107,7 +107,7 @@ class Setting:
             return InPlace(layout)
         if self.machine.unified or in_slots or not layout.in_memory:
             return Slotted(layout) if coding is None else Encoded(layout)
-        return Direct(layout) if layout.pinned else Ring(layout)
+        return Direct(layout) if layout.pinned else Ringed(layout)
 
     @property
     def keeps_outside(self) -> bool:

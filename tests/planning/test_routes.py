@@ -20,7 +20,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.machine import INSTANT
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.ring import ring_shape
-from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ring, Route, Slotted
+from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
 from tests.support.plan_cases import GIB, problem
 from tests.support.products import changed
 
@@ -41,11 +41,11 @@ def setting(x: Layout, machine: Any = GPU, checked: str = "") -> Setting:
     [
         (FILE, "A", "", Slotted(FILE)),
         (FILE, "A", "device", Slotted(FILE, digests=True)),
-        (CACHED, "A", "", Ring(CACHED)),
+        (CACHED, "A", "", Ringed(CACHED)),
         (CACHED, "C", "", Slotted(CACHED)),  # writes to files go through slots
         (CACHED, "A", "device", Slotted(CACHED, digests=True)),
-        (ARRAY, "A", "", Ring(ARRAY)),
-        (ARRAY, "A", "device", Ring(ARRAY)),
+        (ARRAY, "A", "", Ringed(ARRAY)),
+        (ARRAY, "A", "device", Ringed(ARRAY)),
         (ARRAY, "A", "host", Slotted(ARRAY)),
         (ARRAY, "C", "device", Slotted(ARRAY)),
         (PINNED, "B", "", Direct(PINNED)),
