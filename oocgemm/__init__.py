@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NotFoundError,
         OocGemmError,
         OutOfMemoryError,
+        UnsupportedError,
     )
     from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
@@ -88,6 +89,7 @@ __all__ = [
     "Timeline",
     "TopK",
     "Transform",
+    "UnsupportedError",
     "Verification",
     "corr",
     "cov",
@@ -113,7 +115,7 @@ __all__ = [
 _HOMES = {
     "errors": (
         *("BackendError", "BudgetError", "DataWarning", "ExecutionError", "InputError"),
-        *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
+        *("NotFoundError", "OocGemmError", "OutOfMemoryError", "UnsupportedError"),
     ),
     "backends": ("release",),
     "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),

@@ -20,6 +20,13 @@ class NotFoundError(InputError, FileNotFoundError):
     """Raised for a path at which no array exists."""
 
 
+class UnsupportedError(InputError):
+    """Raised for a product that can be computed, but not by the executor that was asked to compute it.
+
+    Executors are one device, several devices, workers, and the service. The message says what to drop.
+    """
+
+
 class BudgetError(OocGemmError, MemoryError):
     """Raised for a memory budget that is too small for every plan of the requested product.
 

@@ -31,7 +31,7 @@ from oocgemm.distributed.survey import (
 )
 from oocgemm.distributed.tasks import shared_request
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
-from oocgemm.jobs import output
+from oocgemm.jobs import output, support
 from oocgemm.jobs.execute import disk_errors
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
@@ -98,17 +98,13 @@ def _check_places(request: Request) -> None:
     """Raise `InputError` unless A, B and C are at places that other processes can open."""
     for name, operand in (("A", request.a.given), ("B", request.b.given)):
         if not stores.is_path(operand):
-            raise InputError(
-                f"{name} is a {type(operand).__name__}, which other processes cannot read: store it in a "
-                "zarr array or a .npy file that all workers see, and pass its path"
-            )
+            kind = type(operand).__name__
+            raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
     if request.c.kind not in (Kind.NPY, Kind.ZARR):
-        raise InputError(
-            f"C would be in {'a remote store' if request.c.kind is Kind.REMOTE else 'memory'}, where the "
-            "finished tiles of several workers cannot be recorded: pass a local path that all workers see"
-        )
+        where = "a remote store" if request.c.kind is Kind.REMOTE else "memory"
+        raise support.refusal(support.WORKERS, "C elsewhere", where=where)
     if request.timeline is not None:
         check_log(request.timeline)
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from oocgemm import backends, stores
 from oocgemm.engine.executor import Observer
+from oocgemm.jobs import support
 from oocgemm.jobs.epilogue import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
@@ -793,11 +794,13 @@ def types_of(verb: str | type, name: str) -> frozenset[Any]:
 def check_names(function: str, options: Iterable[str], known: type | Iterable[str]) -> None:
     """Raise `TypeError` for an unknown option, as Python does for an unknown parameter.
 
-    `known` is a class of options, or their names.
+    `known` is a class of options, or their names. Raises `UnsupportedError` for an option that chooses an
+    executor which cannot run the function.
     """
     names = known.__annotations__ if isinstance(known, type) else known
     for name in options:
         if name not in names:
+            support.check_option(function, name)
             raise TypeError(
                 f"{function}() got an unexpected option {name!r}: it takes {', '.join(sorted(names))}"
             )

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import isqrt, prod, sqrt
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from oocgemm import stores
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.integrity.rounding import OPERANDS
+from oocgemm.jobs import support
 from oocgemm.jobs.epilogue import Epilogue, steps_of
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.options import (
@@ -174,6 +175,7 @@ class Selection:
         same: whether op(B) is the transpose of op(A).
     """
 
+    feature: ClassVar[str] = "selection"  # of those that not every executor has
     topk: int = 0
     threshold: float = 0.0
     absolute: bool = False
@@ -212,6 +214,7 @@ class Chain:
         resident_bytes: host memory that the caller needs during the run.
     """
 
+    feature: ClassVar[str] = "passes"  # of those that not every executor has
     columns: int
     row: Array
     factor: Array | None = None
@@ -230,6 +233,7 @@ class Reduction:
         factor: V, in the accumulator's dtype. It has a row for each column of C.
     """
 
+    feature: ClassVar[str] = "selection"  # of those that not every executor has
     names: tuple[str, str]
     same: bool
     kind: str = ""
@@ -253,6 +257,7 @@ class Known:
 class Gram:
     """C is the product of op(X) and its conjugate transpose, of which a triangle is stored, or "full"."""
 
+    feature: ClassVar[str] = "gram"  # of those that not every executor has
     uplo: str = "full"
 
 
@@ -313,14 +318,16 @@ class Where:
     client: Any = None
     executor: Any = None
 
+    @property
+    def placement(self) -> str:
+        """The executor that computes the product: one of `support.EXECUTORS`."""
+        if self.is_distributed:
+            return support.WORKERS
+        return support.ONE if self.devices is None else support.SEVERAL
+
     def __post_init__(self) -> None:
         if self.devices is not None and self.device:
             raise InputError(f"device = {self.device} and devices both name devices: drop device")
-        if self.devices is not None and self.is_distributed:
-            raise InputError(
-                "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
-                "CUDA_VISIBLE_DEVICES set"
-            )
 
     @property
     def is_distributed(self) -> bool:
@@ -376,13 +383,18 @@ class Request:
 
     def __post_init__(self) -> None:
         requests_of(self.requests)
-        if self.where.is_distributed and self.epilogue:
-            raise InputError("workers run no epilogue: drop workers, client and executor, or the epilogue")
-        if self.where.is_distributed and (self.a.transform is not None or self.b.transform is not None):
-            raise InputError(
-                "workers compute with operands as they are stored: drop workers, client and executor, or the "
-                "transforms"
-            )
+        support.check(self.where.placement, self.uses)
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """The features of the product that not every executor has (`support.HOLES`)."""
+        used = {
+            "devices": self.where.devices is not None,
+            "epilogue": bool(self.epilogue),
+            "transform": self.a.transform is not None or self.b.transform is not None,
+        }
+        into = () if self.into is None else (self.into.feature,)
+        return frozenset((*into, *(name for name, is_used in used.items() if is_used)))
 
     @classmethod
     def of(cls, a: Any, b: Any, c: Destination, **options: Any) -> "Request":

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from oocgemm import planning
 from oocgemm.errors import InputError
+from oocgemm.jobs import support
 from oocgemm.jobs.options import PathLike, RunOptions, check_names
 from oocgemm.jobs.request import Request
 from oocgemm.planning.parts.partition import Partition, scaling
@@ -208,10 +209,7 @@ class Plan(planning.Plan):
         layouts = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}
         for operand, layout in layouts.items():
             if layout.in_memory:
-                raise InputError(
-                    f"{operand} is in the memory of this process, and other workers cannot access it: pass "
-                    "the path of an array"
-                )
+                raise support.refusal(support.WORKERS, "planned in memory", name=operand)
         counts = [workers] if isinstance(workers, int) else list(workers)
         rate = None if storage_read is None else parse_rate(storage_read)
         return scaling(self, counts, rate, keep_tile=self.request.tile is not None)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs import support
 from oocgemm.jobs.committer import tile_fingerprint
 from oocgemm.jobs.journal import REDO, Record, busy, owner, read
 from oocgemm.jobs.request import Destination
@@ -94,10 +95,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
     folder = c.journal_folder
     if folder is None:
         if resume:
-            raise InputError(
-                "a run can be resumed only if C is at a local path or in an object store, where a journal is "
-                "kept: drop --resume"
-            )
+            raise support.refusal(support.ONE, "resume without a path")
         return None
     record = read(folder)
     holder = owner(folder)

@@ -16,7 +16,8 @@ from oocgemm import backends, planning, stores
 from oocgemm.backends import Backend
 from oocgemm.engine.prefetch import Prefetch
 from oocgemm.engine.short import is_brief
-from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
+from oocgemm.errors import ExecutionError, OutOfMemoryError
+from oocgemm.jobs import support
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.execute import execute
 from oocgemm.jobs.imputing import check_known, how_to_replace
@@ -121,9 +122,8 @@ class PreparedJob:
         remember(job, self._engine)
         resumed = job.output.resumed
         if resumed is not None and (count := resumed.header.get("k_slices", 1)) > 1:
-            raise InputError(
-                f"the run at {self._request.c} divides k into {count} slices, which are computed by workers: "
-                "continue it with --workers 1 --resume (workers=1, resume=True)"
+            raise support.refusal(
+                self._request.where.placement, "slices of k", c=self._request.c, count=count
             )
         return self._checked(job)
 
@@ -254,10 +254,6 @@ def plan_request(request: Request) -> Plan:
 
 def run_request(request: Request) -> Result:
     """Run a request, and return its result."""
-    if request.gram and (request.where.is_distributed or request.where.devices is not None):
-        raise InputError(
-            "a Gram matrix is computed by one device: drop workers, client, executor and devices"
-        )
     _check_genotypes(request)
     if request.where.is_distributed:
         from oocgemm.distributed.run import run_distributed

@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oocgemm.errors import BackendError, BudgetError, InputError
+from oocgemm.jobs import support
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.service.backfill import Limits, Need
 from oocgemm.service.confinement import Confinement, environment, restrict_to
@@ -88,11 +89,11 @@ def checked(spec: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(path, str) or not path or "\0" in path:
             raise InputError(f"{name} must be the path of an array")
         if "://" in path:
-            raise InputError(f"{name} is a URL, and jobs take no URLs: pass the path of an array")
+            raise support.refusal(support.SERVICE, "URL", name=name)
         paths[name] = os.path.abspath(path)
     for name, value in options.items():
         if name not in OPTIONS:
-            raise InputError(f"unknown option {name}: a job takes {', '.join(sorted(OPTIONS))}")
+            raise support.refusal(support.SERVICE, "option", name=name, known=", ".join(sorted(OPTIONS)))
         if type(value) not in (allowed := json_types(name)):
             kinds = " or ".join(kind.__name__ for kind in allowed)
             raise InputError(f"option {name} must be of type {kinds}, not {type(value).__name__}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs import support
 from oocgemm.jobs.options import (
     METRICS,
     OPTIONS,
@@ -122,10 +123,7 @@ def check_options(function: str, options: Iterable[str]) -> None:
     """Raise an error for options that a function does not take."""
     for name in options:
         if name in OPTIONS - SELECTION_OPTIONS:
-            raise InputError(
-                f"{function} does not take the option {name}, which gemm does: drop it; one device computes "
-                "the result, which is kept in memory and not resumed"
-            )
+            raise support.refusal(support.ONE, "option of gemm", function=function, name=name)
     check_names(function, options, SELECTION_OPTIONS)
 
 

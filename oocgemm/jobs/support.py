@@ -1,0 +1,170 @@
+"""What executors cannot run, each with its reason. Nothing else refuses a combination of these.
+
+A request *uses* features, such as an epilogue (`Request.uses`, `USES` for each verb). An *executor* computes
+it: one device (the host or a GPU), several devices, worker processes, or a job of the service. `HOLES` lists
+the features that an executor lacks. All else must work: docs/reference/support.md is generated from this
+table and from the options of verbs, and tests run its cells.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from oocgemm.errors import UnsupportedError
+
+ONE, SEVERAL, WORKERS, SERVICE = "one device", "several devices", "workers", "service"
+EXECUTORS = (ONE, SEVERAL, WORKERS, SERVICE)
+
+
+class Hole(NamedTuple):
+    """A feature that executors lack. `reason` is the message of the error, a template of `str.format`."""
+
+    executors: tuple[str, ...]
+    feature: str
+    reason: str
+
+
+HOLES = (
+    Hole(
+        (WORKERS,),
+        "devices",
+        "devices and workers cannot be combined: drop devices, and start one worker per GPU with "
+        "CUDA_VISIBLE_DEVICES set",
+    ),
+    Hole(
+        (SEVERAL, WORKERS),
+        "gram",
+        "a Gram matrix is computed by one device: drop workers, client, executor and devices",
+    ),
+    Hole(
+        (SEVERAL, WORKERS),
+        "selection",
+        "elements of tiles are selected and reduced by one device: drop workers, client, executor and "
+        "devices",
+    ),
+    Hole(
+        (SEVERAL, WORKERS),
+        "passes",
+        "principal components are computed by one device: drop workers, client, executor and devices",
+    ),
+    Hole(
+        (WORKERS,),
+        "epilogue",
+        "workers run no epilogue: drop workers, client and executor, or the epilogue",
+    ),
+    Hole(
+        (WORKERS,),
+        "transform",
+        "workers compute with operands as they are stored: drop workers, client and executor, or the "
+        "transforms",
+    ),
+    Hole(
+        (WORKERS,),
+        "operand in memory",
+        "{name} is a {kind}, which other processes cannot read: store it in a zarr array or a .npy file that "
+        "all workers see, and pass its path",
+    ),
+    Hole(
+        (WORKERS,),
+        "planned in memory",
+        "{name} is in the memory of this process, and other workers cannot access it: pass the path of an "
+        "array",
+    ),
+    Hole(
+        (WORKERS,),
+        "C elsewhere",
+        "C would be in {where}, where the finished tiles of several workers cannot be recorded: pass a local "
+        "path that all workers see",
+    ),
+    Hole(
+        (ONE, SEVERAL),
+        "slices of k",
+        "the run at {c} divides k into {count} slices, which are computed by workers: continue it with "
+        "--workers 1 --resume (workers=1, resume=True)",
+    ),
+    Hole(
+        (ONE, SEVERAL, WORKERS, SERVICE),
+        "resume without a path",
+        "a run can be resumed only if C is at a local path or in an object store, where a journal is kept: "
+        "drop --resume",
+    ),
+    Hole(
+        (ONE, SEVERAL, WORKERS),
+        "option of gemm",
+        "{function} does not take the option {name}, which gemm does: drop it; one device computes the "
+        "result, which is kept in memory and not resumed",
+    ),
+    Hole(
+        (SERVICE,),
+        "URL",
+        "{name} is a URL, and jobs take no URLs: pass the path of an array",
+    ),
+    Hole(
+        (SERVICE,),
+        "verb",
+        "a job of the service computes A @ B: call {verb} of the library, or its command",
+    ),
+    Hole(
+        (SERVICE,),
+        "transform",
+        "jobs take operands as they are stored: store a transformed copy",
+    ),
+    Hole(
+        (SERVICE,),
+        "resume",
+        "a job that is interrupted goes on by itself: drop resume",
+    ),
+    Hole(
+        (SERVICE,),
+        "option",
+        "unknown option {name}: a job takes {known}",
+    ),
+)
+
+# Why verbs lack an option, on any executor.
+NO_OPTION = {
+    "transform": "the verb takes no transform",
+    "resume": "the result is kept in memory, and not resumed",
+    "verify": "the verb has no checksums",
+}
+# The options that choose an executor.
+OPTIONS: Mapping[str, str] = {
+    "devices": SEVERAL,
+    **dict.fromkeys(("workers", "client", "executor"), WORKERS),
+}
+# The features that the verbs use, beside those of their options.
+USES: Mapping[str, frozenset[str]] = {
+    "gemm": frozenset(),
+    "gram": frozenset({"gram"}),
+    "corr": frozenset({"gram"}),
+    "cov": frozenset({"gram"}),
+    "grm": frozenset({"gram"}),
+    "similarity": frozenset({"selection"}),
+    "reduce": frozenset({"selection"}),
+    "kernel_matmul": frozenset({"selection"}),
+    "pca": frozenset({"passes"}),
+}
+
+
+def hole(executor: str, uses: Collection[str]) -> Hole | None:
+    """Return the first hole of an executor among the features that a product uses; None if it can run it."""
+    return next((one for one in HOLES if executor in one.executors and one.feature in uses), None)
+
+
+def check(executor: str, uses: Collection[str]) -> None:
+    """Raise `UnsupportedError` if an executor lacks a feature."""
+    found = hole(executor, uses)
+    if found is not None:
+        raise UnsupportedError(found.reason)
+
+
+def refusal(executor: str, feature: str, **facts: object) -> UnsupportedError:
+    """Return the error for a feature that an executor lacks. `facts` fill in the template of its reason."""
+    found = hole(executor, {feature})
+    assert found is not None, f"{executor} has no hole {feature}"
+    return UnsupportedError(found.reason.format(**facts))
+
+
+def check_option(verb: str, name: str) -> None:
+    """Raise `UnsupportedError` for an option that chooses an executor on which a verb cannot run."""
+    if name in OPTIONS:
+        check(OPTIONS[name], USES.get(verb.removeprefix("plan_"), ()))

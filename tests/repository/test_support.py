@@ -1,0 +1,64 @@
+"""The page on what runs where says what is so: its cells run, and its holes are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support  # type: ignore[import-not-found]
+from support import PAGE, Cell, cells, covering, page
+
+import oocgemm
+from oocgemm.jobs.options import VERBS, options_of
+from oocgemm.jobs.support import HOLES, OPTIONS, USES, hole
+from tests.support.support_cells import A, run
+
+RUNS = [cell for cell in cells() if cell.hole is None]
+
+
+def named(cell: Cell) -> str:
+    return f"{cell.verb}-{cell.operand}-{cell.executor}-{cell.mode}"
+
+
+@pytest.mark.parametrize("cell", covering(), ids=named)
+def test_each_pair_of_values_runs(cell: Cell, tmp_path: Path) -> None:
+    run(cell, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", RUNS, ids=named)
+def test_each_combination_runs(cell: Cell, tmp_path: Path) -> None:
+    run(cell, tmp_path)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page()
+
+
+def test_few_combinations_have_all_pairs() -> None:
+    pairs = {pair for cell in RUNS for pair in support.pairs(cell)}
+    assert pairs == {pair for cell in covering() for pair in support.pairs(cell)}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_take_the_options_of_the_executors_that_run_them(verb: str) -> None:
+    for name, executor in OPTIONS.items():
+        assert (name in options_of(verb)) == (hole(executor, USES[verb]) is None)
+
+
+@pytest.mark.parametrize("verb", sorted(USES.keys() - {"gemm"}))
+@pytest.mark.parametrize("option", ["devices", "workers"])
+def test_executors_refuse_verbs_that_they_cannot_run(verb: str, option: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "pca": {"k": 1},
+        "similarity": {"topk": 1},
+        "reduce": {"to": oocgemm.Reduce("sum")},
+        "kernel_matmul": {"v": A[:, 0], "gamma": 1.0},
+    }
+    chosen = {"devices": "0,0", "workers": 2}[option]
+    with pytest.raises(oocgemm.UnsupportedError, match="one device"):
+        getattr(oocgemm, verb)(A, **options.get(verb, {}), **{option: chosen})
+
+
+def test_holes_have_reasons() -> None:
+    assert all(len(one.reason.split()) >= 5 and one.executors for one in HOLES)
+    assert all(cell.hole for cell in cells() if cell not in RUNS)

@@ -1,0 +1,182 @@
+"""Run the combinations of docs/reference/support.md on small integers, and check their results."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from support import Cell  # type: ignore[import-not-found]
+
+import oocgemm
+from oocgemm.service.dispatcher import Dispatcher
+from oocgemm.service.job_planner import checked, planned
+from oocgemm.service.job_store import JobStore, NewJob
+from oocgemm.service.protocol import State
+from tests.support.fake_cuda import fake_cuda
+from tests.support.services import LIMITS, run_all
+from tests.support.web_files import web_server
+
+Array = Any
+TRANSFORM = oocgemm.Transform(center="k")
+GAMMA = 0.125
+# 16 x 20 and 20 x 12 numbers from 0 to 2: also genotypes.
+A, B = (
+    np.random.default_rng(n).integers(0, 3, s).astype(np.float64) for n, s in ((1, (16, 20)), (2, (20, 12)))
+)
+MAX_STEPS = 9  # after which a run is interrupted: more than a tile has, fewer than all tiles or passes
+V = np.arange(-5.0, 11.0)
+EXECUTORS: Mapping[str, dict[str, Any]] = {
+    "host": {},
+    "devices": {"devices": "0,0"},
+    "workers": {"workers": 2, "memory": "400MiB"},
+}
+
+
+class Call:
+    """How a verb is called on the operands A (or X) and B, and what its result must be."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        result: Callable[[Any], Array],
+        expected: Callable[[Array], Array],
+        *,
+        stores: bool = True,
+        tiles: bool = True,
+        **options: Any,
+    ) -> None:
+        self.call, self.result, self.expected = call, result, expected
+        self.stores, self.tiles, self.options = stores, tiles, options
+
+
+def _correlation(x: Array) -> Array:
+    return np.corrcoef(x)
+
+
+def _cosines(x: Array) -> Array:
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    found = unit @ unit.T
+    np.fill_diagonal(found, -np.inf)
+    return np.sort(found, axis=1)[:, ::-1][:, :3]
+
+
+def _relationships(x: Array) -> Array:
+    p = x.mean(axis=0) / 2
+    z = (x - 2 * p) / np.sqrt(2 * p * (1 - p))
+    return z @ z.T / x.shape[1]
+
+
+def _kernel(x: Array) -> Array:
+    squares = ((x[:, None] - x[None]) ** 2).sum(axis=2)
+    return np.exp(-GAMMA * squares) @ V
+
+
+CALLS: Mapping[str, Call] = {
+    "gemm": Call(oocgemm.gemm, lambda found: found.out, lambda a: a @ B),
+    "gram": Call(oocgemm.gram, lambda found: found.out, lambda x: x @ x.T),
+    "corr": Call(oocgemm.corr, lambda found: found.out, _correlation),
+    "cov": Call(oocgemm.cov, lambda found: found.out, np.cov),
+    "similarity": Call(oocgemm.similarity, lambda found: found.scores, _cosines, stores=False, topk=3),
+    "grm": Call(oocgemm.grm, lambda found: found.out, _relationships),
+    "pca": Call(
+        oocgemm.pca,
+        lambda found: found.singular_values,
+        lambda x: np.linalg.svd(x - x.mean(axis=0), compute_uv=False)[:3],
+        tiles=False,
+        k=3,
+        tol=1e-9,
+        oversampling=2,
+        iterations=200,
+    ),
+    "kernel_matmul": Call(oocgemm.kernel_matmul, lambda found: found, _kernel, stores=False, gamma=GAMMA),
+    "reduce": Call(
+        oocgemm.reduce,
+        lambda found: found,
+        lambda a: (a @ B).sum(axis=1),
+        stores=False,
+        to=oocgemm.Reduce("sum"),
+    ),
+}
+
+
+def run(cell: Cell, folder: Path) -> None:
+    """Compute a combination with arrays in a folder. Raises `AssertionError` if its result is wrong."""
+    with ExitStack() as stack:
+        a, b = (_stored(cell, folder, name, array, stack) for name, array in (("a", A), ("b", B)))
+        expected = CALLS[cell.verb].expected(A - A.mean(axis=0) if cell.operand == "transformed" else A)
+        if cell.executor == "service":
+            np.testing.assert_array_equal(_job(cell, folder, a, b), expected)
+            return
+        found = _call(cell, folder, a, b, stack)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _stored(cell: Cell, folder: Path, name: str, array: Array, stack: ExitStack) -> str:
+    """Store an operand; return its path or URL."""
+    options: Any = {} if cell.operand == "compressed" else {"compressors": None}
+    zarr.create_array(folder / f"{name}.zarr", data=array, chunks=(8, 8), **options)
+    if cell.operand == "remote":
+        return f"{stack.enter_context(web_server(folder))}/{name}.zarr"
+    return str(folder / f"{name}.zarr")
+
+
+def _call(cell: Cell, folder: Path, a: str, b: str, stack: ExitStack) -> Array:
+    """Return what the verb computes. With the mode "resume", the first run is interrupted."""
+    verb, options = CALLS[cell.verb], dict(CALLS[cell.verb].options)
+    operands: list[Any] = [a, b] if cell.verb in ("gemm", "reduce") else [a]
+    if cell.verb == "kernel_matmul":
+        operands.append(V)
+    if cell.operand == "transformed":
+        options["transform_a" if cell.verb == "gemm" else "transform"] = TRANSFORM
+    if verb.stores and (cell.mode == "resume" or cell.executor == "workers"):
+        options["c" if cell.verb == "gemm" else "out"] = str(folder / "c.zarr")
+    if verb.tiles:
+        options["tile"] = "8x8x8"
+    if cell.mode == "verify":
+        options["verify"] = True
+    if cell.executor == "device":
+        stack.enter_context(fake_cuda())
+        options |= {"backend": "cuda", "kernel": "cublas"}
+    else:
+        options |= {"backend": "host"} | EXECUTORS[cell.executor]
+    if cell.mode == "resume":
+        with _interrupted(options) as once:
+            verb.call(*operands, **once)
+        options["resume"] = True
+    return np.asarray(verb.result(verb.call(*operands, **options)))
+
+
+@contextmanager
+def _interrupted(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield options with which a run is interrupted after some operations, as by Ctrl-C."""
+    kinds: list[str] = []
+
+    def observe(span: Any) -> None:
+        kinds.append(span.kind)
+        if kinds.count("write") > 1 or kinds.count("multiply") > MAX_STEPS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        yield dict(options) | {"progress": lambda plan: observe}
+
+
+def _job(cell: Cell, folder: Path, a: str, b: str) -> Array:
+    """Return what a job of a service computes."""
+    spec = {"a": a, "b": b, "c": str(folder / "c.npy"), "options": {"verify": cell.mode == "verify"}}
+    found = planned(checked(spec), LIMITS, "host")
+    store = JobStore(folder / "db")
+    dispatcher = Dispatcher(store, folder, lambda: LIMITS)
+    new = NewJob(
+        owner="user", spec=found.spec, plan=found.summary, need=found.need, seconds=found.seconds,
+        c_path=found.spec["c"],
+    )  # fmt: skip
+    try:
+        store.submit([new])
+        (job,) = run_all(dispatcher, store)
+    finally:
+        dispatcher.close()
+    assert job.state is State.SUCCEEDED, job.error
+    return np.load(folder / "c.npy")
