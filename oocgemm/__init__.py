@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from oocgemm.errors import (
         BackendError,
         BudgetError,
+        CombinationError,
         DataWarning,
         ExecutionError,
         InputError,
         NotFoundError,
         OocGemmError,
         OutOfMemoryError,
-        UnsupportedError,
     )
     from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
@@ -56,6 +56,7 @@ __all__ = [
     "BudgetError",
     "Cast",
     "Client",
+    "CombinationError",
     "Correlation",
     "DataWarning",
     "Divide",
@@ -89,7 +90,6 @@ __all__ = [
     "Timeline",
     "TopK",
     "Transform",
-    "UnsupportedError",
     "Verification",
     "corr",
     "cov",
@@ -115,7 +115,7 @@ __all__ = [
 _HOMES = {
     "errors": (
         *("BackendError", "BudgetError", "DataWarning", "ExecutionError", "InputError"),
-        *("NotFoundError", "OocGemmError", "OutOfMemoryError", "UnsupportedError"),
+        *("NotFoundError", "OocGemmError", "OutOfMemoryError", "CombinationError"),
     ),
     "backends": ("release",),
     "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),

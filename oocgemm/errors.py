@@ -20,7 +20,7 @@ class NotFoundError(InputError, FileNotFoundError):
     """Raised for a path at which no array exists."""
 
 
-class UnsupportedError(InputError):
+class CombinationError(InputError):
     """Raised for a product that can be computed, but not by the executor that was asked to compute it.
 
     Executors are one device, several devices, workers, and the service. The message says what to drop.

@@ -20,9 +20,9 @@ A child process ends if its coordinator has ended, or says so, or cannot be seen
 It also ends with its worker (`child.Watch`). One that has opened a GPU stays for the next tasks
 (`processes`).
 
-Modules: `run` is the entry point in the process of the caller. `survey` checks the workers before anything is
-written. `crew` has the workers: threads of this process, an executor, or a dask cluster. `coordinator`
-decides which worker computes which part, and drives all of it. `slices` adds the partial products of a
-divided k. `tasks` is what is sent to workers, `processes` what runs in a worker, and `child` in its child
-processes. `attempts` has the files that coordinator and child processes share.
+Modules: `distribute` is the entry point in the process of the caller. `survey` checks the workers before
+anything is written. `crew` has the workers: threads of this process, an executor, or a dask cluster.
+`coordinator` decides which worker computes which part, and drives all of it. `slices` adds the partial
+products of a divided k. `tasks` is what is sent to workers, `processes` what runs in a worker, and `child` in
+its child processes. `attempts` has the files that coordinator and child processes share.
 """

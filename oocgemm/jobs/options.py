@@ -794,7 +794,7 @@ def types_of(verb: str | type, name: str) -> frozenset[Any]:
 def check_names(function: str, options: Iterable[str], known: type | Iterable[str]) -> None:
     """Raise `TypeError` for an unknown option, as Python does for an unknown parameter.
 
-    `known` is a class of options, or their names. Raises `UnsupportedError` for an option that chooses an
+    `known` is a class of options, or their names. Raises `CombinationError` for an option that chooses an
     executor which cannot run the function.
     """
     names = known.__annotations__ if isinstance(known, type) else known

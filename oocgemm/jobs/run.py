@@ -256,7 +256,7 @@ def run_request(request: Request) -> Result:
     """Run a request, and return its result."""
     _check_genotypes(request)
     if request.where.is_distributed:
-        from oocgemm.distributed.run import run_distributed
+        from oocgemm.distributed.distribute import run_distributed
 
         return _run(request, partial(run_distributed, request))
     if (recent := find(request)) is not None:

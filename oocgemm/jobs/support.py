@@ -9,7 +9,7 @@ table and from the options of verbs, and tests run its cells.
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from oocgemm.errors import UnsupportedError
+from oocgemm.errors import CombinationError
 
 ONE, SEVERAL, WORKERS, SERVICE = "one device", "several devices", "workers", "service"
 EXECUTORS = (ONE, SEVERAL, WORKERS, SERVICE)
@@ -151,20 +151,20 @@ def hole(executor: str, uses: Collection[str]) -> Hole | None:
 
 
 def check(executor: str, uses: Collection[str]) -> None:
-    """Raise `UnsupportedError` if an executor lacks a feature."""
+    """Raise `CombinationError` if an executor lacks a feature."""
     found = hole(executor, uses)
     if found is not None:
-        raise UnsupportedError(found.reason)
+        raise CombinationError(found.reason)
 
 
-def refusal(executor: str, feature: str, **facts: object) -> UnsupportedError:
+def refusal(executor: str, feature: str, **facts: object) -> CombinationError:
     """Return the error for a feature that an executor lacks. `facts` fill in the template of its reason."""
     found = hole(executor, {feature})
     assert found is not None, f"{executor} has no hole {feature}"
-    return UnsupportedError(found.reason.format(**facts))
+    return CombinationError(found.reason.format(**facts))
 
 
 def check_option(verb: str, name: str) -> None:
-    """Raise `UnsupportedError` for an option that chooses an executor on which a verb cannot run."""
+    """Raise `CombinationError` for an option that chooses an executor on which a verb cannot run."""
     if name in OPTIONS:
         check(OPTIONS[name], USES.get(verb.removeprefix("plan_"), ()))

@@ -27,7 +27,7 @@ DRIVER = (
 Pieces = NDArray[np.uintp]
 
 
-class _Memory(ctypes.Structure):
+class _MemoryBlock(ctypes.Structure):
     """struct ooc_memory."""
 
     _fields_ = (("address", _AT), ("pitch", ctypes.c_ssize_t))
@@ -80,7 +80,7 @@ def row_pieces(rows: int, row: int, size: int) -> Pieces:
 
 def memory_block(array: NDArray[Any], pieces: Pieces, device: int, *, uploads: bool) -> Block:
     """Return the block that is an array with contiguous rows. `device` is its address on the device."""
-    place = _Memory(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)
+    place = _MemoryBlock(array.ctypes.data, array.strides[0] if len(array) > 1 else 0)
     found = Block(
         move=_library().from_memory if uploads else _library().to_memory,
         place=ctypes.addressof(place),

@@ -69,7 +69,7 @@ def test_parts_in_any_order_give_the_bits_of_one_process(
     for workers in (1, 2):
         fresh(tmp_path, tmp_path / c, old=beta != 0)
         if workers == 2:
-            monkeypatch.setattr("oocgemm.distributed.run.partition", shuffled)
+            monkeypatch.setattr("oocgemm.distributed.distribute.partition", shuffled)
         multiply(tmp_path, c, beta=beta, workers=workers)
         found.append(content(tmp_path / c))
     assert found[0] == found[1]

@@ -22,7 +22,7 @@ from tests.support.clusters import all_ended, children, content, environment, fr
 from tests.support.suite import slow
 
 EXTENT, TILE, MEMORY = 96, "24x32x16", "400MiB"  # 4 x 3 tiles of 6 steps
-PARTITION = "oocgemm.distributed.run.partition"
+PARTITION = "oocgemm.distributed.distribute.partition"
 
 
 def sliced(count: int, down: int = 1) -> Callable[..., Partition]:
@@ -136,7 +136,7 @@ def test_the_report_counts_slices_and_their_sum(here: Path, monkeypatch: pytest.
 
 SCRIPT = """
 import sys
-import oocgemm.distributed.run as run
+import oocgemm.distributed.distribute as run
 from tests.distributed.test_k_slices import multiply, sliced
 from pathlib import Path
 run.partition = sliced(3)
