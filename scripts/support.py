@@ -75,7 +75,7 @@ class Cell:
         if self.mode != "once" and self.mode not in options:
             return support.NO_OPTION[self.mode]
         found = support.hole(executor, uses)
-        return None if found is None else found.reason.format(name="A", verb=self.verb)
+        return None if found is None else found.reason.format(name="A")
 
 
 def cells() -> Iterator[Cell]:

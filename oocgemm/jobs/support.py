@@ -101,7 +101,7 @@ HOLES = (
     Hole(
         (SERVICE,),
         "verb",
-        "a job of the service computes A @ B: call {verb} of the library, or its command",
+        "a job of the service computes A @ B: call the verb in the library, or as a command",
     ),
     Hole(
         (SERVICE,),
