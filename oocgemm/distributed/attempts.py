@@ -37,7 +37,7 @@ from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import open_regular, read_regular
 from oocgemm.system.threads import start
 
@@ -246,11 +246,11 @@ class Tail:
 class AttemptTarget(Target):
     """C while a child process computes a part: its tiles go to redo files in the attempt's folder."""
 
-    matrix: Durable
+    matrix: ResumableMatrix
 
     def __init__(self, job: PreparedRun, folder: Path) -> None:
         """Begin an attempt. Raises `ExecutionError` if its folder has been removed."""
-        self.matrix = cast(Durable, job.output.matrix)
+        self.matrix = cast(ResumableMatrix, job.output.matrix)
         try:
             self._file = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
@@ -275,7 +275,7 @@ class AttemptTarget(Target):
 class _AttemptCommitter(TileQueue):
     """Makes the redo files of tiles durable, and adds the tiles to the journal of the attempt."""
 
-    def __init__(self, file: int, matrix: Durable, grid: TileGrid, redo: Path) -> None:
+    def __init__(self, file: int, matrix: Resumable, grid: TileGrid, redo: Path) -> None:
         self._file = file
         self._matrix = matrix
         self._grid = grid

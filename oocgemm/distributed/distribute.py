@@ -102,7 +102,7 @@ def _check_places(request: Request) -> None:
             raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
-    if request.c.kind not in (Kind.NPY, Kind.ZARR):
+    if request.c.kind is not Kind.LOCAL:
         where = "a remote store" if request.c.kind is Kind.REMOTE else "memory"
         raise support.refusal(support.WORKERS, "C elsewhere", where=where)
     if request.timeline is not None:

@@ -10,11 +10,10 @@ from oocgemm.backends.compressed import Compressed
 from oocgemm.engine.blocks import stored_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array, Matrix, is_mapped, memory
-from oocgemm.stores.cached import Stored, cached_chunks
+from oocgemm.stores import Array, Coded, Collecting, Matrix, in_memory, memory
+from oocgemm.stores.cached import Stored
+from oocgemm.stores.capabilities import cached_chunks
 from oocgemm.stores.compressors import Codec, Fetched
-from oocgemm.stores.sparse import SparseMatrix
-from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]
@@ -38,15 +37,15 @@ def host_block(
     `transfer` copies parts of a pageable block from or to the matrix. Of a sparse C, the result takes the
     elements that the device has found.
     """
-    if isinstance(matrix, SparseMatrix) and plan.problem.sink.bounded:
+    if isinstance(matrix, Collecting) and plan.problem.sink.bounded:
         return Found(partial(matrix.put, operation.m, operation.n))
     (top, bottom), (left, right) = stored_block(plan, operation)
     if plan.is_direct(operation.operand):
         return Pinned(memory(matrix)[top:bottom, left:right])
 
     shape, dtype = (bottom - top, right - left), matrix.dtype
-    if matrix.layout.in_memory and not isinstance(matrix, SparseMatrix) and not is_mapped(matrix):
-        array = memory(matrix)[top:bottom, left:right]
+    if (whole := in_memory(matrix)) is not None:
+        array = whole[top:bottom, left:right]
         uploading = operation.kind is Kind.UPLOAD
 
         def copy(rows: Range, cols: Range, part: Array) -> None:
@@ -66,7 +65,7 @@ def host_block(
         chunks = cached_chunks(matrix) if operation.kind is Kind.UPLOAD else None
         stored = None if chunks is None else Stored(chunks, top, left)
         return Pageable(shape, dtype, move, *place, stored=stored)
-    assert isinstance(matrix, ZarrMatrix)
+    assert isinstance(matrix, Coded)
 
     def fetch(rows: Range, cols: Range, out: Array) -> list[Fetched]:
         block = (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1])

@@ -13,10 +13,9 @@ from oocgemm.engine.mirror import adjoint, complete, mirrored, outside, replace_
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range, ceil_div, length
-from oocgemm.stores import FULL, Array, Matrix, no_room
+from oocgemm.stores import FULL, Array, Coded, Matrix, no_room
 from oocgemm.stores.base import Retries, failure
 from oocgemm.stores.compressors import index_of
-from oocgemm.stores.zarr_matrix import ZarrMatrix
 
 # A function that is called with each part of a block: its rows and columns in the stored operand, its data.
 OnPart = Callable[[Range, Range, Array], None]
@@ -89,7 +88,7 @@ class Transfers:
     def _frames(self, operation: Operation, slot: Array) -> list[Work]:
         """Return a call for each chunk of a strip of C that the GPU has compressed, which writes it."""
         matrix, (rows, cols) = self._operands["C"], operation.block
-        assert isinstance(matrix, ZarrMatrix)
+        assert isinstance(matrix, Coded)
         down, across = (
             range(start // chunk, ceil_div(stop, chunk))
             for (start, stop), chunk in zip((rows, cols), self._plan.chunks, strict=True)

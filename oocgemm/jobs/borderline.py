@@ -16,9 +16,8 @@ from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.sampling import reading_again
 from oocgemm.jobs.transforms import memory_of
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array, Matrix
+from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.base import Retries
-from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.transformed import StandardizedMatrix
 from oocgemm.system.threads import Cancel
 
@@ -28,7 +27,7 @@ DEPTH, PRODUCTS = 1 << 14, 1 << 20
 BAND = 32
 
 
-def settle(job: PreparedRun, found: SparseMatrix, retries: Retries, cancel: Cancel) -> None:
+def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel) -> None:
     """Decide on the pairs within the margin of the threshold.
 
     Reads that were tried again are added to `retries`. Raises `ExecutionError` if an operand cannot be read,

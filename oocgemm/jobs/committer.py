@@ -11,7 +11,7 @@ from oocgemm.jobs.journal import Journal
 from oocgemm.jobs.object_journal import ObjectJournal
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.capabilities import Resumable
 from oocgemm.system.threads import start
 
 MAX_NAMED = 8  # maximum number of tiles that an error message lists
@@ -78,7 +78,7 @@ def _named(tiles: Sequence[Tile]) -> str:
     return f"one of the tiles {', '.join(map(str, tiles[:MAX_NAMED]))}{more}"
 
 
-def tile_fingerprint(matrix: Durable, grid: TileGrid, tile: Tile) -> str | None:
+def tile_fingerprint(matrix: Resumable, grid: TileGrid, tile: Tile) -> str | None:
     """Return the fingerprint of the files of a tile; None if these files also contain other tiles."""
     found = [matrix.block_fingerprint(*block) for block in grid.blocks(tile)]
     known = [fingerprint for fingerprint in found if fingerprint is not None]
@@ -93,7 +93,7 @@ class Committer(TileQueue):
     """
 
     def __init__(
-        self, journal: Journal | ObjectJournal, matrix: Durable, grid: TileGrid, *, redo: bool
+        self, journal: Journal | ObjectJournal, matrix: Resumable, grid: TileGrid, *, redo: bool
     ) -> None:
         self._journal = journal
         self._matrix = matrix

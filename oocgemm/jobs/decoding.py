@@ -4,11 +4,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from oocgemm.errors import BudgetError
-from oocgemm.jobs.request import Destination, Kind
+from oocgemm.jobs.request import Destination
 from oocgemm.jobs.transforms import as_read
 from oocgemm.planning import Coding, GemmProblem, Plan, division_of
-from oocgemm.stores import Matrix
-from oocgemm.stores.zarr_matrix import ZarrMatrix
+from oocgemm.stores import Coded, Matrix
 
 
 def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
@@ -16,7 +15,7 @@ def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
     found = {}
     for operand, matrix in zip("AB", (a, b), strict=True):
         read = as_read(problem, matrix)
-        coding = read.coding if isinstance(read, ZarrMatrix) else None
+        coding = read.coding() if isinstance(read, Coded) else None
         if coding is not None:
             found[operand] = coding
     return found
@@ -28,8 +27,8 @@ def codec_of_c(c: Destination, existing: Matrix | None, dtype: str, compressor: 
     `dtype` and `compressor` are those of a new C, if there is no `existing` one.
     """
     if existing is not None:
-        return existing.codec if isinstance(existing, ZarrMatrix) else ""
-    return compressor or "" if c.kind is Kind.ZARR and dtype != "bfloat16" else ""
+        return existing.codec() if isinstance(existing, Coded) else ""
+    return compressor or "" if c.has_chunks and dtype != "bfloat16" else ""
 
 
 def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:

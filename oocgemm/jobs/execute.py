@@ -24,8 +24,8 @@ from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples
 from oocgemm.jobs.transforms import on_device
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
+from oocgemm.stores import Collecting
 from oocgemm.stores.base import Retries
-from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
@@ -100,7 +100,7 @@ def execute(
                 opened.close()  # its memory is free for the samples
             elif not (is_short(job.plan) or _frees_little(job.plan)):
                 cleanup.enter_context(_freeing(staging, opened))
-        if isinstance(target.matrix, SparseMatrix):
+        if isinstance(target.matrix, Collecting):
             retries = Retries()
             settle(job, target.matrix, retries, cancel)
             _note(retries.made, facts["retried"])

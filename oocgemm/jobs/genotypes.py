@@ -4,8 +4,8 @@ import numpy as np
 
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning.tiling import Range
-from oocgemm.stores import Array
-from oocgemm.stores.plink import PER_BYTE, BedMatrix
+from oocgemm.stores import Array, Genotypes
+from oocgemm.stores.plink import PER_BYTE
 
 # Bytes of the file that are counted at a time. Temporary arrays have six times as many bytes.
 _SLAB = 64 << 10
@@ -13,7 +13,7 @@ _SLAB = 64 << 10
 _LOW = np.uint64(0x5555_5555_5555_5555)
 
 
-def genotype_counts(matrix: BedMatrix, memory: int) -> Array:
+def genotype_counts(matrix: Genotypes, memory: int) -> Array:
     """Return how many genotypes of each variant are 0, 1, 2 and missing, an array with four columns.
 
     Words of 32 genotypes are counted by their bits: a high bit alone stands for 1, a low bit alone for a

@@ -3,7 +3,6 @@
 They are found by the counts of genotypes per variant, which `stats` caches.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +13,14 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import memory_of
-from oocgemm.stores import Matrix, is_path
+from oocgemm.stores import Genotypes, Matrix
+from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import AS_STORED
-from oocgemm.stores.plink import MISSING, BedMatrix, is_bed
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import ImputedMatrix
 
 
-def gaps(matrix: BedMatrix, memory: int) -> Stats | None:
+def gaps(matrix: Genotypes, memory: int) -> Stats | None:
     """Return the statistics of variants, from the cache or by a pass; None if no genotype is missing."""
     found = stats_of(matrix, 1 - matrix.variant_axis, Transform(missing=MISSING), memory, extremes=False)
     return found if found.missing.any() else None
@@ -33,10 +32,10 @@ def imputed(matrix: Matrix, memory: int) -> Matrix:
     Other matrices, and .bed files without missing genotypes, are returned as they are. A variant without any
     known genotype becomes 0. Raises `ExecutionError` if the file cannot be read.
     """
-    found = gaps(matrix, memory) if isinstance(matrix, BedMatrix) else None
+    found = gaps(matrix, memory) if isinstance(matrix, Genotypes) else None
     if found is None:
         return matrix
-    assert isinstance(matrix, BedMatrix)
+    assert isinstance(matrix, Genotypes)
     return ImputedMatrix(matrix, matrix.variant_axis, MISSING, np.where(found.count > 0, found.mean, 0))
 
 
@@ -68,10 +67,10 @@ def check_known(
         remedy: what says how to replace them.
     """
     replaced = isinstance(transform, Transform) and transform.missing == MISSING
-    if replaced or not is_path(operand) or not is_bed(os.fspath(operand)):
+    if replaced or not stores.store_of(operand).has_genotypes:
         return
     matrix = stores.open_matrix(name, operand)
-    if isinstance(matrix, BedMatrix) and (found := gaps(matrix, memory())) is not None:
+    if isinstance(matrix, Genotypes) and (found := gaps(matrix, memory())) is not None:
         raise InputError(
             f"{name}: {operand} has {found.missing.sum()} missing genotypes, which would count as {MISSING}: "
             f"{remedy}; or {AS_STORED}"

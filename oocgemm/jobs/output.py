@@ -26,7 +26,8 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.durable import DATA, SIDECAR, Durable, sync_path
+from oocgemm.stores.capabilities import Durable, ResumableMatrix
+from oocgemm.stores.durable import DATA, SIDECAR, sync_path
 from oocgemm.stores.sparse import Rule, SparseMatrix
 from oocgemm.system.installed import __version__
 from oocgemm.system.resources import available_for, available_memory
@@ -85,18 +86,19 @@ class Unjournaled(Target):
     def __init__(self, job: PreparedRun) -> None:
         self._was_complete, self._uplo = _was_complete(job), job.plan.problem.cover.name
         self.matrix = create_output(job)
-        self.matrix.set_finished(False)
+        if isinstance(self.matrix, Durable):
+            self.matrix.set_finished(False)
 
     def finished(self, tile: Tile) -> None:
         pass
 
     def seal(self) -> None:
-        self.matrix.sync()
-        stores.record_uplo(self.matrix, self._uplo)
-        self.matrix.set_finished(True)
+        if isinstance(self.matrix, Durable):
+            self.matrix.sync()
+            self.matrix.set_finished(True, self._uplo)
 
     def abandon(self) -> None:
-        if self._was_complete and not self.written:
+        if self._was_complete and not self.written and isinstance(self.matrix, Durable):
             self.matrix.set_finished(True)
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class Journaled(Target):
     `oocgemm.jobs.journal` describes the order of writes.
     """
 
-    matrix: Durable
+    matrix: ResumableMatrix
 
     def __init__(self, job: PreparedRun, earlier: Earlier) -> None:
         self._earlier = earlier
@@ -139,7 +141,7 @@ class Journaled(Target):
         self._was_complete = ended and _was_complete(job)
         self._redo, self._uplo = job.plan.problem.updates_c, job.plan.problem.cover.name
         if found is not None:
-            self.matrix = cast(Durable, found)
+            self.matrix = cast(ResumableMatrix, found)
         try:
             self._journal = open_journal(earlier.folder)
         except OocGemmError:
@@ -175,7 +177,7 @@ class Journaled(Target):
             self._journal.start(self._header)
         if self._creates and earlier.recreates:
             stores.clear(earlier.folder, keep=(JOURNAL, LOCK, PARTIAL))
-        self.matrix = cast(Durable, create_output(job, earlier.folder))
+        self.matrix = cast(ResumableMatrix, create_output(job, earlier.folder))
         self._created = self._creates
         if isinstance(self._journal, ObjectJournal):
             cast(Any, self.matrix).guard = self._journal.check_lease
@@ -211,8 +213,7 @@ class Journaled(Target):
         # All tiles are in C. After `complete`, no run would remove what a killed one has left here.
         stores.remove(self._earlier.folder / REDO)
         self._remove_parts()
-        stores.record_uplo(self.matrix, self._uplo)
-        self.matrix.set_finished(True)
+        self.matrix.set_finished(True, self._uplo)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         # The journal of a zarr array stays in its folder. That of a .npy file is moved into the file.
         if self._earlier.folder.name != SIDECAR and isinstance(self._journal, Journal):

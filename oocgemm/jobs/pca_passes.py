@@ -31,8 +31,8 @@ from oocgemm.jobs.subspace import MAX_MATRICES, Block, Subspace, advance, start
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
-from oocgemm.stores import Array, Matrix
-from oocgemm.stores.plink import MISSING, BedMatrix
+from oocgemm.stores import Array, Genotypes, Matrix
+from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors
 
@@ -105,7 +105,7 @@ class Passes:
         self.transform = _centered(transform or Transform(), center=center)
         # Missing genotypes of a .bed file are replaced, if it has any.
         self._imputes = (
-            self._decodes and isinstance(self.matrix, BedMatrix) and self.transform.missing is None
+            self._decodes and isinstance(self.matrix, Genotypes) and self.transform.missing is None
         )
         if self._imputes:
             self.transform = replace(self.transform, missing=MISSING)
@@ -139,7 +139,7 @@ class Passes:
         """Return the state before the first pass. X is read if its transform needs statistics."""
         request = Request.of(None, None, Destination.parse(None), **self._options)
         self._memory = memory = memory_of(request)
-        if self._imputes and isinstance(self.matrix, BedMatrix) and gaps(self.matrix, memory) is None:
+        if self._imputes and isinstance(self.matrix, Genotypes) and gaps(self.matrix, memory) is None:
             self.transform = replace(self.transform, missing=None)
         elif self._decodes:
             check_known("X", self._x, self.transform, lambda: memory, how_to_replace())

@@ -288,10 +288,10 @@ def _existing(
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
     """Return the chunks and compressor that an unfinished run had chosen for C.
 
-    The new run creates C again with them, since no tile of the unfinished run can be kept. For a .npy file,
-    which has neither, both are None.
+    The new run creates C again with them, since no tile of the unfinished run can be kept. For a C without
+    chunks, both are None.
     """
-    if c.kind is Kind.NPY:
+    if c.kind is Kind.LOCAL and not c.has_chunks:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
     return (rows, cols), earlier.header["given"]["compressor"]

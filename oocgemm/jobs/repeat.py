@@ -16,7 +16,7 @@ from oocgemm.backends import Backend
 from oocgemm.jobs.prepare import Output, PreparedRun
 from oocgemm.jobs.request import Request, Source
 from oocgemm.planning import Plan
-from oocgemm.stores import ArrayMatrix, is_plain
+from oocgemm.stores import Matrix, is_plain
 
 # For how many seconds a preparation is used, and for how many products one is kept.
 RECENT, MAX_KEPT = 0.5, 16
@@ -35,16 +35,18 @@ class Recent:
     at: float
     engine: Backend
     plan: Plan
-    a: ArrayMatrix
-    b: ArrayMatrix
-    c: ArrayMatrix | None
+    a: Matrix
+    b: Matrix
+    c: Matrix | None
 
     def job(self, request: Request) -> PreparedRun | None:
         """Return the job of a request for which this was found; None if it must be prepared anew."""
-        a, b, layouts = self.a.like(request.a.given), self.b.like(request.b.given), self.plan.layouts
-        c = None if self.c is None else self.c.like(request.c.array)
-        if c is not None and any(stores.overlap(c.array, x.array) for x in (a, b)):
+        given, layouts = request.c.array, self.plan.layouts
+        first, second = request.a.given, request.b.given
+        if self.c is not None and any(stores.overlap(given, x) for x in (first, second)):
             return None
+        a, b = stores.like(self.a, first), stores.like(self.b, second)
+        c = None if self.c is None else stores.like(self.c, given)
         for x, layout in ((a, layouts.a), (b, layouts.b), (c, layouts.c)):
             if x is None or not layout.contiguous_rows:
                 continue
@@ -66,16 +68,16 @@ def find(request: Request) -> Recent | None:
 def remember(job: PreparedRun, engine: Backend) -> None:
     """Keep what was prepared for later products like this one, unless they must be prepared anew."""
     request, a, b, c = job.request, job.a, job.b, job.output.matrix
-    if not (isinstance(a, ArrayMatrix) and isinstance(b, ArrayMatrix) and isinstance(c, ArrayMatrix | None)):
+    if any(x is not None and stores.in_memory(x) is None for x in (a, b, c)):
         return
-    as_given = a.array is request.a.given and b.array is request.b.given and not request.gram
+    as_given = stores.in_memory(a) is request.a.given and stores.in_memory(b) is request.b.given
     # A correction and scales are computed from the elements of the operands.
-    if as_given and job.plan.steps and not job.has_numbers:
+    if as_given and not request.gram and job.plan.steps and not job.has_numbers:
         key = _key(request) if engine.name == "cuda" else None
         if key is not None:
             if len(_recent) >= MAX_KEPT:
                 _recent.clear()
-            kept = a.like(None), b.like(None), None if c is None else c.like(None)
+            kept = stores.like(a, None), stores.like(b, None), None if c is None else stores.like(c, None)
             _recent[key] = Recent(monotonic(), engine, job.plan, *kept)
 
 

@@ -32,9 +32,6 @@ from oocgemm.planning.tiling import Shape
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.gcta import SUFFIX as GRM
-from oocgemm.stores.gcta import is_grm
-from oocgemm.stores.objects import is_object_url
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import Vectors
 from oocgemm.system import cache
@@ -50,8 +47,7 @@ class Kind(StrEnum):
 
     NEW = "new"  # an ndarray that the run allocates
     ARRAY = "array"  # an array that the caller passed
-    NPY = "npy"  # or a .grm.bin file
-    ZARR = "zarr"
+    LOCAL = "local"
     REMOTE = "remote"
 
 
@@ -76,12 +72,17 @@ class Destination:
             return cls(Kind.ARRAY, array=given)
         if "://" in given:
             return cls(Kind.REMOTE, given)
-        return cls(Kind.NPY if given.endswith((".npy", GRM)) else Kind.ZARR, given)
+        return cls(Kind.LOCAL, given)
 
     @property
     def source(self) -> Any:
         """The path, URL or array; None for a new ndarray."""
         return self.path or self.array
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether C has chunks in local storage, which may be compressed."""
+        return self.kind is Kind.LOCAL and stores.store_of(self.path).has_chunks
 
     @property
     def journal_folder(self) -> Folder | None:
@@ -98,11 +99,8 @@ class Destination:
 
     def check_new(self, problem: GemmProblem) -> None:
         """Raise `InputError` if C would be created in a format that cannot store its dtype."""
-        if self.kind is Kind.NPY and problem.c_dtype == "bfloat16":
-            raise InputError(
-                f"C at {self.path} would have dtype bfloat16, which .npy files cannot store: pass "
-                "out_dtype='float32' (--out-dtype float32), or the path of a zarr array"
-            )
+        if self.path:
+            stores.store_of(self.path).check_dtype("C", self.path, problem.c_dtype)
 
     def check_place(self, wanted: Callable[[], int]) -> None:
         """Raise `InputError` if a new local C cannot be created, or if its disk has too few free bytes.
@@ -110,7 +108,7 @@ class Destination:
         `wanted` returns how many it needs at least.
         Call this before operands are read. Whether an existing C can be written is found when it is opened.
         """
-        if self.kind in (Kind.NPY, Kind.ZARR) and not self.exists():
+        if self.kind is Kind.LOCAL and not self.exists():
             stores.check_new("C", self.path, wanted())
 
     def check_apart(self, operand: Matrix) -> None:
@@ -127,7 +125,7 @@ class Destination:
 
         `shape` is that of C, and `chunks` are those that the caller has chosen.
         """
-        if self.kind not in (Kind.NPY, Kind.ZARR):
+        if self.kind is not Kind.LOCAL:
             return
         stores.warn_of_folders("C", self.path)
         if chunks is not None:
@@ -150,7 +148,7 @@ class Destination:
         if not self.path:
             return set()
         if self.kind is Kind.REMOTE:
-            return set() if is_object_url(self.path) else {"elsewhere"}
+            return set() if stores.store_of(self.path).has_own_rates else {"elsewhere"}
         return {cache.file_system(self.path)}
 
     def is_same_path(self, path: str) -> bool:
@@ -475,7 +473,11 @@ def parse_gram(
     if uplo not in (None, *GRAMS):
         raise InputError(f"uplo = {uplo!r}: choose one of {', '.join(GRAMS)}")
     x, c, given = stores.located("X", x), Destination.parse(out), dict[str, Any](options)
-    gram = uplo or (given.get("resume") and _uplo_begun(c)) or ("lower" if is_grm(c.path) else "full")
+    gram = (
+        uplo
+        or (given.get("resume") and _uplo_begun(c))
+        or (stores.store_of(c.path).default_uplo if c.path else "full")
+    )
     source = Source(x, Op.T if axis == 1 else Op.N, given.pop("transform", None))
     given["epilogue"] = steps_of(given.get("epilogue"))
     return Request(a=source, b=source, c=c, into=Gram(gram)).with_options(**given)

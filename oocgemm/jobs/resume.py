@@ -18,7 +18,8 @@ from oocgemm.planning.serialize import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.durable import DATA, Durable
+from oocgemm.stores.capabilities import Resumable
+from oocgemm.stores.durable import DATA
 from oocgemm.stores.transformed import change_of
 
 # What the identity of a general product says about `GemmProblem.gram`.
@@ -139,7 +140,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
     lost = frozenset(
         tile
         for tile, files in record.files.items()
-        if tile_fingerprint(cast(Durable, c), grid, tile) != files
+        if tile_fingerprint(cast(Resumable, c), grid, tile) != files
     )
     if lost and problem.updates_c:
         (top, bottom), (left, right) = (
@@ -191,7 +192,7 @@ def recorded_uplo(c: Matrix) -> str:
     if described["store"] == "npy" and (folder := stores.sidecar(described["path"])) is not None:
         record = read(folder)
         if record is not None and record.complete is not None:
-            same = cast(Durable, c).files_fingerprint() == record.complete["content"]
+            same = cast(Resumable, c).files_fingerprint() == record.complete["content"]
             uplo = record.uplo if same else ""
     return str(uplo) if uplo in GRAMS and c.shape[0] == c.shape[1] else ""
 
@@ -284,7 +285,7 @@ def check_same(
     if (
         record.complete is not None
         and c is not None
-        and cast(Durable, c).files_fingerprint() != record.complete["content"]
+        and cast(Resumable, c).files_fingerprint() != record.complete["content"]
     ):
         raise InputError(f"C has changed since it was completed by the run of {started}: {restart}")
 

@@ -20,9 +20,8 @@ from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
 from oocgemm.jobs.transforms import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.sinks import AtLeast
-from oocgemm.stores import Matrix
+from oocgemm.stores import Collecting, Matrix
 from oocgemm.stores.base import ReadError, Retries
-from oocgemm.stores.sparse import SparseMatrix
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system.threads import Cancel
 
@@ -48,7 +47,7 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
     how: Any = {"distances": problem.measures_distances}
     a, b = (oriented(_as_multiplied(x, op, memory, left=left, **how), op.swaps) for x, op, left in sides)
     made = Made(problem.sink, stored=oriented(result))
-    if isinstance(result, SparseMatrix):
+    if isinstance(result, Collecting):
         assert selection is not None
         least = selection.threshold
         least = least if selection.margin(problem) else float(result.dtype.type(least))

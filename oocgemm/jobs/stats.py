@@ -21,9 +21,9 @@ from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import parse_size
-from oocgemm.stores import Array, Matrix
+from oocgemm.stores import Array, Genotypes, Matrix
+from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.plink import MISSING, BedMatrix
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix
 from oocgemm.system import cache
@@ -100,7 +100,7 @@ def stats(
     if isinstance(axis, bool) or axis not in (0, 1):
         raise InputError(f"axis = {axis!r}: pass 0 for statistics of the columns, or 1 for those of the rows")
     matrix = stores.open_matrix("X", stores.located("X", x), decode=decode)
-    if missing is None and decode and isinstance(matrix, BedMatrix):
+    if missing is None and decode and isinstance(matrix, Genotypes):
         missing = MISSING
     transform = Transform(missing=missing, log1p=log1p)
     transform.result("X", matrix.dtype)  # refuses complex operands
@@ -130,7 +130,7 @@ def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int, *, ex
 def _computed(
     matrix: Matrix, axis: int, code: float | None, log1p: bool, memory: int, *, extremes: bool
 ) -> Stats:
-    if isinstance(matrix, BedMatrix) and matrix.variant_axis != axis and code == MISSING and not log1p:
+    if isinstance(matrix, Genotypes) and matrix.variant_axis != axis and code == MISSING and not log1p:
         return _of_genotypes(genotype_counts(matrix, memory))
     found = Moments(matrix.shape[1 - axis])
 

@@ -487,7 +487,8 @@ def _written(
         def once() -> float:
             started = perf_counter()
             transfers.write(fill, columns)
-            matrix.sync()
+            if isinstance(matrix, stores.Durable):
+                matrix.sync()
             return perf_counter() - started
 
         return where, per_second(fill.bytes, typical(once, seconds))

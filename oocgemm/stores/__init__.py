@@ -1,7 +1,18 @@
 """Open and create the matrices of a product: files, NumPy arrays, lazy arrays, and what plugins add."""
 
-from oocgemm.stores.arrays import ArrayMatrix, by_rows, is_mapped, is_plain, memory, span
+from oocgemm.stores.arrays import by_rows, is_plain, like
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
+from oocgemm.stores.capabilities import (
+    Coded,
+    Collecting,
+    Direct,
+    Durable,
+    Genotypes,
+    Resumable,
+    in_memory,
+    memory,
+    span,
+)
 from oocgemm.stores.durable import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import (
@@ -11,8 +22,8 @@ from oocgemm.stores.opening import (
     new_layout,
     open_matrix,
     open_pair,
-    record_uplo,
     reserve,
+    store_of,
 )
 from oocgemm.stores.places import (
     c_exists,
@@ -33,8 +44,13 @@ __all__ = [
     "COMPRESSORS",
     "FULL",
     "Array",
-    "ArrayMatrix",
+    "Coded",
+    "Collecting",
+    "Direct",
+    "Durable",
+    "Genotypes",
     "Matrix",
+    "Resumable",
     "Store",
     "by_rows",
     "c_exists",
@@ -45,9 +61,10 @@ __all__ = [
     "clear",
     "create_output",
     "exists",
-    "is_mapped",
+    "in_memory",
     "is_path",
     "is_plain",
+    "like",
     "load",
     "load_without_cupy",
     "located",
@@ -59,12 +76,12 @@ __all__ = [
     "overlap",
     "pieces",
     "place",
-    "record_uplo",
     "remove",
     "reserve",
     "same_place",
     "sidecar",
     "span",
+    "store_of",
     "transient",
     "warn_of_folders",
 ]

@@ -22,7 +22,7 @@ from oocgemm.stores.base import (
     Matrix,
     Store,
     checked,
-    dtype_name,
+    described,
     is_path,
     not_writable,
     refuse_zarr_options,
@@ -128,11 +128,11 @@ class ArrayMatrix:
         width = 0 if self.mapped else _min_row_elements(array)
         self.layout = _layout(self.dtype.itemsize, width, not self.mapped and _has_contiguous_rows(array))
 
-    def like(self, array: Any) -> "ArrayMatrix":
-        """Return the matrix of another plain array of the same shape, strides and dtype. It may be None."""
-        found = object.__new__(ArrayMatrix)
-        vars(found).update(vars(self), array=array)
-        return found
+    def memory(self) -> Array | None:
+        return None if self.mapped else self.array
+
+    def cached_chunks(self) -> None:
+        """Return None: the elements are in memory."""
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
@@ -164,14 +164,14 @@ class ArrayMatrix:
         if isinstance(self.array, np.memmap):
             self.array.flush()
 
-    def set_finished(self, finished: bool) -> None:
+    def set_finished(self, finished: bool, uplo: str | None = None) -> None:
         pass
 
     def fingerprint(self) -> dict[str, object] | None:
         return None
 
     def describe(self) -> dict[str, object]:
-        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": dtype_name(self.dtype)}
+        return described(self, "memory")
 
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
@@ -217,10 +217,15 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
     return matrix, op
 
 
-def memory(matrix: Matrix) -> Array:
-    """Return the NumPy array of a matrix, which must be an `ArrayMatrix`."""
+def like(matrix: Matrix, array: Any) -> Matrix:
+    """Return the matrix of a plain array that is like the one of another matrix. It may be None.
+
+    Both arrays have the same shape, strides and dtype.
+    """
     assert isinstance(matrix, ArrayMatrix)
-    return matrix.array
+    found = object.__new__(ArrayMatrix)
+    vars(found).update(vars(matrix), array=array)
+    return found
 
 
 def viewed(matrix: Matrix, rows: Range, cols: Range) -> Array | None:
@@ -230,27 +235,9 @@ def viewed(matrix: Matrix, rows: Range, cols: Range) -> Array | None:
     return None
 
 
-def is_mapped(matrix: Matrix) -> bool:
-    """Return whether a matrix in memory is a memory map of a file, whose pages may have to be read first."""
-    assert isinstance(matrix, ArrayMatrix)
-    return matrix.mapped
-
-
 def is_plain(array: object) -> bool:
     """Return whether an object is an ndarray of no subclass, and no view of a memory map of a file."""
     return type(array) is np.ndarray and _underlying_map(array) is None
-
-
-def span(matrix: Matrix) -> tuple[int, int]:
-    """Return the address of a matrix in memory, and the bytes from there to the end of the last element.
-
-    This is the range of memory that must be pinned for direct copies.
-    """
-    array = memory(matrix)
-    if array.flags.c_contiguous:  # the usual case, in a third of the time
-        return array.ctypes.data, array.nbytes
-    low, high = np.lib.array_utils.byte_bounds(array)
-    return low, high - low
 
 
 def _min_row_elements(array: Array) -> int:

@@ -92,15 +92,6 @@ class Matrix(Protocol):
         the shape `layout.writing.chunk`.
         """
 
-    def sync(self) -> None:
-        """Flush all written data to stable storage. Do nothing for a matrix in memory. Raises `OSError`."""
-
-    def set_finished(self, finished: bool) -> None:
-        """Mark the matrix, durably, as the complete (`finished`) or incomplete result of a run.
-
-        Stores that have no place for the mark do nothing.
-        """
-
     def fingerprint(self) -> dict[str, object] | None:
         """Return values that change when the path, the metadata or the content of the matrix changes.
 
@@ -118,6 +109,40 @@ class Matrix(Protocol):
         """
 
 
+class ReadOnly:
+    """The members of `Matrix` that are alike for matrices which no run writes. A subclass has the others."""
+
+    name: str
+    what: str  # the matrix is this, in the message of a write
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    layout: Layout
+
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        """Raise `ExecutionError`."""
+        raise ExecutionError(f"{self.name} is {self.what}, which is read-only")
+
+    def fingerprint(self) -> dict[str, object] | None:
+        return None
+
+    def identities(self) -> set[object]:
+        return set()
+
+
+def described(matrix: Matrix, store: str, path: str | None = None) -> dict[str, object]:
+    """Return the facts that `Matrix.describe` states of every matrix."""
+    return {"store": store, "path": path, "shape": list(matrix.shape), "dtype": dtype_name(matrix.dtype)}
+
+
+def file_identities(path: str | Path) -> set[object]:
+    """Return the ids of a matrix in one file; none if it was deleted or renamed: its identity is unknown."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return set()
+    return {("file", status.st_dev, status.st_ino)}
+
+
 class Store(ABC):
     """The code that opens and creates the matrices of one format, such as .npy files or zarr arrays.
 
@@ -127,6 +152,10 @@ class Store(ABC):
     """
 
     kind = "another store"  # the name of the format in messages
+    has_genotypes = False  # whether its matrices are `oocgemm.stores.capabilities.Genotypes`
+    has_chunks = True  # whether a result has chunks, which may be compressed
+    default_uplo = "full"  # the triangle of a Gram matrix that a new result stores, if none is given
+    has_own_rates = False  # whether its rates are not those of a file system
 
     @abstractmethod
     def matches(self, operand: Any) -> bool:
@@ -146,6 +175,9 @@ class Store(ABC):
     def exists(self, path: str) -> bool:
         """Return whether the creation of a result at `path` would overwrite something."""
         return False
+
+    def check_dtype(self, name: str, path: str, dtype: str) -> None:  # noqa: B027  # most store all
+        """Raise `InputError` if a result at `path` cannot have a dtype. `name` is its name in messages."""
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None

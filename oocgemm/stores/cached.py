@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix
+from oocgemm.stores.base import Array
 from oocgemm.stores.files import OpenFile, many_cores
 from oocgemm.system.installed import compiled
 
@@ -119,12 +119,6 @@ class Stored(NamedTuple):
     def left(self) -> int:
         """The first byte of the block in each of its rows."""
         return self.column * self.chunks.itemsize
-
-
-def cached_chunks(matrix: Matrix) -> CachedChunks | None:
-    """Return the chunks of a matrix if compiled code can read whole blocks; None if Python must read them."""
-    found: CachedChunks | None = getattr(matrix, "cached_chunks", None)
-    return None if found is None or found.incomplete else found
 
 
 def in_page_cache(path: str | Path, offsets: Sequence[int]) -> bool:

@@ -41,17 +41,17 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
 from oocgemm.stores.cached import name_parts
+from oocgemm.stores.capabilities import Resumable
 from oocgemm.stores.files import padded
 from oocgemm.system.installed import compiled
 
@@ -66,57 +66,6 @@ MAX_FINGERPRINTED = 10_000
 # More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
 # threads have started.
 MIN_SYNCED, MAX_SYNCED = 12, 16
-
-
-class Durable(Matrix, Protocol):
-    """A matrix in local files whose blocks can be flushed to the disk, so that a run can be resumed."""
-
-    array: Any
-
-    def redirect_writes(self, folder: Any) -> None:
-        """Make later writes go to files in `folder` (redo files) and not to the matrix.
-
-        The matrix keeps its content, which `read` returns, until `apply_redo` is called. `folder` must be on
-        the file system of the matrix, because redo files may be renamed into place.
-        For a matrix in an object store it is a `RemoteFolder`, and redo files are objects.
-        """
-
-    def sync_blocks(self, blocks: Sequence[tuple[Range, Range]]) -> None:
-        """Flush the files that blocks were written to, and their directory entries. Raises `OSError`."""
-
-    def apply_redo(self, rows: Range, cols: Range) -> None:
-        """Move the new content of a block from its redo files to the matrix, and flush it. Raises `OSError`.
-
-        Redo files are the files that `write` creates after `redirect_writes`. If a crash interrupts this
-        call, the call can be repeated.
-        """
-
-    def redo_fingerprint(self, folder: Path, rows: Range, cols: Range) -> str:
-        """Return the fingerprint of the redo files of a block in `folder`. It shows if files are missing."""
-
-    def adopt(self, folder: Path, rows: Range, cols: Range) -> None:
-        """Move a block's redo files, which another process wrote to `folder`, to where `write` writes.
-
-        The effect is that of a `write` of their content. If `redirect_writes` was called, they become redo
-        files of this matrix, else they become part of it. Raises `OSError`, also if a file is missing.
-        """
-
-    def delete_partial_files(self) -> None:
-        """Delete the temporary files of writes that a killed process did not complete."""
-
-    def files_fingerprint(self) -> str:
-        """Return a digest of the sizes and modification times of the matrix's files.
-
-        If the digest has changed since the run completed the matrix, another program changed the matrix.
-        """
-
-    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
-        """Return the fingerprint of the files of a block; None if these files also contain other blocks.
-
-        A matrix in one file may return a checksum of the elements of the block in place of it.
-
-        The block must have been flushed before. Otherwise its files may still change.
-        """
 
 
 def sync_files(root: Path, names: Collection[str]) -> None:
@@ -334,8 +283,7 @@ def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
     The number of missing bytes is an estimate, and at least `min_bytes`, the size of the write that failed.
     """
     path = str(matrix.describe()["path"]).removeprefix("file://")
-    missing = getattr(matrix, "missing_bytes", None)
-    wanted = max(min_bytes, missing() if missing is not None else 0)
+    wanted = max(min_bytes, matrix.missing_bytes() if isinstance(matrix, Resumable) else 0)
     free = ""
     if error.errno == errno.ENOSPC:
         left = free_bytes(path)

@@ -45,6 +45,8 @@ class GrmFiles(Store):
     """
 
     kind = "a .grm.bin file"
+    has_chunks = False
+    default_uplo = "lower"
 
     def matches(self, operand: Any) -> bool:
         return is_path(operand) and (is_grm(os.fspath(operand)) or _is_counts(os.fspath(operand)))

@@ -24,7 +24,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import BATCH_BYTES, Array, transient
+from oocgemm.stores.base import BATCH_BYTES, Array, ReadOnly, described, file_identities, transient
 from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.declared import Declared
 from oocgemm.stores.durable import fingerprints
@@ -474,8 +474,10 @@ class Fill:
         out[...] = self._value
 
 
-class HDF5Matrix:
+class HDF5Matrix(ReadOnly):
     """A matrix in an HDF5 dataset, whose blocks `reader` reads. The file must not change meanwhile."""
+
+    what = "an HDF5 dataset"
 
     def __init__(
         self,
@@ -519,16 +521,6 @@ class HDF5Matrix:
                 raise
             raise ExecutionError(f"{self._place} cannot be read, it may be damaged: {error}") from error
 
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Raise `ExecutionError`: HDF5 datasets are read-only."""
-        raise ExecutionError(f"{self.name} is an HDF5 dataset, which is read-only")
-
-    def sync(self) -> None:
-        """Do nothing: the dataset is read-only."""
-
-    def set_finished(self, finished: bool) -> None:
-        """Do nothing: the dataset is never the result of a run."""
-
     def fingerprint(self) -> dict[str, object]:
         """Return the real path, the shape and storage, and digests of the file's status."""
         path = f"{os.path.realpath(self._file)}{MARK}{self._dataset}"
@@ -536,16 +528,11 @@ class HDF5Matrix:
 
     def describe(self) -> dict[str, object]:
         """Return facts for the log. "direct" is false if h5py reads the dataset."""
-        facts = {"store": "hdf5", "path": self._place, "shape": list(self.shape), "dtype": self.dtype.name}
-        return facts | self._described
+        return described(self, "hdf5", self._place) | self._described
 
     def identities(self) -> set[object]:
         """Return the identity of the file. Two datasets of one file share it."""
-        try:
-            status = os.stat(self._file)
-        except OSError:  # the file was deleted or renamed: its identity is unknown
-            return set()
-        return {("file", status.st_dev, status.st_ino)}
+        return file_identities(self._file)
 
     @property
     def _place(self) -> str:

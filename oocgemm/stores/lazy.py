@@ -26,8 +26,10 @@ from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
     Matrix,
+    ReadOnly,
     Store,
     checked,
+    described,
     is_path,
     not_writable,
     package,
@@ -86,7 +88,7 @@ class LazyArrays(Store):
         return package(operand), None
 
 
-class LazyMatrix:
+class LazyMatrix(ReadOnly):
     """A matrix whose blocks are slices of any object with a shape, a dtype and slicing. It is read-only."""
 
     def __init__(self, name: str, source: Any) -> None:
@@ -171,22 +173,9 @@ class LazyMatrix:
         """Raise `ExecutionError`: a lazy operand is read-only."""
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 
-    def sync(self) -> None:
-        """Do nothing: a lazy operand is read-only, so there is nothing to flush."""
-
-    def set_finished(self, finished: bool) -> None:
-        """Do nothing: a lazy operand is read-only, so it is never the result of a run."""
-
-    def fingerprint(self) -> None:
-        """Return None: a change of the content cannot be detected."""
-
     def describe(self) -> dict[str, object]:
         """Return the package, shape and dtype of the array, for the log of a run."""
-        return {"store": self._kind, "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
-
-    def identities(self) -> set[object]:
-        """Return no id: which files the object reads is unknown."""
-        return set()
+        return described(self, self._kind)
 
 
 def _choice(collection: Mapping[Any, Any]) -> str:

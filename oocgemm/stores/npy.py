@@ -17,7 +17,16 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout, Lines
 from oocgemm.planning.tiling import Range, length
-from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
+from oocgemm.stores.base import (
+    Array,
+    Matrix,
+    Store,
+    checked,
+    described,
+    file_identities,
+    is_path,
+    refuse_zarr_options,
+)
 from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.durable import (
     DATA,
@@ -53,6 +62,7 @@ class NpyFiles(Store):
     """Open and create .npy files. A path belongs to this store if it ends in .npy."""
 
     kind = "npy"
+    has_chunks = False
 
     def matches(self, operand: Any) -> bool:
         return is_path(operand) and os.fspath(operand).endswith(".npy") and "://" not in os.fspath(operand)
@@ -65,6 +75,13 @@ class NpyFiles(Store):
 
     def exists(self, path: str) -> bool:
         return found_locally(path)
+
+    def check_dtype(self, name: str, path: str, dtype: str) -> None:
+        if dtype == "bfloat16":
+            raise InputError(
+                f"{name} at {path} would have dtype bfloat16, which .npy files cannot store: pass "
+                "out_dtype='float32' (--out-dtype float32), or the path of a zarr array"
+            )
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
@@ -96,7 +113,7 @@ class NpyFiles(Store):
 
 
 class NpyMatrix:
-    """A matrix in a .npy file. It has the methods of `Durable` that resuming a run needs.
+    """A matrix in a .npy file. It is `Resumable`.
 
     A new file may be written in another folder first. Then `place` is its final path, to which `set_finished`
     renames it.
@@ -154,9 +171,10 @@ class NpyMatrix:
         chunk = self.shape[1 if self._by_columns else 0], self._line
         return CachedChunks(self._path, None, chunk, self._stored.itemsize, self._size, offset=self._offset)
 
-    @property
+    def memory(self) -> None:
+        """Return None: the elements are in a file."""
+
     def cached_chunks(self) -> CachedChunks | None:
-        """The file for compiled code (`oocgemm.stores.cached`)."""
         return self._file if self._stored.isnative and not self._by_columns else None
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
@@ -241,7 +259,7 @@ class NpyMatrix:
         """Return the block in a redo file."""
         return np.fromfile(path, self.dtype).reshape(rows[1] - rows[0], cols[1] - cols[0])
 
-    def set_finished(self, finished: bool) -> None:
+    def set_finished(self, finished: bool, uplo: str | None = None) -> None:
         if finished and self._place is not None:
             _rename_into_place(self._path, self._place)
             sync_path(self._place.parent)
@@ -277,20 +295,19 @@ class NpyMatrix:
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
-        path = str(self._path)
-        return {"store": "npy", "path": path, "shape": list(self.shape), "dtype": self.dtype.name}
+        return described(self, "npy", str(self._path))
 
     def identities(self) -> set[object]:
-        try:
-            status = os.stat(self._path)
-        except OSError:  # the file was deleted or renamed: its identity is unknown
-            return set()
-        return {("file", status.st_dev, status.st_ino)}
+        return file_identities(self._path)
 
     def reserve(self) -> None:
         """Allocate disk space for the whole file. Raises `OSError` if the disk has too little."""
         with open(self._path, "r+b", opener=open_regular) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, self._size))
+
+    def missing_bytes(self) -> int:
+        """Return 0: the space of the file is allocated."""
+        return 0
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:

@@ -390,7 +390,7 @@ class ObjectMatrix(ZarrMatrix):
                 self._bucket.copy(self._redo + key, key)
             self._tags[key] = self._bucket.tag(key)
 
-    def set_finished(self, finished: bool) -> None:
+    def set_finished(self, finished: bool, uplo: str | None = None) -> None:
         """Mark the array in its metadata.
 
         With `finished`, first check that the objects are those written here. Raises `ExecutionError` if
@@ -400,7 +400,7 @@ class ObjectMatrix(ZarrMatrix):
             self._check_untouched()
         self.guard()
         with self._bucket.errors(""):
-            super().set_finished(finished)
+            super().set_finished(finished, uplo)
 
     def _check_untouched(self) -> None:
         present = self._listing()

@@ -408,6 +408,7 @@ class ObjectStores(Store):
     """
 
     kind = "an object store"
+    has_own_rates = True
 
     def matches(self, operand: Any) -> bool:
         return is_path(operand) and is_object_url(str(operand))

@@ -26,6 +26,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.arrays import ArrayLikes, Arrays
 from oocgemm.stores.base import DtypeError, Folder, Matrix, Store, is_path
+from oocgemm.stores.capabilities import Resumable
 from oocgemm.stores.declared import Declared, decoded, refuse_packed
 from oocgemm.stores.formats import Stored, UnsupportedError
 from oocgemm.stores.gcta import GrmFiles
@@ -170,26 +171,14 @@ def new_layout(
     return store_of(path).new_layout(path, problem, chunks, compressor)
 
 
-def record_uplo(matrix: Matrix, uplo: str) -> None:
-    """Let the next `set_finished` also record which triangle of a Gram matrix a result stores.
-
-    `uplo` is "lower", "upper" or "full", or "" for other products. Do nothing for stores without a method
-    `record_uplo`.
-    """
-    act = getattr(matrix, "record_uplo", None)
-    if act is not None:
-        act(uplo)
-
-
 def reserve(matrix: Matrix) -> None:
     """Allocate disk space for all of an existing result, or check that the disk has enough free space.
 
-    Raises `InputError` if the free space is too small. Do nothing for stores without a method `reserve`.
+    Raises `InputError` if the free space is too small. Do nothing for a matrix that is not `Resumable`.
     """
-    act = getattr(matrix, "reserve", None)
-    if act is not None:
+    if isinstance(matrix, Resumable):
         try:
-            act()
+            matrix.reserve()
         except OSError as error:
             raise InputError(f"{matrix.name}: the disk has no room for the whole file: {error}") from error
 

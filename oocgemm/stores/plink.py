@@ -23,17 +23,27 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from oocgemm.errors import DataWarning, ExecutionError, InputError, NotFoundError
+from oocgemm.errors import DataWarning, InputError, NotFoundError
 from oocgemm.planning import Layout, Lines
 from oocgemm.planning.tiling import Range, ceil_div
-from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, pieces
+from oocgemm.stores.base import (
+    Array,
+    Matrix,
+    ReadOnly,
+    Store,
+    checked,
+    described,
+    file_identities,
+    is_path,
+    pieces,
+)
+from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.durable import fingerprints, found_locally
 from oocgemm.stores.files import Opener, OpenFile, open_regular, read_regular, worth_caching
 from oocgemm.stores.formats import check_found
@@ -148,7 +158,6 @@ def _numbered(code: str) -> str:
 SUFFIX = ".bed"
 # Files beside a .bed file, with the same name but for the suffix, and what each of their lines describes.
 COMPANIONS = {".fam": "individual", ".bim": "variant"}
-MISSING = -1
 # Elements by their two bits, the high one first.
 ELEMENTS = (2, MISSING, 1, 0)
 
@@ -165,6 +174,7 @@ class BedFiles(Store):
     """Open PLINK 1 .bed files. A path belongs to this store if it ends in .bed."""
 
     kind = "a PLINK .bed file"
+    has_genotypes = True
 
     def matches(self, operand: Any) -> bool:
         return is_path(operand) and is_bed(os.fspath(operand))
@@ -178,8 +188,10 @@ class BedFiles(Store):
         return found_locally(path)
 
 
-class BedMatrix:
+class BedMatrix(ReadOnly):
     """The genotypes in a .bed file: a row per individual, or after `transposed` a row per variant."""
+
+    what = "a .bed file"
 
     def __init__(
         self, name: str, path: Path, individuals: int, variants: int, *, by_variant: bool = False
@@ -239,34 +251,16 @@ class BedMatrix:
                     decoded[:, start - PER_BYTE * b0 : stop - PER_BYTE * b0],
                 )
 
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Raise `ExecutionError`: .bed files are read-only."""
-        raise ExecutionError(f"{self.name} is a .bed file, which is read-only")
-
-    def sync(self) -> None:
-        """Do nothing: the file is read-only."""
-
-    def set_finished(self, finished: bool) -> None:
-        """Do nothing: the file is never the result of a run."""
-
     def fingerprint(self) -> dict[str, object]:
         metadata = f"{self.shape} genotypes, {'variants' if self._by_variant else 'individuals'} as rows"
         return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
-        return {
-            "store": "bed",
-            "path": str(self._path),
-            "shape": list(self.shape),
-            "dtype": self.dtype.name,
-            "codecs": ["plink"],  # decoding has a rate of its own, which is not that of the disk
-        }
+        # Decoding has a rate of its own, which is not that of the disk.
+        return described(self, "bed", str(self._path)) | {"codecs": ["plink"]}
 
     def identities(self) -> set[object]:
-        with suppress(OSError):  # the file was deleted or renamed: its identity is unknown
-            status = os.stat(self._path)
-            return {("file", status.st_dev, status.st_ino)}
-        return set()
+        return file_identities(self._path)
 
 
 def is_bed(path: str) -> bool:

@@ -15,7 +15,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import InMemory, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
-from oocgemm.stores.base import Array
+from oocgemm.stores.base import Array, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _alone(found: _Part | _Found) -> tuple[_Part, ...]:
 
 
 class SparseMatrix:
-    """A C of which some elements are kept. Implements `Matrix`, except that it cannot be read."""
+    """A C of which some elements are kept. It is a `Matrix` and `Collecting`, but it cannot be read."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], score: np.dtype[Any], rule: Rule, limit: int
@@ -204,17 +204,11 @@ class SparseMatrix:
                 each.result()
         return starts, columns, scores
 
-    def sync(self) -> None:
-        pass
-
-    def set_finished(self, finished: bool) -> None:
-        pass
-
     def fingerprint(self) -> dict[str, object] | None:
         return None
 
     def describe(self) -> dict[str, object]:
-        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
+        return described(self, "memory")
 
     def identities(self) -> set[object]:
         return set()

@@ -7,25 +7,18 @@ import numpy as np
 from oocgemm.planning import Layout
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import Range, length
-from oocgemm.stores.base import Array, Matrix
+from oocgemm.stores.base import Array, Matrix, ReadOnly, described
 
 
-class View:
+class View(ReadOnly):
     """A read-only view of a matrix. Subclasses define `shape`, `layout` and `read`."""
+
+    what = "a view"
 
     def __init__(self, matrix: Matrix) -> None:
         self._matrix = matrix
         self.name = matrix.name
-        self.dtype: np.dtype[Any] = matrix.dtype
-
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        raise AssertionError(f"{type(self).__name__} is never written")
-
-    def sync(self) -> None:
-        pass
-
-    def set_finished(self, finished: bool) -> None:
-        pass
+        self.dtype = matrix.dtype
 
     def fingerprint(self) -> dict[str, object] | None:
         return self._matrix.fingerprint()
@@ -70,8 +63,10 @@ class MirroredMatrix(View):
         np.copyto(out, mirrored, where=place > 0 if self._upper else place < 0)
 
 
-class ConstantRows:
-    """A read-only matrix of `count` equal rows. Implements `Matrix`."""
+class ConstantRows(ReadOnly):
+    """A matrix of `count` equal rows. It is never stored."""
+
+    what = "a matrix of equal rows"
 
     def __init__(self, name: str, row: Array, count: int, resident_bytes: int = 0) -> None:
         """Make the matrix.
@@ -90,23 +85,8 @@ class ConstantRows:
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         out[...] = self._row[slice(*cols)]
 
-    def write(self, rows: Range, cols: Range, data: Array) -> None:
-        raise AssertionError("equal rows are never written")
-
-    def sync(self) -> None:
-        pass
-
-    def set_finished(self, finished: bool) -> None:
-        pass
-
-    def fingerprint(self) -> dict[str, object] | None:
-        return None
-
     def describe(self) -> dict[str, object]:
-        return {"store": "equal rows", "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
-
-    def identities(self) -> set[object]:
-        return set()
+        return described(self, "equal rows")
 
 
 class SlicedMatrix(View):

@@ -122,7 +122,6 @@ class ZarrMatrix:
         # object `_written`. Both write to the folder `_target`, which is None for a remote array.
         self._writer, self._written, self._target = self.direct, self._read, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
-        self._uplo: str | None = None  # what the next `set_finished` records; None keeps what is recorded
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
@@ -223,18 +222,16 @@ class ZarrMatrix:
         return self._metadata.key(number)
 
     def fetch(self, rows: Range, cols: Range, out: Array) -> list[Fetched]:
-        """Read the stored bytes of the chunks of a block, for a GPU that decodes them (`coding`)."""
         assert self.direct is not None
         return self.direct.fetch(rows, cols, out)
 
-    @property
+    def memory(self) -> None:
+        """Return None: the elements are in files."""
+
     def cached_chunks(self) -> CachedChunks | None:
-        """The chunk files for compiled code (`oocgemm.stores.cached`)."""
         return self.direct.cached_files if self.direct else None
 
-    @property
     def coding(self) -> Coding | None:
-        """How chunks are compressed, if a GPU could decode them."""
         return None if self.direct is None else self.direct.coding
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
@@ -248,13 +245,10 @@ class ZarrMatrix:
         else:
             self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
 
-    @property
     def codec(self) -> str:
-        """How a GPU could compress chunks that are written, such as "blosc-zstd"; "" if it could not."""
         return self.direct.codec if self.direct is not None and self._writes_directly else ""
 
     def write_frame(self, number: tuple[int, int], frame: Array, size: int) -> None:
-        """Write a chunk that a GPU has compressed: see `DirectChunks.write_frame`."""
         assert self._writer is not None
         self._writer.write_frame(number, frame, size)
 
@@ -303,11 +297,8 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder / name, target)
 
-    def record_uplo(self, uplo: str) -> None:
-        self._uplo = uplo
-
-    def set_finished(self, finished: bool) -> None:
-        uplo = self._mark.get("uplo") if self._uplo is None else self._uplo
+    def set_finished(self, finished: bool, uplo: str | None = None) -> None:
+        uplo = self._mark.get("uplo") if uplo is None else uplo
         mark = ({} if finished else UNFINISHED[ATTRIBUTE]) | ({"uplo": uplo} if uplo else {}) or None
         if self._array is None:
             self._metadata = self._metadata.with_attribute(ATTRIBUTE, mark)

@@ -28,8 +28,9 @@ from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.transforms import accepted, memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
+from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.gcta import companions, is_grm, write_companions
-from oocgemm.stores.plink import ALL, MISSING, Chromosomes, individuals_of, is_bed, on_chromosomes
+from oocgemm.stores.plink import ALL, Chromosomes, individuals_of, is_bed, on_chromosomes
 from oocgemm.stores.transform import Transform
 
 logger = logging.getLogger("oocgemm")

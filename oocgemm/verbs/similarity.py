@@ -23,7 +23,7 @@ from oocgemm.jobs.options import (
 from oocgemm.jobs.request import Destination, Request, Selection
 from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
 from oocgemm.jobs.run import outcome
-from oocgemm.stores.sparse import SparseMatrix
+from oocgemm.stores import Collecting
 from oocgemm.stores.zarr_matrix import check_free
 
 
@@ -143,7 +143,7 @@ def selection_of(topk: int | None, threshold: float | None) -> Selection:
 def selected(result: Result) -> Neighbors | Pairs:
     """Return the elements that a run has selected."""
     run = replace(result, c=None)
-    if isinstance(result.c, SparseMatrix):
+    if isinstance(result.c, Collecting):
         return Pairs(*result.c.csr(), run)
     kept = result.out
     return Neighbors(kept["index"].astype(np.int64), np.ascontiguousarray(kept["score"]), run)

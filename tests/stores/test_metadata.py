@@ -180,6 +180,7 @@ def test_marking_an_array_keeps_its_other_attributes(tmp_path: Path) -> None:
     for number, zarr_format in enumerate((2, 3)):
         array = _make(tmp_path / str(number), {"zarr_format": zarr_format, "attributes": {"a": 1}})
         matrix = stores.open_matrix("C", array.store.root, writable=True)
+        assert isinstance(matrix, ZarrMatrix)
         matrix.set_finished(False)
         assert zarr.open_array(array.store.root, mode="r").attrs.asdict() == {"a": 1} | UNFINISHED
         matrix.set_finished(True)

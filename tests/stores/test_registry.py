@@ -42,7 +42,7 @@ class FakeMatrix:
         with open(self.path, "wb") as file:
             np.save(file, self.array)
 
-    def set_finished(self, finished):
+    def set_finished(self, finished, uplo=None):
         pass
 
     def fingerprint(self):
