@@ -107,17 +107,13 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
             `write` is false; or `write` is true and the root is read-only.
     """
     # This imports NumPy, which starts threads. A process must confine itself before that.
-    from oocgemm.stores.formats import MARK
-    from oocgemm.stores.hdf5 import split
-    from oocgemm.stores.plink import COMPANIONS, is_bed
+    from oocgemm.stores.opening import split_address, store_of
 
     root, parts = _parsed(roots, text)
-    address = split(f"{root.folder}/{text.partition(':')[2]}")
-    dataset = ""
-    if address is not None:
+    dataset = split_address(f"{root.folder}/{text.partition(':')[2]}")[1]
+    if dataset:
         if write:
             raise PathError(f"{text}: HDF5 datasets are read-only: give a path that ends in .zarr or .npy")
-        dataset = f"{MARK}{address[1]}"
         root, parts = _parsed(roots, text.removesuffix(dataset))
     if write and not root.writable:
         others = ", ".join(name for name, each in roots.items() if each.writable) or "none"
@@ -135,8 +131,8 @@ def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
         raise PathError(f"{text}: it links to a name that is not UTF-8: rename that") from None
     if root.folder not in found.parents:
         raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
-    for suffix in COMPANIONS if is_bed(str(found)) else ():  # the server reads them, too
-        _check_beside(root, text, found.with_suffix(suffix))
+    for place in store_of(str(found)).companions(str(found)):  # the server reads them, too
+        _check_beside(root, text, place)
     return Path(f"{found}{dataset}")
 
 

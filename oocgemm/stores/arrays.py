@@ -123,13 +123,17 @@ class ArrayMatrix:
         self._map = _underlying_map(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
-        self.mapped = self._map is not None
         # Blocks of a memory map are copied, so that their pages do not stay in the resident set.
-        width = 0 if self.mapped else _min_row_elements(array)
-        self.layout = _layout(self.dtype.itemsize, width, not self.mapped and _has_contiguous_rows(array))
+        width = 0 if self.is_mapped() else _min_row_elements(array)
+        self.layout = _layout(
+            self.dtype.itemsize, width, not self.is_mapped() and _has_contiguous_rows(array)
+        )
 
     def memory(self) -> Array | None:
-        return None if self.mapped else self.array
+        return self.array
+
+    def is_mapped(self) -> bool:
+        return self._map is not None
 
     def cached_chunks(self) -> None:
         """Return None: the elements are in memory."""

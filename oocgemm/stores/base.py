@@ -214,6 +214,17 @@ class Store(ABC):
         """
         return None
 
+    def split(self, path: str) -> tuple[str, str] | None:
+        """Split the address of an array in a file into the path of the file and the rest; None for a path.
+
+        An implementation must not open the file: nobody has checked that it may be read.
+        """
+        return None
+
+    def companions(self, path: str) -> list[Path]:
+        """Return further files that are read when the array at a path is opened."""
+        return []
+
     def location(self, operand: Any) -> tuple[str, str | None]:
         """Return the kind of store and the path of an operand, for messages."""
         return self.kind, operand if is_path(operand) else None

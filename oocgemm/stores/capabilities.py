@@ -123,7 +123,10 @@ class Direct(Protocol):
     """A matrix whose elements have addresses from which a device, or compiled code, copies them."""
 
     def memory(self) -> Array | None:
-        """Return the elements as an array in host memory; None if they are in files, mapped or not."""
+        """Return the elements as an array, which may be a memory map; None if they have no addresses."""
+
+    def is_mapped(self) -> bool:
+        """Return whether this array is a memory map, whose pages may have to be read from a file first."""
 
     def cached_chunks(self) -> CachedChunks | None:
         """Return the chunk files for compiled code; None if it could not read blocks from the page cache."""
@@ -156,15 +159,15 @@ class Genotypes(Matrix, Protocol):
 
 
 def memory(matrix: Matrix) -> Array:
-    """Return the elements of a matrix that has them in host memory, as an array."""
-    found = in_memory(matrix)
+    """Return the elements of a matrix that has addresses for them, as an array."""
+    found = matrix.memory() if isinstance(matrix, Direct) else None
     assert found is not None
     return found
 
 
 def in_memory(matrix: Matrix) -> Array | None:
-    """Return the elements of a matrix as an array in host memory; None if they are elsewhere."""
-    return matrix.memory() if isinstance(matrix, Direct) else None
+    """Return the elements of a matrix as an array in host memory; None if they are in a file, even mapped."""
+    return matrix.memory() if isinstance(matrix, Direct) and not matrix.is_mapped() else None
 
 
 def cached_chunks(matrix: Matrix) -> CachedChunks | None:

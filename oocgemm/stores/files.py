@@ -497,6 +497,23 @@ def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags:
     return done
 
 
+def read_fully(descriptor: int, buffer: Any, offset: int) -> None:
+    """Fill an array of bytes from an offset of a file. Raises `EOFError` if the file is too short."""
+    done = 0
+    while done < buffer.nbytes:
+        got = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if not got:
+            raise EOFError(f"ends before byte {offset + buffer.nbytes}")
+        done += got
+
+
+def write_fully(descriptor: int, buffer: Any, offset: int) -> None:
+    """Write an array of bytes at an offset of a file."""
+    done = 0
+    while done < buffer.nbytes:
+        done += os.pwritev(descriptor, [buffer[done:]], offset + done)
+
+
 def _address(view: mmap.mmap) -> int:
     """Return the address at which a mapping begins."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -28,7 +28,7 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_path,
 )
-from oocgemm.stores.files import OpenFile, open_regular
+from oocgemm.stores.files import OpenFile, open_regular, read_fully, write_fully
 from oocgemm.stores.formats import check_found
 from oocgemm.stores.npy import NpyMatrix
 
@@ -149,9 +149,7 @@ class GrmMatrix(NpyMatrix):
             self._check_length(os.fstat(descriptor).st_size)
             for i in range(max(rows[0], cols[0]), rows[1]):  # other rows end left of the block
                 line = np.ascontiguousarray(data[i - rows[0], : i + 1 - cols[0]], _STORED)
-                done, offset, left = 0, _offset(i, cols[0]), _as_bytes(line)
-                while done < len(left):
-                    done += os.pwritev(descriptor, [left[done:]], offset + done)
+                write_fully(descriptor, line.view(np.uint8), _offset(i, cols[0]))
         finally:
             os.close(descriptor)
 
@@ -204,7 +202,7 @@ def write_companions(path: Path, individuals: Sequence[tuple[str, str]], variant
         assert variants is not None
         left, batch = _bytes(len(individuals)) // _STORED.itemsize, np.full(_BATCH, variants, _STORED)
         while left:
-            file.write(_as_bytes(batch[:left]))
+            file.write(batch[:left].data)
             left -= min(left, _BATCH)
 
     _replace(ids, write_ids)
@@ -243,10 +241,6 @@ def _opened(name: str, path: Path, place: Path | None = None) -> GrmMatrix:
     return GrmMatrix(name, path, extent, place)
 
 
-def _as_bytes(line: Any) -> memoryview:
-    return memoryview(line).cast("B")
-
-
 def _offset(i: int, j: int) -> int:
     """Return the byte at which element (i, j) on or below the diagonal begins."""
     return (i * (i + 1) // 2 + j) * _STORED.itemsize
@@ -259,10 +253,5 @@ def _bytes(extent: int) -> int:
 def _read(descriptor: int, i: int, part: Range) -> Array:
     """Return elements of row `i` on or below the diagonal. Raises `EOFError` if the file is too short."""
     line = np.empty(part[1] - part[0], _STORED)
-    done, offset, left = 0, _offset(i, part[0]), _as_bytes(line)
-    while done < len(left):
-        got = os.preadv(descriptor, [left[done:]], offset + done)
-        if not got:
-            raise EOFError(f"ends before byte {offset + len(left)}")
-        done += got
+    read_fully(descriptor, line.view(np.uint8), _offset(i, part[0]))
     return line

@@ -93,6 +93,10 @@ class HDF5Files(Store):
             with suppress(ImportError):
                 importlib.import_module(package)
 
+    def split(self, path: str) -> tuple[str, str] | None:
+        found = split(path)
+        return None if found is None else (found[0], f"{MARK}{found[1]}")
+
     def exists(self, path: str) -> bool:
         file, _ = split(path) or (path, "")
         return found_locally(file)

@@ -41,7 +41,9 @@ from oocgemm.stores.files import (
     Opener,
     OpenFile,
     open_regular,
+    read_fully,
     scratch,
+    write_fully,
 )
 
 # The number of reads that one context (io_setup) can have in flight.
@@ -405,9 +407,8 @@ def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any],
         block = out[top : top + height]
         # The last line is filled up to the end of `block` only: the file may end there.
         stored = scratch(len(block) * stride)
-        _fill(
-            file, stored[: (len(block) - 1) * stride + block.shape[1] * dtype.itemsize], start + top * stride
-        )
+        size = (len(block) - 1) * stride + block.shape[1] * dtype.itemsize
+        read_fully(file.descriptor, stored[:size], start + top * stride)
         np.copyto(block, stored.view(dtype).reshape(len(block), line)[:, : block.shape[1]], casting="equiv")
 
 
@@ -427,9 +428,9 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     # long, and by then the disk has delivered most other rows.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
-    # Repeat the incomplete reads with `_fill`, which raises an error if a read fails again.
+    # Repeat the incomplete reads with `read_fully`, which raises an error if a read fails again.
     for number in left.tolist():
-        _fill(file, rows[number], start + stride * number)
+        read_fully(file.descriptor, rows[number], start + stride * number)
 
 
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
@@ -505,16 +506,6 @@ def _request(file: OpenFile, offsets: Array, size: int) -> None:
         os.posix_fadvise(file.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 
 
-def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
-    """Fill a buffer with the bytes at an offset of a file. Raises `EOFError` if the file is too short."""
-    done = 0
-    while done < buffer.nbytes:
-        got = os.preadv(file.descriptor, [buffer[done:]], offset + done)
-        if not got:
-            raise EOFError(f"ends before byte {offset + buffer.nbytes}")
-        done += got
-
-
 def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> None:
     """Write each row of an array to its own place in a file.
 
@@ -529,9 +520,7 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):
-        done = 0
-        while done < row.nbytes:
-            done += os.pwritev(descriptor, [row[done:]], start + number * stride + done)
+        write_fully(descriptor, row, start + number * stride)
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:

@@ -174,6 +174,9 @@ class NpyMatrix:
     def memory(self) -> None:
         """Return None: the elements are in a file."""
 
+    def is_mapped(self) -> bool:
+        return False
+
     def cached_chunks(self) -> CachedChunks | None:
         return self._file if self._stored.isnative and not self._by_columns else None
 

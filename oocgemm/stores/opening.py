@@ -183,6 +183,11 @@ def reserve(matrix: Matrix) -> None:
             raise InputError(f"{matrix.name}: the disk has no room for the whole file: {error}") from error
 
 
+def split_address(path: str) -> tuple[str, str]:
+    """Split an address, such as ``x.h5::/a``, into the path of the file and the rest. Nothing is opened."""
+    return next(filter(None, (store.split(path) for store in stores())), (path, ""))
+
+
 def load(*operands: Any) -> None:
     """Import the packages that operands need, so that the time of a run does not include the imports."""
     for given in operands:

@@ -184,6 +184,9 @@ class BedFiles(Store):
             raise InputError(f"{name} at {operand} is read-only: give a path that ends in .zarr or .npy")
         return open_bed(name, Path(operand))
 
+    def companions(self, path: str) -> list[Path]:
+        return [Path(path).with_suffix(suffix) for suffix in COMPANIONS]
+
     def exists(self, path: str) -> bool:
         return found_locally(path)
 

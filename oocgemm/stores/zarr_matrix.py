@@ -228,6 +228,9 @@ class ZarrMatrix:
     def memory(self) -> None:
         """Return None: the elements are in files."""
 
+    def is_mapped(self) -> bool:
+        return False
+
     def cached_chunks(self) -> CachedChunks | None:
         return self.direct.cached_files if self.direct else None
 

@@ -61,7 +61,8 @@ def faulty(matrix: Matrix, read: Fault | None, write: Fault | None) -> Matrix:
     kind: Any = type(matrix)
 
     class Faulty(kind):  # type: ignore[misc]
-        cached_chunks = None  # compiled code would read them without `read`
+        def cached_chunks(self) -> None:
+            """Return None: compiled code would read chunks without `read`."""
 
         def read(self, rows: Range, cols: Range, out: Array) -> None:
             if read:
