@@ -280,7 +280,6 @@ def _prefetch(mapped: mmap.mmap, block: Array) -> None:
 
 
 def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
-    """Call madvise with `advice` for all pages that a block of a memory map spans."""
     low, high = np.lib.array_utils.byte_bounds(block)
     start = low - np.frombuffer(mapped, np.uint8).ctypes.data
     page = start % mmap.PAGESIZE

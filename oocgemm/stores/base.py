@@ -7,6 +7,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Event
@@ -143,6 +144,26 @@ def file_identities(path: str | Path) -> set[object]:
     return {("file", status.st_dev, status.st_ino)}
 
 
+@dataclass(frozen=True)
+class NewArray:
+    """A result that is to be created.
+
+    Attributes:
+        name: in messages.
+        path: path or URL.
+        shape, dtype: of the result.
+        chunks: the shape of its chunks, for a store that has some.
+        compressor: of the chunks; None or "none" for no compression.
+    """
+
+    name: str
+    path: str
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, int]
+    compressor: str | None = None
+
+
 class Store(ABC):
     """The code that opens and creates the matrices of one format, such as .npy files or zarr arrays.
 
@@ -189,23 +210,12 @@ class Store(ABC):
         """
         raise self._read_only(path)
 
-    def create(
-        self,
-        name: str,
-        path: str,
-        shape: tuple[int, int],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, int],
-        compressor: str | None,
-        *,
-        journal: Path | None = None,
-    ) -> Matrix:
-        """Create a result at `path`. A store may keep it in the folder `journal` until the run is complete.
+    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
+        """Create a result. A store may keep it in the folder `journal` until the run is complete.
 
-        `name` is its name in messages. Raises `InputError` if the result cannot be created, or if the disk is
-        too full for it.
+        Raises `InputError` if the result cannot be created, or if the disk is too full for it.
         """
-        raise self._read_only(path)
+        raise self._read_only(new.path)
 
     def journal_folder(self, operand: Any) -> Folder | None:
         """Return the folder for the journal (the record of finished tiles) of a run with this result.

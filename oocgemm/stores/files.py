@@ -162,7 +162,6 @@ def _check(descriptor: int, mode: int, device: int, path: str | Path) -> None:
 
 
 def _error(number: int, path: str | Path) -> OSError:
-    """Return the error for a file that open(2) does not open."""
     if number == errno.ENXIO:  # of a socket; of a named pipe that is opened for writing
         return RefusedFileError(errno.EACCES, "it is a socket, not a regular file: replace it", str(path))
     if number == errno.ENOENT and os.path.islink(path):  # it does not stand for a chunk of fill values
@@ -515,7 +514,6 @@ def write_fully(descriptor: int, buffer: Any, offset: int) -> None:
 
 
 def _address(view: mmap.mmap) -> int:
-    """Return the address at which a mapping begins."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
@@ -613,7 +611,6 @@ def _write(path: Path, data: Array, size: int) -> None:
 
 
 def _put(descriptor: int, data: Array) -> None:
-    """Write the rows of an array to a file, from its first byte on."""
     rows, done = segments(data), 0
     while done < data.nbytes:
         done += os.pwritev(descriptor, rest_of(rows, done), done)

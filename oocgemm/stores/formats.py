@@ -315,7 +315,6 @@ def is_sparse(group: Any) -> bool:
 
 
 def _remedy(path: str) -> str:
-    """Return the remedy for a file in one of `FORMATS`: how to convert it."""
     suffix, stem = Path(path).suffix.lower(), os.fspath(Path(path).with_suffix(""))
     old, new = json.dumps(path), json.dumps(stem + ".npy")
     match suffix:

@@ -18,19 +18,18 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout, Lines
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, Matrix, Store, is_path, refuse_zarr_options
+from oocgemm.stores.base import Array, Matrix, NewArray, Store, is_path, refuse_zarr_options
 from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
     check_room,
     fingerprints,
     found_locally,
-    sync_files,
     sync_path,
 )
 from oocgemm.stores.files import OpenFile, open_regular, read_fully, write_fully
 from oocgemm.stores.formats import check_found
-from oocgemm.stores.npy import NpyMatrix
+from oocgemm.stores.npy import NpyMatrix, in_new_file
 
 SUFFIX, COUNTS = ".grm.bin", ".grm.N.bin"
 _STORED = np.dtype("<f4")
@@ -79,33 +78,15 @@ class GrmFiles(Store):
             )
         return Lines(problem.n, itemsize=_STORED.itemsize)
 
-    def create(
-        self,
-        name: str,
-        path: str,
-        shape: tuple[int, int],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, int],
-        compressor: str | None,
-        *,
-        journal: Path | None = None,
-    ) -> Matrix:
-        place = Path(path)
+    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
+        place, extent = Path(new.path), new.shape[0]
         at = place if journal is None else journal / DATA
-        check_room(name, path, _bytes(shape[0]))
+        check_room(new.name, new.path, _bytes(extent))
         try:
             place.absolute().parent.mkdir(parents=True, exist_ok=True)
-            open(at, "xb").close()
-            try:
-                matrix = GrmMatrix(name, at, shape[0], place)
-                matrix.reserve()
-                sync_files(at.parent, [at.name])
-            except BaseException:
-                at.unlink()
-                raise
+            return in_new_file(at, lambda: GrmMatrix(new.name, at, extent, place))
         except OSError as error:
-            raise InputError(f"{name}: cannot create {path}: {error}") from error
-        return matrix
+            raise InputError(f"{new.name}: cannot create {new.path}: {error}") from error
 
     def journal_folder(self, operand: Any) -> Path | None:
         return Path(os.path.realpath(operand) + SIDECAR)
@@ -170,7 +151,6 @@ def is_grm(path: str) -> bool:
 
 
 def _is_counts(path: str) -> bool:
-    """Return whether a path is that of a .grm.N.bin file, which is like a .grm.bin file."""
     return path.endswith(COUNTS) and "://" not in path
 
 

@@ -156,7 +156,6 @@ def _grid(found: "h5py.Dataset") -> tuple[int, int]:
 
 
 def _max_chunks(path: str) -> int:
-    """Return how many chunks the index of a dataset in a file may have."""
     return min(MAX_CHUNKS, max(MIN_CHUNKS, os.stat(path).st_blocks * 512 // BYTES_PER_CHUNK))
 
 
@@ -436,7 +435,6 @@ class Chunks:
                 first += 1
 
     def _damaged(self, i: int, j: int, how: str, error: Exception | None = None) -> NoReturn:
-        """Raise the `ExecutionError` for a damaged chunk. `how` says what is wrong with it."""
         place = f"[{i * self.chunk[0]}, {j * self.chunk[1]}]"
         raise ExecutionError(
             f"the chunk at {place} in {self.path} {how}: it is damaged or truncated"
@@ -444,7 +442,6 @@ class Chunks:
 
 
 def _rounded(size: int) -> int:
-    """Round a number of bytes up to whole cache lines."""
     return -(-size // 64) * 64
 
 
@@ -539,6 +536,5 @@ class HDF5Matrix(ReadOnly):
         return f"{self._file}{MARK}{self._dataset}"
 
     def _present(self) -> tuple[int, int, int]:
-        """Return the inode, the size and the modification time of the file. Raises `OSError`."""
         status = os.stat(self._file)
         return status.st_ino, status.st_size, status.st_mtime_ns

@@ -72,7 +72,6 @@ def open_dataset(name: str, path: str, dataset: str) -> HDF5Matrix:
 
 
 def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5Matrix, str]:
-    """Return the matrix of a dataset, and "" or the reason why h5py has to read it."""
     found = _dataset(name, file, path, dataset)
     place = f"{name}: {path}{MARK}{dataset}"
     _check_here(place, found)
@@ -97,7 +96,6 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5
 
 
 def _opened(name: str, path: str) -> "h5py.File":
-    """Open a file with h5py. Raises `InputError` with the remedy if that fails."""
     try:
         check_regular(path)
         return h5py.File(path, "r")
@@ -315,7 +313,6 @@ def _fill(found: "h5py.Dataset", plist: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the message of an exception."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -6,10 +6,10 @@ memory of the process.
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -20,6 +20,7 @@ from oocgemm.planning.tiling import Range, length
 from oocgemm.stores.base import (
     Array,
     Matrix,
+    NewArray,
     Store,
     checked,
     described,
@@ -58,6 +59,9 @@ SUMMED = 1 << 20
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
 
 
+M = TypeVar("M", bound="NpyMatrix")
+
+
 class NpyFiles(Store):
     """Open and create .npy files. A path belongs to this store if it ends in .npy."""
 
@@ -89,24 +93,15 @@ class NpyFiles(Store):
         refuse_zarr_options("a .npy file", chunks, compressor)
         return Lines(problem.n, itemsize=problem.itemsizes["C"])
 
-    def create(
-        self,
-        name: str,
-        path: str,
-        shape: tuple[int, int],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, int],
-        compressor: str | None,
-        *,
-        journal: Path | None = None,
-    ) -> Matrix:
-        check_room(name, path, shape[0] * shape[1] * dtype.itemsize)
+    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
+        check_room(new.name, new.path, prod(new.shape) * new.dtype.itemsize)
+        place = Path(new.path)
         try:
-            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            at = Path(path) if journal is None else journal / DATA
-            return create_npy(name, at, shape, dtype, Path(path))
+            place.absolute().parent.mkdir(parents=True, exist_ok=True)
+            at = place if journal is None else journal / DATA
+            return create_npy(new.name, at, new.shape, new.dtype, place)
         except (OSError, ValueError, OverflowError) as error:
-            raise InputError(f"{name}: cannot create {path}: {error}") from error
+            raise InputError(f"{new.name}: cannot create {new.path}: {error}") from error
 
     def journal_folder(self, operand: Any) -> Path | None:
         return Path(os.path.realpath(operand) + SIDECAR)
@@ -259,7 +254,6 @@ class NpyMatrix:
                 path.unlink()
 
     def _saved(self, path: Path, rows: Range, cols: Range) -> Array:
-        """Return the block in a redo file."""
         return np.fromfile(path, self.dtype).reshape(rows[1] - rows[0], cols[1] - cols[0])
 
     def set_finished(self, finished: bool, uplo: str | None = None) -> None:
@@ -337,16 +331,27 @@ def create_npy(
 ) -> NpyMatrix:
     """Create a .npy file of zeros and allocate its disk space. Raises `OSError` if there is too little.
 
-    The file is created at `path`. If `place` is given, `NpyMatrix.set_finished` renames it to `place`. If the
-    creation fails, the file is deleted again.
+    The file is created at `path`. If `place` is given, `NpyMatrix.set_finished` renames it to `place`.
     """
-    open(path, "xb").close()
-    try:
+
+    def made() -> NpyMatrix:
         with open(path, "wb") as file:
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             offset = file.tell()
-        matrix = NpyMatrix(name, path, shape, dtype, offset, place=place)
+        return NpyMatrix(name, path, shape, dtype, offset, place=place)
+
+    return in_new_file(path, made)
+
+
+def in_new_file(path: Path, made: Callable[[], M]) -> M:
+    """Create a file for the matrix that `made` returns, and allocate its disk space. Raises `OSError`.
+
+    If anything fails, the file is deleted again.
+    """
+    open(path, "xb").close()
+    try:
+        matrix = made()
         matrix.reserve()
         sync_files(path.parent, [path.name])  # make the name and header durable; blocks are flushed later
     except BaseException:
@@ -356,7 +361,6 @@ def create_npy(
 
 
 def _rename_into_place(path: Path, place: Path) -> None:
-    """Rename a finished file to `place`, its final path. Raises `OSError` if another file exists there."""
     if path != place and place.exists():
         raise FileExistsError(
             errno.EEXIST, f"another file was put at C's path; the result is in {path}", str(place)

@@ -19,7 +19,7 @@ from zarr.storage import ObjectStore
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, pieces
+from oocgemm.stores.base import Array, NewArray, pieces
 from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
@@ -130,7 +130,6 @@ class ObjectChunks:
                 self._damaged(number, str(error), error)
 
     def _read_group(self, block: Block, out: Array) -> None:
-        """Read a block of an array with small chunks in shards into `out`."""
         spans: dict[str, list[Span]] = {}
         for number, part, target in self._cut(block, out):
             place = self._place(number)
@@ -192,7 +191,6 @@ class ObjectChunks:
         return None if offset == length == MISSING else (self.key(shard), offset, length)
 
     def _index(self, shard: Place) -> Array | None:
-        """Read the index of a shard; None if the shard is not stored."""
         assert self.shards is not None
         size, start = self.shards.index_bytes, -1 if self.shards.at_end else 0
         try:
@@ -217,7 +215,6 @@ class ObjectChunks:
             self._decode(number, block, self.bucket.get_part(key, start, end - start), out)
 
     def _read_encoded(self, number: Place, place: tuple[str, int, int], block: Block, out: Array) -> None:
-        """Read and decode a chunk, and copy the part that is wanted."""
         key, offset, length = place
         if length < 0:
             found = self.bucket.get(key)
@@ -262,7 +259,6 @@ class ObjectChunks:
         return slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
 
     def _damaged(self, number: Place, how: str, error: Exception | None = None) -> NoReturn:
-        """Raise the `ExecutionError` for a damaged chunk. `how` says what is wrong with it."""
         raise ExecutionError(
             f"chunk {number[0]}/{number[1]} in {self.bucket.url} is damaged or truncated: {how}"
         ) from error
@@ -513,21 +509,14 @@ def _format(place: str, bucket: Bucket) -> Literal[2, 3] | None:
     return None
 
 
-def create_array(
-    name: str,
-    bucket: Bucket,
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    chunks: tuple[int, int],
-    compressor: str | None,
-) -> ObjectMatrix:
-    """Create a zarr array in a bucket. `name` is its name in messages. Raises `InputError` if that fails."""
+def create_array(bucket: Bucket, new: NewArray) -> ObjectMatrix:
+    """Create a zarr array in a bucket. Raises `InputError` if that fails."""
     try:
-        array = new_array(ObjectStore(bucket.store), shape, dtype, chunks, compressor)
+        array = new_array(ObjectStore(bucket.store), new)
     except Exception as error:  # zarr and obstore raise exceptions of many types
         text = scrubbed(reason(error))
-        raise InputError(f"{name}: cannot create a zarr array at {bucket.url}: {text}") from None
-    return _matrix(name, bucket, array, writable=True)
+        raise InputError(f"{new.name}: cannot create a zarr array at {bucket.url}: {text}") from None
+    return _matrix(new.name, bucket, array, writable=True)
 
 
 def _matrix(name: str, bucket: Bucket, found: Any, *, writable: bool) -> ObjectMatrix:

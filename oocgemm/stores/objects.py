@@ -22,7 +22,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import GemmProblem, Layout
-from oocgemm.stores.base import Array, ChangedError, Folder, Matrix, Store, is_path
+from oocgemm.stores.base import Array, ChangedError, Folder, Matrix, NewArray, Store, is_path
 from oocgemm.stores.durable import SIDECAR
 from oocgemm.stores.formats import check_new_format
 from oocgemm.stores.zarr_matrix import new_zarr_layout
@@ -304,7 +304,6 @@ class Bucket:
 
 
 def _opened(url: str) -> Any:
-    """Return the obstore store for a URL. Its keys are relative to the path of the URL."""
     check_url("the operand", url)
     stores = import_module("obstore.store")
     if url.startswith("memory://"):
@@ -446,21 +445,11 @@ class ObjectStores(Store):
         check_new_format("C", redacted(path))
         return new_zarr_layout(problem, chunks, compressor, requests=REQUESTS)
 
-    def create(
-        self,
-        name: str,
-        path: str,
-        shape: tuple[int, int],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, int],
-        compressor: str | None,
-        *,
-        journal: Path | None = None,
-    ) -> Matrix:
-        bucket = Bucket(path)
+    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
+        bucket = Bucket(new.path)
         from oocgemm.stores.object_matrix import create_array
 
-        return create_array(name, bucket, shape, dtype, chunks, compressor)
+        return create_array(bucket, new)
 
     def journal_folder(self, operand: Any) -> Folder | None:
         return None if is_web(operand) else ObjectFolder(operand, SIDECAR)

@@ -25,7 +25,7 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.arrays import ArrayLikes, Arrays
-from oocgemm.stores.base import DtypeError, Folder, Matrix, Store, is_path
+from oocgemm.stores.base import DtypeError, Folder, Matrix, NewArray, Store, is_path
 from oocgemm.stores.capabilities import Resumable
 from oocgemm.stores.declared import Declared, decoded, refuse_packed
 from oocgemm.stores.formats import Stored, UnsupportedError
@@ -148,7 +148,8 @@ def create_output(
 
     `name` is its name in messages. Raises `InputError` if it cannot be created, or if the disk is too full.
     """
-    return store_of(path).create(name, path, shape, dtype, chunks, compressor, journal=_local(folder))
+    new = NewArray(name, path, shape, dtype, chunks, compressor)
+    return store_of(path).create(new, _local(folder))
 
 
 def _local(folder: Folder | None) -> Path | None:

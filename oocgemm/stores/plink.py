@@ -104,7 +104,6 @@ def on_chromosomes(path: Path, given: Chromosomes | None) -> Array:
 
 
 def _matching(entry: str, known: Sequence[str], *, human: bool) -> list[bool]:
-    """Return which of the known codes an entry stands for."""
     if entry == ALL:
         return [True] * len(known)
     span = re.fullmatch(r"(\d+)-(\d+)", f"1-{LAST_AUTOSOME}" if entry == AUTOSOMES else entry)
@@ -133,7 +132,6 @@ def _entries(given: Chromosomes) -> Iterable[str]:
 
 
 def _first_words(place: Path) -> list[str]:
-    """Return the first word of each line of a file."""
     try:
         with open(place, encoding="utf-8", errors="surrogateescape") as file:
             return [(line.split(maxsplit=1) or [UNPLACED])[0] for line in file]
@@ -322,7 +320,6 @@ def individuals_of(path: Path) -> list[tuple[str, str]]:
 
 
 def _count_lines(name: str, path: Path, suffix: str) -> int:
-    """Count the lines of a file beside a .bed file. Raises `InputError` if it cannot be read."""
     place, count, last = path.with_suffix(suffix), 0, b"\n"
     try:
         with open(place, "rb", opener=open_regular) as file:

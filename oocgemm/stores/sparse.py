@@ -78,7 +78,6 @@ class _Found:
     elements: Array
 
     def part(self) -> _Part:
-        """Return the elements row by row."""
         segments, (top, bottom) = self.segments, self.rows
         order = np.lexsort((segments["first"], segments["row"]))
         sizes = segments["count"][order].astype(np.int64)

@@ -400,7 +400,6 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
-        """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
         for offset, length, part in self.places(number, file, block):
             target = view(out, block, part)
             if offset is None:
@@ -441,7 +440,6 @@ class DirectChunks:
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
     ) -> None:
-        """Decode a compressed chunk from its bytes `stored`. Copy its rows and columns `wanted` to `out`."""
         try:
             self.encoding.decode_part(stored, self.chunk, wanted, out)
         except ValueError as error:
@@ -463,7 +461,6 @@ class DirectChunks:
             )
 
     def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:
-        """Raise the `ExecutionError` for a damaged file. `how` says what is wrong with it."""
         raise ExecutionError(
             f"chunk {self.key(number)} in {self.root} {how}: it is damaged or truncated"
         ) from error
@@ -586,7 +583,6 @@ class _Batch:
         self._filled += size
 
     def decode(self) -> None:
-        """Read and decode the chunks of the batch, and empty it."""
         sizes = self._read()
         for (*_, place, size), (at, part), found in zip(self._reads, self._owners, sizes, strict=True):
             if found != size or not self._decoded(place, size, part):
@@ -692,7 +688,6 @@ def _read_one(part: Part, out: Array) -> bool:
 
 
 def _name(compressor: object) -> str:
-    """Return the name of a compressor in layouts; "" if a GPU cannot decode it."""
     match getattr(compressor, "codec_id", ""), getattr(compressor, "cname", ""):
         case "zstd", _:
             return "zstd"

@@ -55,7 +55,6 @@ def unavailable(stated: Any) -> str:
 
 @cache
 def _inside_blosc() -> list[str]:
-    """Return the compressors with which numcodecs' blosc was built."""
     found: list[str] = importlib.import_module("numcodecs.blosc").list_compressors()
     return found
 
@@ -239,7 +238,6 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
 
 
 def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return the numcodecs codec for a compressor of zarr format 3; None for an unknown one."""
     import numcodecs
 
     match name:

@@ -26,6 +26,7 @@ from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
     Matrix,
+    NewArray,
     Store,
     checked,
     is_path,
@@ -199,7 +200,6 @@ class ZarrMatrix:
             ) from error
 
     def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block with zarr into `out`."""
         from zarr.core.buffer.cpu import NDBuffer
 
         if self._metadata.folder is not None:
@@ -325,7 +325,6 @@ class ZarrMatrix:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return the fingerprints of the chunk files, or of some of them if there are many."""
         down, across = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.writing.chunk, strict=True)
         )
@@ -542,33 +541,23 @@ class ZarrPaths(Store):
         check_new_format("C", path)
         return new_zarr_layout(problem, chunks, compressor)
 
-    def create(
-        self,
-        name: str,
-        path: str,
-        shape: tuple[int, int],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, int],
-        compressor: str | None,
-        *,
-        journal: Path | None = None,
-    ) -> Matrix:
+    def create(self, new: NewArray, journal: Path | None = None) -> Matrix:
         """Create an array. Check the free space of the disk only if the chunks are not compressed.
 
         The size of compressed chunks is not known before they are written.
         """
-        if "://" not in path and compressor in (None, "none"):
-            check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
-        if "://" not in path:
+        if "://" not in new.path:
+            if new.compressor in (None, "none"):
+                check_room(new.name, new.path, raw_bytes(new.shape, new.chunks, new.dtype.itemsize))
             try:
-                created = create(path, shape, dtype, chunks, compressor, UNFINISHED)
+                created = create(new, UNFINISHED)
             except OSError as error:
-                raise InputError(f"{name}: cannot create a zarr array at {path}: {error}") from error
+                raise InputError(f"{new.name}: cannot create a zarr array at {new.path}: {error}") from error
             if created is not None:
-                return ZarrMatrix(name, created)
+                return ZarrMatrix(new.name, created)
         from oocgemm.stores.zarr_through import create_zarr
 
-        return create_zarr(name, path, shape, dtype, chunks, compressor)
+        return create_zarr(new)
 
     def journal_folder(self, operand: Any) -> Path | None:
         if "://" in operand or os.path.isfile(operand):
@@ -607,7 +596,6 @@ def new_zarr_layout(
 
 
 def _without_zarr(path: str) -> Metadata | None:
-    """Return the metadata of an array that is read and written without zarr; None for any other."""
     return None if "://" in path else read_metadata(os.fspath(path))
 
 

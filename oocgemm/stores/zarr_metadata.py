@@ -22,6 +22,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning.units import format_size
+from oocgemm.stores.base import NewArray
 from oocgemm.stores.files import open_regular, publish, read_regular
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
@@ -177,22 +178,15 @@ def _document_at(path: Path) -> Any:
     return json.loads(content)
 
 
-def create(
-    path: str,
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    chunks: tuple[int, int],
-    compressor: str | None,
-    attributes: Mapping[str, Any],
-) -> Metadata | None:
+def create(new: NewArray, attributes: Mapping[str, Any]) -> Metadata | None:
     """Create a local array of format 3, filled with zeros, as `zarr.create_array` does. Return its metadata.
 
     For a dtype that is not in `_DTYPES`, for an array without elements, or if a zarr array or group is at the
     path, return None and create nothing. The caller must then create the array by zarr, which raises an error
     if that is impossible. Raises `OSError`.
     """
-    folder = Path(path)
-    if dtype.name not in _DTYPES or 0 in shape:
+    folder, dtype, compressor = Path(new.path), new.dtype, new.compressor
+    if dtype.name not in _DTYPES or 0 in new.shape:
         return None
     if any((folder / name).exists() for name in (*METADATA, V2_GROUP)):
         return None
@@ -204,12 +198,12 @@ def create(
         codecs.append({"name": name, "configuration": settings})
     zero = 0 if dtype.kind == "i" else 0.0
     fill = [zero, zero] if dtype.kind == "c" else zero
-    document = _document(shape, dtype, chunks, ("default", "/"), fill, codecs)
+    document = _document(new.shape, dtype, new.chunks, ("default", "/"), fill, codecs)
     document["attributes"] = dict(attributes)
     # write the keys in the same order as zarr
     tail = {name: document.pop(name) for name in ("zarr_format", "node_type", "storage_transformers")}
     _write(folder / V3, document | tail)
-    return read_metadata(path)
+    return read_metadata(new.path)
 
 
 def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None:
@@ -305,7 +299,6 @@ def _document(
     fill: Any,
     codecs: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the metadata of format 3 that zarr writes, without attributes."""
     return {
         "shape": list(shape),
         "data_type": dtype.name,
@@ -365,7 +358,6 @@ def _fill(stated: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _v2_compressor(encoding: Encoding) -> dict[str, Any] | None:
-    """Return the settings of a compressor of format 2, as zarr writes them."""
     if encoding.compressor is None:
         return None
     settings: dict[str, Any] = encoding.compressor.get_config()
@@ -456,7 +448,6 @@ def keys_of_first(key: Key, exists: Callable[[str], bool]) -> Iterator[str]:
 
 
 def _is_key(name: str, key: Key, grid: tuple[int, int]) -> bool:
-    """Return whether a name is the key of a chunk in a grid."""
     numbers = [int(digits) for digits in re.findall(r"\d+", name, re.ASCII)] if len(name) < 100 else []
     if len(numbers) != 2 or numbers[0] >= grid[0] or numbers[1] >= grid[1]:
         return False

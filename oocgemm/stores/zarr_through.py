@@ -29,6 +29,7 @@ from zarr.dtype import Float16, data_type_registry
 from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError, InputError, missing_bfloat16
+from oocgemm.stores.base import NewArray
 from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
 from oocgemm.stores.zarr_chunks import Shards
 from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
@@ -147,7 +148,6 @@ def metadata_of(array: "zarr.Array[Any]") -> Metadata:
 
 
 def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
-    """Return the encoding of the chunks, or None if unknown, and the shard format, or None if unsharded."""
     dtype = np.dtype(array.dtype)
     if len(array.shape) != 2:
         return None, None
@@ -226,7 +226,6 @@ def _refused(error: BaseException | None) -> InputError | None:
 
 
 def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputError:
-    """Return the error for a path or URL at which zarr found no array. `error` is zarr's exception."""
     if isinstance(error, ImportError) and "://" in path:
         return missing_client(name, path, error)
     if found := wrong_format(name, path, writable=writable):
@@ -287,36 +286,24 @@ def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
             raise InputError(f"{name}: {BIG_ENDIAN}")
 
 
-def create_zarr(
-    name: str,
-    path: str,
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    chunks: tuple[int, int],
-    compressor: str | None,
-) -> ZarrMatrix:
-    """Create a zarr array, which is not compressed if `compressor` is None. `name` is its name in messages.
-
-    Raises `InputError` if that fails.
-    """
+def create_zarr(new: NewArray) -> ZarrMatrix:
+    """Create a zarr array. Raises `InputError` if that fails."""
     try:
-        array = new_array(path, shape, dtype, chunks, compressor)
+        array = new_array(new.path, new)
     except Exception as error:
-        _check_thread(name, path, error)
-        raise InputError(f"{name}: cannot create a zarr array at {path}: {reason(error)}") from error
-    return ZarrMatrix(name, array)
+        _check_thread(new.name, new.path, error)
+        raise InputError(f"{new.name}: cannot create a zarr array at {new.path}: {reason(error)}") from error
+    return ZarrMatrix(new.name, array)
 
 
-def new_array(
-    store: Any, shape: tuple[int, int], dtype: np.dtype[Any], chunks: tuple[int, int], compressor: str | None
-) -> "zarr.Array[Any]":
+def new_array(store: Any, new: NewArray) -> "zarr.Array[Any]":
     """Create a zarr array that is marked as unfinished, in a store of zarr or at a path."""
     return zarr.create_array(
         store,
-        shape=shape,
-        dtype=dtype,
-        chunks=chunks,
-        compressors=_compressor(compressor),
+        shape=new.shape,
+        dtype=new.dtype,
+        chunks=new.chunks,
+        compressors=_compressor(new.compressor),
         filters=None,
         fill_value=0,
         attributes=dict(UNFINISHED),
@@ -337,7 +324,6 @@ def remote_exists(url: str) -> bool:
 
 
 def _compressor(name: str | None) -> Any:
-    """Return the zarr codec for a name in `COMPRESSORS`; None for no compression."""
     from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
     match name:
@@ -379,7 +365,6 @@ def _members(folder: Path | None) -> str:
 
 
 def _arrays(folder: Path, prefix: str) -> Iterator[str]:
-    """Yield the names of the arrays in a local group, in the order of their names."""
     with suppress(OSError):
         for place in sorted(folder.iterdir()):
             kind = node_kind(place)

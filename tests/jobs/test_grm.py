@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import DataWarning, InputError
+from oocgemm.stores.base import NewArray
 from oocgemm.stores.gcta import GrmFiles, GrmMatrix, companions
 from tests.support import TOP
 from tests.support.backends_here import ENGINES, Engine, running_on
@@ -272,7 +273,7 @@ def test_blocks_of_a_triangle_are_written_and_read(
     symmetric: Array = np.arange(extent * extent, dtype=np.float32).reshape(extent, extent)
     symmetric += symmetric.T
     path = tmp_path_factory.mktemp("grm") / "g.grm.bin"
-    matrix = GrmFiles().create("C", str(path), (extent, extent), np.dtype("f4"), (1, 1), None)
+    matrix = GrmFiles().create(NewArray("C", str(path), (extent, extent), np.dtype("f4"), (1, 1)))
     cuts = sorted({0, extent, *data.draw(st.lists(st.integers(0, extent), max_size=3))})
     spans = list(pairwise(cuts))
     for rows in spans:

@@ -22,6 +22,7 @@ from zarr.codecs import (
 
 from oocgemm import InputError, stores
 from oocgemm.stores import zarr_through
+from oocgemm.stores.base import NewArray
 from oocgemm.stores.zarr_matrix import COMPRESSORS, UNFINISHED, ZarrMatrix
 from oocgemm.stores.zarr_metadata import create, read_metadata
 
@@ -162,8 +163,9 @@ def test_an_array_in_both_formats_is_left_to_zarr(tmp_path: Path) -> None:
 )
 def test_new_arrays_are_those_of_zarr(tmp_path: Path, dtype: str, compressor: str | None) -> None:
     ours, zarrs = tmp_path / "in" / "ours", tmp_path / "zarrs"
-    found = create(str(ours), (9, 10), np.dtype(dtype), (4, 4), compressor, UNFINISHED)
-    zarr_through.create_zarr("C", str(zarrs), (9, 10), np.dtype(dtype), (4, 4), compressor)
+    stated = (9, 10), np.dtype(dtype), (4, 4), compressor
+    found = create(NewArray("C", str(ours), *stated), UNFINISHED)
+    zarr_through.create_zarr(NewArray("C", str(zarrs), *stated))
     assert found is not None
     assert (ours / "zarr.json").read_bytes() == (zarrs / "zarr.json").read_bytes()
     matrix = ZarrMatrix("C", found)

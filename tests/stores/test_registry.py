@@ -73,8 +73,8 @@ class Writable(ReadOnly):
     def new_layout(self, path, problem, chunks, compressor):
         return Chunked(writing=Writing(chunks or (4, 4)))
 
-    def create(self, name, path, shape, dtype, chunks, compressor, *, journal=None):
-        return FakeMatrix(name, path, np.zeros(shape, dtype))
+    def create(self, new, journal=None):
+        return FakeMatrix(new.name, new.path, np.zeros(new.shape, new.dtype))
 
 
 class Greedy(ReadOnly):
