@@ -25,7 +25,7 @@ from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import TransformedMatrix
+from oocgemm.stores.transformed import change_of
 from oocgemm.system import cache
 from oocgemm.system.resources import available_memory
 
@@ -156,8 +156,8 @@ def _of_genotypes(counts: Array) -> Stats:
 
 def _place(matrix: Matrix, axis: int, code: float | None, log1p: bool) -> Path | None:
     """Return the path of the cached statistics; None if changes of the matrix could not be detected."""
-    # A transform does not change the fingerprint, but the statistics.
-    known = None if isinstance(matrix, TransformedMatrix) else matrix.fingerprint()
+    # A view that changes elements has the fingerprint of its matrix, and other statistics.
+    known = None if change_of(matrix) else matrix.fingerprint()
     if known is None or not known.get("content"):
         return None
     key = json.dumps([VERSION, known, axis, repr(code), log1p], sort_keys=True, default=str)
