@@ -20,7 +20,7 @@ from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.tiling import Range, Shape
-from oocgemm.stores.cached import Stored
+from oocgemm.stores.lines import CachedBlock
 
 Array = NDArray[Any]
 
@@ -57,7 +57,7 @@ class Pageable:
     chunk: Shape = (1, 1)
     origin: Shape = (0, 0)
     memory: Array | None = None
-    stored: Stored | None = None
+    stored: CachedBlock | None = None
 
     @property
     def nbytes(self) -> int:

@@ -11,9 +11,9 @@ from oocgemm.engine.blocks import stored_block
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Coded, Collecting, Matrix, in_memory, memory
-from oocgemm.stores.cached import Stored
 from oocgemm.stores.capabilities import cached_chunks
 from oocgemm.stores.compressors import Codec, Fetched
+from oocgemm.stores.lines import CachedBlock
 
 # Reads or writes a part of a matrix: its rows, its columns, and the array with its elements.
 Transfer = Callable[[Matrix, Range, Range, Array], None]
@@ -63,7 +63,7 @@ def host_block(
     coding = plan.layouts.coding(operation.operand)
     if coding is None:
         chunks = cached_chunks(matrix) if operation.kind is Kind.UPLOAD else None
-        stored = None if chunks is None else Stored(chunks, top, left)
+        stored = None if chunks is None else CachedBlock(chunks, top, left)
         return Pageable(shape, dtype, move, *place, stored=stored)
     assert isinstance(matrix, Coded)
 

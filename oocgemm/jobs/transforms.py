@@ -17,7 +17,7 @@ from oocgemm.planning.expansion import Measure
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.formats import Stored, python_command
+from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import StandardizedMatrix, TransformedMatrix, Vectors
 from oocgemm.system.resources import RECENT, available_memory
@@ -196,7 +196,7 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
 
     `names` are the arguments of the transform that are replaced; by default all that need statistics.
     """
-    transform, stored = matrix.transform, Stored.of(matrix.stored)
+    transform, stored = matrix.transform, OperandFacts.of(matrix.stored)
     made = {"impute": "mean"} if transform.imputes_mean else {}
     made |= {"center": "mean"} if isinstance(transform.center, str) else {}
     made |= {"scale": "scale"} if isinstance(transform.scale, str) else {}

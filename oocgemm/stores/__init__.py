@@ -16,26 +16,24 @@ from oocgemm.stores.capabilities import (
 from oocgemm.stores.durable import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import (
-    create_output,
-    load,
-    load_without_cupy,
-    new_layout,
-    open_matrix,
-    open_pair,
-    reserve,
-    store_of,
-)
-from oocgemm.stores.places import (
     c_exists,
     check_apart,
     clear,
+    create_output,
     exists,
+    load,
+    load_without_cupy,
     located,
+    new_layout,
+    open_matrix,
+    open_pair,
     overlap,
     place,
     remove,
+    reserve,
     same_place,
     sidecar,
+    store_of,
 )
 from oocgemm.stores.zarr_matrix import COMPRESSORS, check_compressor
 

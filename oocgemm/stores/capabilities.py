@@ -13,8 +13,8 @@ import numpy as np
 from oocgemm.planning import Coding
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix
-from oocgemm.stores.cached import CachedChunks
 from oocgemm.stores.compressors import Fetched
+from oocgemm.stores.lines import CachedChunks
 
 # The element that stands for a missing genotype.
 MISSING = -1

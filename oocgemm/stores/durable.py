@@ -50,9 +50,9 @@ from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
-from oocgemm.stores.cached import name_parts
 from oocgemm.stores.capabilities import Resumable
 from oocgemm.stores.files import padded
+from oocgemm.stores.lines import name_parts
 from oocgemm.system.installed import compiled
 
 # The journal's folder has this name inside the folder of a zarr array. For a file x.npy the folder is

@@ -134,7 +134,7 @@ class UnsupportedError(InputError):
         stored: the operands.
     """
 
-    def __init__(self, *stored: "Stored") -> None:
+    def __init__(self, *stored: "OperandFacts") -> None:
         first = next((x for x in stored if not x.is_numeric), None)
         wanted = common_dtype(*(x.dtype for x in stored))
         said = [f"{x.name} {'is of dtype' if x is stored[0] else 'of'} {x.dtype}" for x in stored]
@@ -150,7 +150,7 @@ class UnsupportedError(InputError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class OperandFacts:
     """An operand for messages: its name, dtype, kind of store and path, and the codes of missing elements."""
 
     name: str
@@ -160,7 +160,7 @@ class Stored:
     missing: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, matrix: Matrix) -> "Stored":
+    def of(cls, matrix: Matrix) -> "OperandFacts":
         """Describe an open operand."""
         header = matrix.describe()
         path = None if header["path"] is None else str(header["path"]).removeprefix("file://")
@@ -207,7 +207,7 @@ def common_dtype(*dtypes: np.dtype[Any]) -> str:
 
 def check_dtypes(a: Matrix, b: Matrix) -> None:
     """Raise `UnsupportedError` if A or B has an unsupported dtype, or if their dtypes differ."""
-    both = Stored.of(a), Stored.of(b)
+    both = OperandFacts.of(a), OperandFacts.of(b)
     if a.dtype != b.dtype:
         raise UnsupportedError(*both)
     if not both[0].is_supported:

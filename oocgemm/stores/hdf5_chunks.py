@@ -25,13 +25,12 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, ReadOnly, described, file_identities, transient
-from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.declared import Declared
 from oocgemm.stores.durable import fingerprints
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, scratch
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline
-from oocgemm.stores.lines import copies_bytes, read_part, scratch_bytes
+from oocgemm.stores.lines import SAMPLES, CachedChunks, copies_bytes, in_page_cache, read_part, scratch_bytes
 
 # At most this many chunks, chosen at random, are compared. A list that permutes chunks has some in their
 # places, at most half of them.

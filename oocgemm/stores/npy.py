@@ -28,7 +28,6 @@ from oocgemm.stores.base import (
     is_path,
     refuse_zarr_options,
 )
-from oocgemm.stores.cached import SAMPLES, CachedChunks, in_page_cache
 from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
@@ -51,7 +50,15 @@ from oocgemm.stores.files import (
     worth_caching,
 )
 from oocgemm.stores.formats import check_found
-from oocgemm.stores.lines import copies_bytes, read_block, scratch_bytes, write_block
+from oocgemm.stores.lines import (
+    SAMPLES,
+    CachedChunks,
+    copies_bytes,
+    in_page_cache,
+    read_block,
+    scratch_bytes,
+    write_block,
+)
 
 MAX_HEADER = 64 << 10
 # Bytes that are read at a time for the checksum of a block.

@@ -27,7 +27,6 @@ from oocgemm.planning import Coding
 from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.compressors import NO_ROOM, Codec, Fetched, decompresser, frame_of
 from oocgemm.stores.files import (
     MIN_DIRECT,
@@ -47,7 +46,9 @@ from oocgemm.stores.lines import (
     MAX_PART_LINES,
     MAX_READS,
     SCRATCH_BYTES,
+    CachedChunks,
     Part,
+    chunk_files,
     copies_bytes,
     read_part,
     read_parts,

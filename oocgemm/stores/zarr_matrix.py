@@ -34,7 +34,6 @@ from oocgemm.stores.base import (
     pieces,
     transient,
 )
-from oocgemm.stores.cached import CachedChunks
 from oocgemm.stores.compressors import Fetched
 from oocgemm.stores.declared import of_zarr
 from oocgemm.stores.durable import (
@@ -51,6 +50,7 @@ from oocgemm.stores.durable import (
 )
 from oocgemm.stores.files import check_regular, padded, worth_caching
 from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
+from oocgemm.stores.lines import CachedChunks
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_codecs import unavailable
 from oocgemm.stores.zarr_metadata import (

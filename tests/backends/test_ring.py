@@ -13,7 +13,7 @@ from oocgemm.backends.base import Array, Pageable
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.ring import RingShape
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.cached import CachedChunks, Stored
+from oocgemm.stores.lines import CachedBlock, CachedChunks
 from oocgemm.system import pool
 from tests.support.backends_here import needs_gpu
 from tests.support.fake_cuda import Fault, fake_cuda
@@ -124,7 +124,7 @@ def test_a_block_of_files_is_uploaded_by_compiled_threads_as_far_as_they_can(
         moved.append(rows)
         out[...] = part[slice(*rows), slice(*cols)]
 
-    given, compiled = Pageable(SHAPE, DTYPE, move, stored=Stored(chunks, 3, 5)), pool.available()
+    given, compiled = Pageable(SHAPE, DTYPE, move, stored=CachedBlock(chunks, 3, 5)), pool.available()
     uploaded, back = ring.upload(address, given, [])(), np.zeros(SHAPE)
     ring.download(address, block(back), [uploaded.end])().finish()
     np.testing.assert_array_equal(back, part)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import Array, open_matrix
-from oocgemm.stores.cached import CachedChunks, chunk_files
 from oocgemm.stores.files import OpenFile
+from oocgemm.stores.lines import CachedChunks, chunk_files
 from oocgemm.stores.npy import open_npy
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.system.installed import compiled
@@ -192,7 +192,7 @@ def test_errors_are_those_of_python(
     library: bool,
 ) -> None:
     if not library:
-        monkeypatch.setattr("oocgemm.stores.cached.compiled", lambda: None)
+        monkeypatch.setattr("oocgemm.stores.lines.compiled", lambda: None)
     matrix = stored(tmp_path, integers(rng, (230, 310), "float64"))
     change(tmp_path / "A.zarr" / "c" / "5" / "4")
     before = descriptors()
@@ -302,7 +302,7 @@ def test_any_block_of_an_hdf5_dataset_is_read(
     library: bool,
 ) -> None:
     if not library:
-        monkeypatch.setattr("oocgemm.stores.cached.compiled", lambda: None)
+        monkeypatch.setattr("oocgemm.stores.lines.compiled", lambda: None)
     values = integers(rng, (90, 130), "float64")
     values[20:40, 30:60] = 3
     with h5py.File(tmp_path / "X.h5", "w") as file:

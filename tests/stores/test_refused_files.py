@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 from oocgemm.errors import OocGemmError
-from oocgemm.stores import cached, files
+from oocgemm.stores import files, lines
 from oocgemm.stores.opening import open_matrix
 
 EXTENT, CHUNK = 32, 16
@@ -110,7 +110,7 @@ def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Without compiled code, Python reads."""
     reader = request.getfixturevalue("reader") if "reader" in request.fixturenames else ""
     if "in Python" in reader:
-        monkeypatch.setattr(cached, "compiled", lambda: None)
+        monkeypatch.setattr(lines, "compiled", lambda: None)
 
 
 @pytest.fixture
