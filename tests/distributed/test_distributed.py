@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shuffled(plan: Plan, workers: int, **options: Any) -> Partition:
     """Divide a plan at random, and put the parts in random order."""
     rng = random.Random(repr(plan.problem))
-    parts = list(divide(plan.grid, rng.randint(1, 4), rng.randint(1, 4)))
+    parts = list(divide(plan.grid, rng.randint(2, 3), rng.randint(1, 3)))
     rng.shuffle(parts)
     return replace(partition(plan, workers, keep_tile=True), parts=tuple(parts))
 
