@@ -17,8 +17,8 @@ from oocgemm.cli.parameters import QUIET, Place, verb_options
 from oocgemm.cli.products import run_product
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import InputError, OocGemmError
-from oocgemm.jobs import pca_state
 from oocgemm.jobs.options import SELECTION_OPTIONS
+from oocgemm.jobs.pca_passes import state_path
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_time
 from oocgemm.timeline import Span
@@ -160,13 +160,13 @@ def pca(
     if quiet:
         silence_warnings()
     started = perf_counter()
-    hint = f"To continue, add --resume ({pca_state.path_of(out)} has the state)."
+    hint = f"To continue, add --resume ({state_path(out)} has the state)."
     try:
         with stopping(lambda: print_interrupted(hint)), doing(not (quiet or as_json)) as say:
             progress = _counting(options["iterations"], options["scores"], say)
             found = find_components(x, components, out, progress=progress, **options)
     except (OocGemmError, MemoryError, KeyboardInterrupt) as error:
-        if pca_state.path_of(out).exists() and not isinstance(error, InputError):
+        if state_path(out).exists() and not isinstance(error, InputError):
             error.add_note(hint)
         raise
     if as_json:

@@ -30,11 +30,10 @@ from typing import cast
 from uuid import uuid4
 
 from oocgemm.errors import ExecutionError
-from oocgemm.jobs.committer import TileQueue
-from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO
-from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
+from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO, append_line, done_entries, parse_line
 from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
+from oocgemm.jobs.resume import TileQueue
 from oocgemm.planning import TileGrid
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix

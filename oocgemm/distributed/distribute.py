@@ -32,12 +32,11 @@ from oocgemm.distributed.survey import (
 from oocgemm.distributed.tasks import shared_request
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output, support
-from oocgemm.jobs.execute import disk_errors
+from oocgemm.jobs.execute import check_log, check_log_apart, disk_errors, recorder
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
-from oocgemm.jobs.recording import check_log, check_log_apart, recorder
 from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.result import Result
 from oocgemm.machine import info

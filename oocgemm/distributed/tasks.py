@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oocgemm.jobs.problem import op_of
+from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.request import Destination, Request
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.serialize import recorded_scalar

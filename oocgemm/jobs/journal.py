@@ -1,9 +1,9 @@
-"""The journal of a run: a file that records what the run computes, and which tiles of C are done.
+"""The journal of a run records what the run computes, and which tiles of C are done.
 
 The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
-CRC-32 and a JSON object, or a list of objects that were appended together. If the process is killed, or the
-power fails, only the last line can be torn, which is then ignored. If whole lines follow a damaged one, the
-journal is refused::
+CRC-32 and a JSON object, or a list of objects that were appended together: a power failure may keep any part
+of an append, such as its end without its beginning. If the process is killed, or the power fails, only the
+last line can be torn, which is then ignored. If whole lines follow a damaged one, the journal is refused::
 
     run       the header: what is computed, from which operands, and the plan
     commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
@@ -44,16 +44,20 @@ the journal contains the number of commits. If the journal lists fewer, `resume`
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
 
-If C is in an object store, the journal is an object (`oocgemm.jobs.object_journal`), and the lock is a lease
-(`oocgemm.jobs.lease`).
+If C is in an object store, the journal is an object (`ObjectJournal`), and the lock is a lease (`Lease`).
 """
 
 import errno
 import fcntl
+import json
+import logging
 import os
 import socket
+import threading
 import time
+import uuid
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,14 +67,23 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm import stores
-from oocgemm.errors import InputError
-from oocgemm.jobs import lease
-from oocgemm.jobs.journal_lines import append_line, done_entries, parse_line
+from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Tile
-from oocgemm.stores.base import Folder
+from oocgemm.stores.base import ChangedError, Folder, RemoteFolder
 from oocgemm.stores.durable import sync_path
 from oocgemm.stores.files import open_regular, read_regular
+from oocgemm.system.threads import start
+
+LOCK = "lock"
+# Seconds between renewals, and after which a lease that is not renewed counts as abandoned.
+BEAT_SECONDS, LEASE_SECONDS = 10.0, 60.0
+# Seconds between looks at a lease whose holder may have ended.
+LOOK_SECONDS = 2.0
+
+logger = logging.getLogger("oocgemm")
+# The versions of leases that were found to be abandoned, so that no process waits for them twice.
+_abandoned: set[str] = set()
 
 FORMAT = 2
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
@@ -82,6 +95,229 @@ ATTRIBUTE = "user.oocgemm.journal"
 # Number of attempts to lock, and seconds between them. An attempt also fails while `owner` tests the lock in
 # another process.
 TRIES, PAUSE = 5, 0.02
+
+
+def done_entries(tiles: Mapping[Tile, str | None]) -> list[dict[str, Any]]:
+    """Return the entries for tiles that are durable in C, given the fingerprints of their files."""
+    return [{"done": tile} | ({} if files is None else {"files": files}) for tile, files in tiles.items()]
+
+
+def append_line(file: int, entries: Sequence[dict[str, Any]]) -> None:
+    """Append a line with entries to a file, given by its descriptor, and flush the file."""
+    rest = memoryview(line_of(entries))
+    while rest:
+        rest = rest[os.write(file, rest) :]
+    os.fdatasync(file)
+
+
+def line_of(entries: Sequence[dict[str, Any]]) -> bytes:
+    """Return the line with these entries of a journal."""
+    text = json.dumps(entries[0] if len(entries) == 1 else entries, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def parse_line(line: bytes) -> list[dict[str, Any]] | None:
+    """Return the entries in a line; None if it is torn or damaged."""
+    checksum, _, text = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n"):
+        return None
+    if checksum != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    entries = found if isinstance(found, list) else [found]
+    return entries if entries and all(isinstance(entry, dict) for entry in entries) else None
+
+
+def lease_holder(folder: RemoteFolder) -> str | None:
+    """Return which process holds the lease in a folder, as text; None if none does.
+
+    This can take `LEASE_SECONDS` if the last holder ran on another machine and was killed.
+    """
+    found = folder.get(LOCK)
+    if found is None:
+        return None
+    state, version = _parsed(found[0]), json.dumps(found[1])
+    if not state.get("held") or version in _abandoned:
+        return None
+    holder = str(state.get("owner", "an unknown process"))
+    alive = _is_alive(state.get("process"))
+    if alive is None:
+        logger.info("waiting up to %g s to see whether %s still writes C", LEASE_SECONDS, holder)
+        alive = _changes(folder, found[0])
+    if alive:
+        return holder
+    _abandoned.add(version)
+    return None
+
+
+class Lease:
+    """The lease of this process on the result whose journal is in a folder. A thread renews it.
+
+    Only its holder may write C and the journal.
+
+    The lease is an object, ``.oocgemm/lock`` below C. It contains the holder, an epoch (a number that grows
+    with each holder), and a number that the holder changes every `BEAT_SECONDS`. Each change is a conditional
+    PUT: it succeeds only if the object is still the one that the writer saw last. Of two processes that take
+    the lease at once, one fails.
+
+    A lease whose holder has ended is taken over. If the holder ran on this machine, the system says whether
+    it is alive. Otherwise the lease counts as abandoned if it does not change for `LEASE_SECONDS`. Clocks of
+    different machines are never compared.
+
+    A holder that was suspended may come back after another process has taken the lease. It then finds that
+    its lease was not renewed for `LEASE_SECONDS / 2`, and writes nothing more. Its next conditional PUT would
+    fail in any case. A write that was in flight when it was suspended is found when the other process
+    completes C (`ObjectMatrix.set_finished`).
+
+    Raises `InputError` if another process holds it, or if the store does not support conditional PUTs.
+    """
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        holder = lease_holder(folder)
+        if holder is not None:
+            raise InputError(_lease_taken(folder, holder))
+        found = folder.get(LOCK)
+        before = _parsed(found[0]) if found is not None else {}
+        self._folder = folder
+        self.epoch = int(before.get("epoch", 0)) + 1
+        self._lost: str | None = None
+        self._beats = 0
+        self._ended = threading.Event()
+        self._renewing = threading.Lock()
+        try:
+            self._version = folder.replace(LOCK, self._state(held=True), None if found is None else found[1])
+        except ChangedError:
+            raise InputError(_lease_taken(folder, "a process that has just started")) from None
+        self._renewed = _now()
+        self._thread = threading.Thread(target=self._renew, name="oocgemm-lease")
+        try:
+            self._check_conditions()
+            start(self._thread)
+        except BaseException:
+            self._free()
+            raise
+
+    def _check_conditions(self) -> None:
+        """Raise `InputError` if the store ignores the condition of a PUT."""
+        with suppress(ChangedError):
+            self._folder.replace(LOCK, self._state(held=False), None)
+            raise InputError(
+                f"C: the store of {self._folder} ignores the conditions of PUT requests (If-None-Match), so "
+                "a second run on the same C could not be refused: write C to another store, or open it by "
+                "zarr and pass the array"
+            )
+
+    def check(self) -> None:
+        """Raise `ExecutionError` if this process may no longer write C."""
+        if self._lost is None and _now() - self._renewed > LEASE_SECONDS / 2:
+            self._lost = f"was not renewed for {LEASE_SECONDS / 2:g} s"
+        if self._lost is not None:
+            raise ExecutionError(
+                f"the lease on C in {self._folder} {self._lost}, so another run may write C: continue with "
+                "--resume (resume=True)"
+            )
+
+    def release(self) -> None:
+        """Stop the thread, and let other processes take the lease at once."""
+        self._ended.set()
+        self._thread.join()
+        if self._lost is None:
+            self._free()
+
+    def _free(self) -> None:
+        with suppress(OSError):  # the lease is then found to be abandoned when this process has ended
+            self._folder.replace(LOCK, self._state(held=False), self._version)
+
+    def confirm(self) -> None:
+        """Renew the lease now. Raises `ExecutionError` if this process may no longer write C."""
+        with self._renewing:
+            started = _now()
+            try:
+                self._version = self._folder.replace(LOCK, self._state(held=True), self._version)
+                self._renewed = started
+            except ChangedError:
+                self._lost = "was taken by another process"
+        self.check()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS) and self._lost is None:
+            try:
+                self.confirm()
+            except Exception as error:  # the next renewal may succeed
+                logger.warning("the lease on C could not be renewed: %s", error)
+
+    def _state(self, *, held: bool) -> bytes:
+        """Return the content of the object, which is unique."""
+        self._beats += 1
+        return json.dumps(
+            {
+                "epoch": self.epoch,
+                "held": held,
+                "owner": f"process {os.getpid()} on {socket.gethostname()}",
+                "process": _identity(os.getpid()),
+                "beat": self._beats,
+                "nonce": uuid.uuid4().hex,
+            }
+        ).encode()
+
+
+def _lease_taken(folder: RemoteFolder, holder: str) -> str:
+    """Return the error message for a C that another run is writing. `holder` is the process of that run."""
+    return f"another run is writing C ({holder}, which holds {folder}/{LOCK}): wait for it, or stop it"
+
+
+def _now() -> float:
+    """Return seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(content)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _changes(folder: RemoteFolder, content: bytes) -> bool:
+    """Return whether the lease changes within `LEASE_SECONDS`."""
+    until = _now() + LEASE_SECONDS
+    while _now() < until:
+        time.sleep(LOOK_SECONDS)
+        found = folder.get(LOCK)
+        if found is None or found[0] != content:
+            return found is not None and bool(_parsed(found[0]).get("held"))
+    return False
+
+
+def _identity(pid: int) -> list[str] | None:
+    """Return what identifies a process of this machine: boot, PID namespace, PID and start time."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = os.readlink("/proc/self/ns/pid")
+        # The name of the command, in parentheses, may contain spaces. The start time is field 22.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return [boot, names, str(pid), fields[19]]
+
+
+def _is_alive(identity: Any) -> bool | None:
+    """Return whether a process is alive; None if it is not known, since it ran on another machine."""
+    here = _identity(os.getpid())
+    if here is None or not isinstance(identity, list) or len(identity) != 4 or identity[:2] != here[:2]:
+        return None
+    return identity == _identity(int(identity[2])) and not _is_zombie(int(identity[2]))
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
 
 
 @dataclass(frozen=True)
@@ -223,7 +459,7 @@ def _check_count(folder: Path, listed: int) -> None:
 def owner(folder: Folder) -> str | None:
     """Return which process has locked a journal's folder, as text with its id and host; None if none has."""
     if not isinstance(folder, Path):
-        return lease.owner(folder)
+        return lease_holder(folder)
     try:
         descriptor = open_regular(folder / LOCK)
     except FileNotFoundError:
@@ -387,5 +623,78 @@ def _lock(folder: Path) -> int:
 def busy(folder: Folder, holder: str) -> str:
     """Return the error message for a C that another run is writing. `holder` is the process of that run."""
     if not isinstance(folder, Path):
-        return lease.busy(folder, holder)
+        return _lease_taken(folder, holder)
     return f"another run is writing C ({holder}, which has locked {folder / LOCK}): wait for it, or stop it"
+
+
+class ObjectJournal:
+    """The journal in a folder of an object store, open for writing. This process holds the lease on C.
+
+    It has the same lines as a journal in a file (`Journal`), and a line with the epoch of each process that
+    wrote it. Objects cannot be appended to. Each new line therefore rewrites the journal, by a PUT on
+    condition that the journal is still the one that this process wrote last. So only the process that wrote
+    the last epoch can add lines. A line is durable when the PUT returns, and is there as a whole or not at
+    all.
+
+    For each tile, the order of writes is the same as with files. Where files are flushed, a PUT has returned.
+
+    Raises `InputError` if another run holds the lease.
+    """
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        self.folder = folder
+        self._lease = Lease(folder)
+        try:
+            found = folder.get(JOURNAL)
+            self._content: bytes = b"" if found is None else found[0]
+            self._version: dict[str, str] | None = None if found is None else found[1]
+            self.record = read(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, header: dict[str, Any]) -> None:
+        """Replace any old journal by a new one that has only a header."""
+        self._content = b""
+        self._append([{"run": {"format": FORMAT} | header}])
+        self._append([{"epoch": self._lease.epoch}])
+
+    def resume(self) -> None:
+        """Continue the existing journal."""
+        self._append([{"epoch": self._lease.epoch}])
+
+    def commit(self, tiles: Sequence[Tile]) -> None:
+        """Record that the new content of tiles is durable in redo objects, not yet in C."""
+        self._append([{"commit": tile} for tile in tiles])
+
+    def done(self, tiles: Mapping[Tile, str | None]) -> None:
+        """Record that the new content of tiles is durable in C, with the fingerprints of their objects."""
+        self._append(done_entries(tiles))
+
+    def complete(self, facts: dict[str, Any]) -> None:
+        """Record that all of C is durable."""
+        self._append([{"complete": facts}])
+
+    def check_in_place(self) -> None:
+        """Renew the lease on C. Raises `ExecutionError` if this process may no longer write C."""
+        self._lease.confirm()
+
+    def check_lease(self) -> None:
+        """Raise `ExecutionError` if it is known that this process may no longer write C."""
+        self._lease.check()
+
+    def close(self) -> None:
+        """Release the lease."""
+        self._lease.release()
+
+    def _append(self, entries: Sequence[dict[str, Any]]) -> None:
+        self.check_lease()
+        content = self._content + line_of(entries)
+        try:
+            self._version = self.folder.replace(JOURNAL, content, self._version)
+        except ChangedError:
+            raise ExecutionError(
+                f"another run has taken over C: it has changed the journal {self.folder}/{JOURNAL}; this run "
+                "stops"
+            ) from None
+        self._content = content

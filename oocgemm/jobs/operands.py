@@ -1,29 +1,334 @@
-"""Open the operands of a request, and describe their product."""
+"""Open the operands of a request, and describe their product: its shapes, dtypes, scalars and tile.
+
+If a Gaussian follows, squared distances are computed from inner products, so operands are prepared in a way
+that these do not cancel. The squared distance of two rows is ``|x|^2 + |y|^2 - 2 x y``. Its rounding error
+grows with the norms of rows, which may be far larger than the distances. So a common center is subtracted
+from all rows when they are read, which leaves distances as they are. If a Gaussian would still have a
+relative error of more than `MAX_ERROR`, rows are multiplied in float64. If that is not enough either, the
+product is refused.
+"""
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from oocgemm import stores
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.distances import centered
-from oocgemm.jobs.epilogue import Cast, check_mirrored, is_symmetric, with_epilogue
-from oocgemm.jobs.imputing import opened
-from oocgemm.jobs.problem import gram_problem, op_of, problem_of
+from oocgemm.jobs.epilogue import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
+from oocgemm.jobs.norms import is_centered, largest, squares
+from oocgemm.jobs.options import Transpose
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
-from oocgemm.jobs.standardizing import standardized
-from oocgemm.jobs.transforms import by_rows, transformed
-from oocgemm.planning import GemmProblem, Op, integers
-from oocgemm.planning.cover import Triangle
+from oocgemm.jobs.stats import Stats, stats_of
+from oocgemm.jobs.transforms import by_rows, memory_of, opened, readable, standardized, transformed
+from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
+from oocgemm.planning.cover import COVERS, Triangle
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
-from oocgemm.stores import Matrix
-from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix
+from oocgemm.stores import Array, Matrix
+from oocgemm.stores.base import dtype_name, named_dtype
+from oocgemm.stores.transform import Transform
+from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, Vectors
 from oocgemm.stores.view import ConstantRows, SlicedMatrix
+
+# The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
+# product, and C shall not be rounded to it.
+_NARROW = {"float16": "float32", "bfloat16": "float32"}
+
+# Largest estimate, gamma times eps times the largest squared norm, of the relative error of a Gaussian.
+MAX_ERROR = 1e-4
+# Largest squared norm whose products do not overflow float64.
+MAX_SQUARE = float(np.finfo(np.float64).max) / 16
 
 # Largest number of ones whose sum is exact in float32.
 _MAX_EXACT = 1 << 24
 # dtypes of scores, by the dtype of E, if they are not the default dtypes of C.
 _SCORES = {"float16": "float32", "bfloat16": "float32", "int8": "float64"}
+
+
+def problem_of(
+    a: Matrix,
+    b: Matrix,
+    alpha: complex,
+    beta: complex,
+    trans_a: Transpose,
+    trans_b: Transpose,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> GemmProblem:
+    """Describe the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
+    trans_a, trans_b = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
+    stores.check_dtypes(a, b)
+    m, k = a.shape[::-1] if trans_a.swaps else a.shape
+    k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
+    if k != k_b:
+        raise InputError(
+            f"shapes do not match: op(A) is {m} x {k} and op(B) is {k_b} x {n}; op(A) must have as many "
+            "columns as op(B) has rows"
+        )
+    dtype = DTYPES[dtype_name(a.dtype)]
+    centered = is_centered(a, b)
+    if out_dtype is None and any(isinstance(x, TransformedMatrix) for x in (a, b)):
+        out_dtype = "float64" if centered else _NARROW.get(dtype.name)
+    names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
+    if dtype.name not in COMPUTES.get(compute, ()):
+        fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
+        raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose one of {fitting}")
+    if centered and names[-1] != "float64":
+        raise InputError(
+            f"C cannot have dtype {names[-1]}: centers are subtracted from the product of int8 in float64; "
+            "pass out_dtype='float64' (--out-dtype float64), or a cast other than int8"
+        )
+    problem = _problem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    if centered and problem.depth:
+        problem = replace(problem, centered=True)
+    if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
+        raise InputError(
+            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
+            "exact: multiply parts with fewer columns, and add the results"
+        )
+    return problem
+
+
+# The same object for the same product: comparing two equal ones takes longer, and each caches properties.
+_problem = lru_cache(64)(GemmProblem.of)
+
+
+def gram_problem(
+    x: Matrix,
+    gram: str,
+    alpha: complex,
+    beta: complex,
+    trans_a: Op,
+    trans_b: Op,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> GemmProblem:
+    """Describe the product of op(X) and its conjugate transpose.
+
+    Raises `InputError` if X cannot be used, or for scalars with which C would not be Hermitian.
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, complex) and value.imag != 0:
+            raise InputError(
+                f"{name} = {value} is complex, and a Gram matrix of complex X needs real scalars to be "
+                f"Hermitian: pass a real {name}"
+            )
+    problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
+    return replace(problem, b=same(problem.b), cover=COVERS[gram])
+
+
+def _out_dtype(given: Any, operands: DType) -> str:
+    """Return the name of C's dtype. Raises `InputError` if operands of this dtype cannot give it."""
+    if given is None:
+        return operands.results[0]
+    name = named_dtype(given)
+    if name not in operands.results:
+        raise InputError(
+            f"C cannot have dtype {name} with {operands.name} operands: choose one of "
+            f"{', '.join(operands.results)}{_casts(name, operands)}"
+        )
+    return name
+
+
+def _casts(name: str, operands: DType) -> str:
+    """Return the end of a message: how C gets a dtype that the product cannot have; "" if it cannot."""
+    if operands.is_complex or name not in CASTS:
+        return ""
+    found = f"; or round C with epilogue=[oocgemm.Cast({name!r})]"
+    if operands.name.startswith("int"):
+        return found
+    return (
+        f"{found}, or A and B with a Transform(cast={name!r}) for each (--transform-a cast={name} "
+        f"--transform-b cast={name})"
+    )
+
+
+def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
+    """Return alpha or beta as a number.
+
+    Raises `InputError` if the number cannot be used with the dtypes of the operands and of C.
+    """
+    try:
+        number = complex(value if np.ndim(value) == 0 else "an array")
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name} = {value!r} is not a number") from None
+    if operands.is_complex:
+        _check_range(name, number, operands)
+        return number
+    if number.imag != 0:
+        raise InputError(f"{name} = {value} is complex, but the operands are real")
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
+        raise InputError(
+            f"the product has dtype {c_dtype}, so {name} must be an integer of magnitude below 2^53, not "
+            f"{value}: pass such an integer, or out_dtype='float64' (--out-dtype float64)"
+        )
+    _check_range(name, number.real, operands)
+    return number.real
+
+
+def _check_range(name: str, number: complex, operands: DType) -> None:
+    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the dtype in which C is summed."""
+    if number in (0, 1):
+        return
+    accumulator = numpy_dtype(operands.accumulator)
+    limits = np.finfo(accumulator)
+    with np.errstate(all="ignore"):
+        rounded = accumulator.type(number)
+    if np.isinf(rounded) and not np.isinf(number):
+        limit = f"is beyond {accumulator} (at most {limits.max:.8g})"
+    elif number and not rounded:
+        limit = f"rounds to 0 in {accumulator} (at least {limits.smallest_subnormal:.8g})"
+    else:
+        return
+    wider = "complex128" if operands.is_complex else "float64"
+    raise InputError(
+        f"{name} = {number:g} {limit}, the dtype in which {operands.name} operands are multiplied: convert "
+        f"A, B and C to {wider}"
+    )
+
+
+def op_of(name: str, value: Transpose) -> Op:
+    """Return the op for a value of trans_a or trans_b. Raises `InputError` for an invalid value."""
+    if isinstance(value, bool):
+        return Op.T if value else Op.N
+    try:
+        return Op(value)
+    except ValueError:
+        raise InputError(f"{name} = {value!r} is not an op: write 'N', 'T' or 'C'") from None
+
+
+def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
+    """Parse a tile shape, such as "4096x4096x512", and clip it to the product.
+
+    Raises `InputError` for other text.
+    """
+    if value is None or isinstance(value, TileShape):
+        return value and value.within(problem)
+    parts = str(value).lower().split("x")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise InputError(f"cannot read {value!r} as a tile: write MxNxK, such as 8192x8192x512")
+    return TileShape(*(int(p) for p in parts)).within(problem)
+
+
+def centered(
+    problem: GemmProblem, a: Matrix, b: Matrix, request: Request
+) -> tuple[GemmProblem, Matrix, Matrix]:
+    """Return a product and its operands with a common center subtracted, if its epilogue has a Gaussian.
+
+    Rows of op(A) and columns of op(B) are multiplied in float32, or in float64 if that is not enough. C's
+    dtype stays. The operands are read, in the memory of the request; statistics of files are cached. Products
+    of int8 are exact, and returned as they are.
+
+    Raises:
+        InputError: rows lie so far apart that float64 rounds too much, `compute` rounds too much, or there
+            are missing elements that are not allowed.
+        ExecutionError: an operand cannot be read.
+    """
+    if not problem.epilogue or problem.epilogue[0].kind != "gaussian" or problem.exact or not problem.depth:
+        return problem, a, b
+    same, memory = a is b, memory_of(request)
+    a = readable(a, memory)
+    sides = [(a, int(not problem.trans_a.swaps))]
+    if not same:
+        sides.append((readable(b, memory), int(problem.trans_b.swaps)))
+    found = [stats_of(x, 1 - k_axis, Transform(missing=np.nan), memory) for x, k_axis in sides]
+    center = _center(found)
+    # What the user calls rows of op(A) and columns of op(B).
+    columns = op_of("trans_a", request.a.op).swaps, not op_of("trans_b", request.b.op).swaps
+    dtype = _dtype(problem, sides, found, center, memory, [("row", "column")[each] for each in columns])
+    if dtype == "float64" and problem.compute in ("tf32", "bf16"):
+        raise InputError(
+            f"compute = {problem.compute!r} rounds rows, and gamma = {problem.epilogue[0].value} needs their "
+            "distances from products in float64: drop compute"
+        )
+    moved = [_moved(x, k_axis, center, dtype) for x, k_axis in sides]
+    wide = replace(problem, a=replace(problem.a, dtype=dtype), b=replace(problem.b, dtype=dtype))
+    wide = wide.with_sums(dtype)
+    return wide, moved[0], moved[-1]
+
+
+def _center(found: list[Stats]) -> Array:
+    """Return the mean of all rows, 0 where it is not finite. NaN is left out."""
+    with np.errstate(all="ignore"):
+        totals = [np.where(each.count > 0, each.mean * each.count, 0) for each in found]
+        mean = sum(totals) / np.maximum(sum(each.count for each in found), 1)
+    return np.asarray(np.where(np.isfinite(mean), mean, 0.0))
+
+
+def _dtype(
+    problem: GemmProblem,
+    sides: list[tuple[Matrix, int]],
+    found: list[Stats],
+    center: Array,
+    memory: int,
+    lines: list[str],
+) -> str:
+    """Return the dtype in which rows are multiplied. Extremes decide it if they can, otherwise a pass.
+
+    Raises `InputError` if float64 rounds too much. `lines` says what the user calls the rows of each side.
+    """
+    dtypes = list(dict.fromkeys((DTYPES[problem.a_dtype].accumulator, "float64")))
+    limits = [_limit(problem, dtype) for dtype in dtypes]
+    with np.errstate(all="ignore"):
+        farthest = (np.fmax(each.max - center, center - each.min) for each in found)
+        bound = max(np.square(far[~np.isnan(far)]).sum() for far in farthest)
+    if bound <= limits[0] or (not limits[0] and bound <= limits[-1]):
+        return dtypes[0] if limits[0] else dtypes[-1]
+    norms = [_norms(x, k_axis, center, memory) for x, k_axis in sides]
+    sizes = [float(each.max(initial=0)) for each in norms]
+    for dtype, limit in zip(dtypes, limits, strict=True):
+        if limit and max(sizes) <= limit:
+            return dtype
+    side = int(np.argmax(sizes))
+    gamma, eps = problem.epilogue[0].value, float(np.finfo(np.float64).eps)
+    size = sizes[side] if sizes[side] <= MAX_SQUARE else np.inf
+    smaller = f", or pass a gamma of at most {0.9 * MAX_ERROR / eps / size:.2g}" if size < np.inf else ""
+    raise InputError(
+        f"{lines[side]}s lie too far apart for gamma = {gamma:g}: gamma * eps * max |x - c|^2 is "
+        f"{gamma * eps * size:.3g} for the eps of float64, at {lines[side]} {norms[side].argmax()} of "
+        f"{sides[side][0].name}, with the mean c of all {lines[side]}s. Above {MAX_ERROR:g}, small "
+        f"distances are lost in rounding errors: leave out {lines[side]}s that are far from all others, "
+        f"compute clusters apart{smaller}"
+    )
+
+
+def _limit(problem: GemmProblem, dtype: str) -> float:
+    """Return the largest squared norm of rows that can be multiplied in a dtype; 0 if none can."""
+    gamma, limits = problem.epilogue[0].value, np.finfo(dtype)
+    if dtype == "float32" and gamma * problem.depth * float(limits.tiny) > MAX_ERROR:  # may underflow
+        return 0.0
+    scale = gamma * float(limits.eps)
+    return min(MAX_ERROR / scale if scale > 1e-300 else np.inf, float(limits.max) / 16)
+
+
+def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int) -> Array:
+    """Return |x - c|^2 of each row, Inf if it overflows, and 0 for rows with NaN or Inf."""
+    found = squares(_moved(matrix, k_axis, center, "float64"), k_axis, memory)
+    if np.isinf(found).any():
+        sizes = largest(_moved(matrix, k_axis, np.zeros(len(center)), "float64"), k_axis, memory)
+        found[~np.isfinite(sizes)] = 0
+    found[np.isnan(found)] = 0
+    return found
+
+
+def _moved(matrix: Matrix, k_axis: int, center: Array, dtype: str) -> TransformedMatrix:
+    """Return a view of a matrix that can be read, with a center subtracted."""
+    if not isinstance(matrix, TransformedMatrix):
+        none = np.zeros(len(center))
+        vectors = Vectors(none, center, none + 1)
+        return TransformedMatrix(
+            matrix, Transform(center=center, cast=dtype), k_axis, ("rows", "columns")[k_axis], vectors
+        )
+    given = matrix.vectors
+    assert given is not None
+    vectors = Vectors(given.fill - center, given.center + center / given.inverse, given.inverse)
+    transform = replace(matrix.transform, center=vectors.center, cast=dtype)
+    return TransformedMatrix(matrix.stored, transform, k_axis, matrix.lines, vectors)
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:

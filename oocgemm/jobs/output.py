@@ -17,11 +17,9 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
-from oocgemm.jobs.committer import Committer
-from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal
-from oocgemm.jobs.object_journal import ObjectJournal
+from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal, ObjectJournal
 from oocgemm.jobs.prepare import PreparedRun
-from oocgemm.jobs.resume import Earlier
+from oocgemm.jobs.resume import Committer, Earlier
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix

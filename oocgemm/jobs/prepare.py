@@ -1,7 +1,14 @@
-"""Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written."""
+"""Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written.
+
+On cuda, that includes which operands the device decodes, whether it compresses C, and whether it finds the
+means and scales of a transform in one pass, with the product. It can do the latter if one tile is the whole
+triangle of a Gram matrix: each panel is then uploaded once, with all rows of X. Otherwise a pass over X
+before the product finds them (`oocgemm.jobs.stats`).
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,16 +16,12 @@ from typing import Any, NamedTuple
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
-from oocgemm.errors import InputError, NotFoundError, warn_of_data
-from oocgemm.jobs.budgets import within_budgets
-from oocgemm.jobs.corrections import correction
-from oocgemm.jobs.decoding import codec_of_c, codings, encoding_if_possible
+from oocgemm.errors import BudgetError, InputError, NotFoundError, warn_of_data
+from oocgemm.jobs.budgets import budgets_of, within_budgets
 from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
-from oocgemm.jobs.measuring import measured
-from oocgemm.jobs.norms import cosine_scales
-from oocgemm.jobs.operands import open_operands
-from oocgemm.jobs.planned import as_planned
-from oocgemm.jobs.problem import tile_of
+from oocgemm.jobs.journal import read
+from oocgemm.jobs.norms import correction, cosine_scales
+from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.resume import (
     Earlier,
@@ -29,28 +32,147 @@ from oocgemm.jobs.resume import (
     find_lost,
     identify,
 )
-from oocgemm.jobs.standardizing import check_constant
-from oocgemm.jobs.transforms import as_read, expanded, memory_of, readable_both
+from oocgemm.jobs.transforms import as_read, check_constant, expanded, memory_of, readable_both
 from oocgemm.machine.models import models, stored_on, take_probe
 from oocgemm.planning import (
     Budgets,
+    Coding,
     GemmProblem,
     Layout,
     Layouts,
     MachineModel,
     Plan,
     Setting,
+    TileGrid,
     TileShape,
     divided,
+    division_of,
     make_plan,
     resumed_plan,
     shared_plan,
     with_decoding,
     with_encoding,
 )
-from oocgemm.stores import Array, Matrix
+from oocgemm.planning.cost.machine import default_model
+from oocgemm.planning.expansion import measure_room, vector_bytes
+from oocgemm.planning.setting import GRAM_STRIPS
+from oocgemm.planning.tiling import ceil_div
+from oocgemm.stores import Array, Coded, Matrix
 from oocgemm.stores.declared import check_unpacked, place_of
 from oocgemm.stores.durable import raw_bytes
+from oocgemm.stores.transformed import TransformedMatrix
+
+# The triangle and the numbers per index along k take at most this part of the device memory. Panels need the
+# rest.
+SHARE = 1 / 2
+
+
+def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
+    """Return how the chunks of A and B are compressed, by operand, if a GPU can decode them."""
+    found = {}
+    for operand, matrix in zip("AB", (a, b), strict=True):
+        read = as_read(problem, matrix)
+        coding = read.coding() if isinstance(read, Coded) else None
+        if coding is not None:
+            found[operand] = coding
+    return found
+
+
+def codec_of_c(c: Destination, existing: Matrix | None, dtype: str, compressor: str | None) -> str:
+    """Return how a GPU could compress chunks of C, such as "blosc-zstd"; "" if it could not.
+
+    `dtype` and `compressor` are those of a new C, if there is no `existing` one.
+    """
+    if existing is not None:
+        return existing.codec() if isinstance(existing, Coded) else ""
+    return compressor or "" if c.has_chunks and dtype != "bfloat16" else ""
+
+
+def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
+    """Return a plan in which a GPU compresses C, if there is one, or else one in which the host does.
+
+    `planned` makes a plan in which the GPU compresses C in a codec if that pays; with "", the host does.
+    Raises what `planned` raises.
+    """
+    if codec:
+        with suppress(BudgetError):  # without the memory for this, there may be a plan
+            found = planned(codec)
+            # A GPU cannot compress chunks of every shape, which may follow from the tile.
+            if not found.layouts.codings.c or division_of(found.setting, found.tile) is not None:
+                return found
+    return planned("")
+
+
+def measured(
+    request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int] | None
+) -> GemmProblem:
+    """Return the problem, `measured` if the device finds the statistics that its transform needs.
+
+    Args:
+        request: what is computed.
+        problem: the product. The device transforms its panels, if they are transformed.
+        x: op(X), if the problem is a Gram matrix.
+        tile: the tile that the user chose.
+        free: returns the free device memory in bytes; None if it is unknown.
+    """
+    if not (problem.b.shares and isinstance(x, TransformedMatrix) and _is_measurable(problem, x)):
+        return problem
+    return replace(problem, measured=_decided(request, problem, tile, free))
+
+
+def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
+    """Tell whether the kernels can measure X: small integers, whose sums are exact.
+
+    They cannot if an epilogue needs the norms of rows of X, which must be known before the product.
+    """
+    transform = x.transform
+    read_as_stored = problem.expands or x.is_copy
+    by_word = isinstance(transform.center, str) or not transform.corrects
+    small = problem.depth > 0 and x.stored.dtype.name == "int8" and not transform.log1p
+    known = problem.checked or any(step.derives for step in problem.epilogue)
+    return bool(small and transform.needs_stats and by_word and read_as_stored and not known)
+
+
+def _decided(
+    request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int] | None
+) -> bool:
+    if request.planned is not None:
+        return request.planned.problem.measured
+    folder = request.c.journal_folder if request.durability.resume else None
+    record = read(folder) if folder is not None else None
+    if record is not None:
+        return bool(record.header["identity"]["problem"].get("measured") == "True")
+    if tile is not None and tile.m < problem.m:
+        return False
+    whole = TileShape(problem.m, problem.m, 1)
+    grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))
+    of_k = measure_room(replace(problem, measured=True)).end + sum(vector_bytes(problem).values())
+    budget = budgets_of("cuda", free, request.budgets.device_memory, request.budgets.all_host_memory).device
+    room = SHARE * (budget - default_model("cuda", 1).device_reserve)
+    return grid.elements((0, 0)) * problem.itemsizes["acc"] + of_k <= room
+
+
+def as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
+    """Return an earlier plan, with the present machine model and layouts.
+
+    Raises `InputError` if the product or the layouts of its operands have changed since it was planned.
+    """
+    before = planned.layouts
+    layouts = layouts.cached_as(before.a.page_cached, before.b.page_cached)
+    now = replace(planned, machine=machine, layouts=layouts)
+
+    def operands(found: Layouts) -> tuple[object, ...]:
+        # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
+        a, b = (layout.in_run(in_place=True, pinned=False) for layout in (found.a, found.b))
+        return a, b, found.codings.a, found.codings.b
+
+    if (problem, operands(layouts), now.chunks) != (
+        *(planned.problem, operands(planned.layouts), planned.chunks),
+    ):
+        raise InputError(
+            "A, B or C have other shapes, dtypes or chunks than at planning time: call oocgemm.plan again"
+        )
+    return now
 
 
 @dataclass(frozen=True)
@@ -89,7 +211,7 @@ class PreparedRun:
     """A request that is ready to run, with its open operands, its checked output and its plan.
 
     `d` is the further matrix that the epilogue reads, if there is one. `finishing` has the correction of a
-    product whose operands are centered (`oocgemm.jobs.corrections`), what rows and columns of C are
+    product whose operands are centered (`oocgemm.jobs.norms`), what rows and columns of C are
     multiplied by before elements are selected, and the numbers of the epilogue.
     """
 

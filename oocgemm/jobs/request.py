@@ -185,7 +185,7 @@ class Selection:
     def margin(self, problem: GemmProblem) -> float:
         """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.
 
-        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.borderline`).
+        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.sampling`).
         """
         last = problem.epilogue[-1].kind if problem.epilogue else ""
         if not (self.cosine or last == "correlation"):
@@ -268,9 +268,9 @@ class Source:
         op: what is multiplied: the matrix, its transpose or its conjugate transpose.
         transform: what happens to its elements when they are read. For X of a `Chain`, it has one center and
             one scale per column of X.
-        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.imputing`).
+        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.transforms`).
         standardize: what happens to the rows of op(A) when they are read: "center" or "scale"
-            (`oocgemm.jobs.standardizing`), or nothing if it is empty.
+            (`oocgemm.jobs.transforms`), or nothing if it is empty.
         constant: what becomes of scaled rows of equal elements.
         kept: the numbers of the rows that are used; None for all.
         known: if it is set, the product is that of the genotypes that are known.

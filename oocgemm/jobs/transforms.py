@@ -1,29 +1,224 @@
-"""Apply transforms to the operands of a product: find the means and scales that they need."""
+"""Apply transforms to the operands of a product: find the means and scales that they need.
 
+Rows are standardized for covariances and correlations. Missing genotypes of .bed files are replaced by means
+in statistics, and refused in products. They are found by the counts of genotypes per variant, which `stats`
+caches.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
+from typing import Any
 
 import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends.base import PanelTransform
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, warn_of_data
 from oocgemm.jobs.norms import MIN_SQUARES
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.standardizing import readable_lines
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.expansion import Measure
-from oocgemm.planning.units import parse_size
-from oocgemm.stores import Array, Matrix
-from oocgemm.stores.declared import accepting
+from oocgemm.planning.units import counted, parse_size
+from oocgemm.stores import Array, Genotypes, Matrix
+from oocgemm.stores.capabilities import MISSING
+from oocgemm.stores.declared import AS_STORED, accepting
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import StandardizedMatrix, TransformedMatrix, Vectors
+from oocgemm.stores.transformed import ImputedMatrix, StandardizedMatrix, TransformedMatrix, Vectors
 from oocgemm.system.resources import RECENT, available_memory
+
+# What the lines of each axis are called.
+_LINE = ("row", "column")
+# Maximum number of lines that a message lists.
+_LISTED = 5
 
 # What the indices along each axis of an array are called.
 _LINES = ("rows", "columns")
+
+
+def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = None) -> Matrix:
+    """Return an operand whose lines are standardized, which can be planned with but not read.
+
+    Args:
+        matrix: the operand.
+        how: "center" to subtract the mean of each line; "scale" to also divide by the norm of the result.
+        line_axis: the axis of the stored matrix that numbers the lines.
+        kept: the lines that the operand has; None for all.
+
+    Raises:
+        InputError: the operand is complex.
+    """
+    if matrix.dtype.kind == "c":
+        raise InputError(
+            f"{matrix.name} is of dtype {matrix.dtype}: covariances and correlations are computed of real "
+            "operands; pass its real or imaginary part"
+        )
+    if how == "scale" and matrix.shape[line_axis] and not matrix.shape[1 - line_axis]:
+        raise InputError(
+            f"{matrix.name} has shape {matrix.shape}, so that its {_LINE[line_axis]}s have no elements, and "
+            "no correlations: pass an X with at least 1 element in each"
+        )
+    return StandardizedMatrix(matrix, line_axis, scaled=how == "scale", kept=kept)
+
+
+def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
+    """Return a view that can be read. Means come from the cache, or from a pass in `memory` bytes.
+
+    Raises:
+        InputError: a line has elements that are Inf or NaN, or differ by too little: they could not be
+            scaled, or its covariances would underflow.
+        ExecutionError: the operand cannot be read.
+    """
+    axis = matrix.line_axis
+    found = _stats(matrix.stored, axis, memory)
+    squares = found.count * found.variance
+    wrong = [(~np.isfinite(squares), "has elements that are Inf or NaN: replace them, or leave it out")]
+    if matrix.scaled:
+        small = ~_constant(found) & (squares < MIN_SQUARES)
+        wrong.append((small, "has elements that differ by too little for float64: multiply X by 2.0**400"))
+    else:
+        wrong.append(_underflowing(found, matrix.dtype))
+        wrong.append(_overflowing(squares, matrix.dtype))
+    for lines, what in wrong:
+        if (numbers := np.flatnonzero(lines)).size:
+            raise InputError(
+                f"{_LINE[axis]} {numbers[0]} of {matrix.name} {what} (one of {numbers.size} such "
+                f"{_LINE[axis]}s)"
+            )
+    inverse = np.ones(len(squares))
+    if matrix.scaled:
+        with np.errstate(divide="ignore"):
+            inverse = np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
+    lines = slice(None) if matrix.kept is None else matrix.kept
+    return matrix.with_numbers(found.mean[lines], inverse[lines])
+
+
+def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
+    """Return the lines whose variances are too small for the dtype of covariances, and what to do then."""
+    limit, remedy = float(np.finfo(dtype).tiny), "pass X in float64"
+    if dtype.itemsize == 8:
+        limit, remedy = MIN_SQUARES, "multiply X by 2.0**400, which multiplies covariances by 2.0**800"
+    small = ~_constant(found) & (found.variance < limit)
+    return small, (
+        f"has a variance below {limit:.2g}, so that its covariances underflow {dtype.name}: {remedy}"
+    )
+
+
+def _overflowing(squares: Array, dtype: np.dtype[Any]) -> tuple[Array, str]:
+    """Return the lines whose sums of squares are too large for covariances, and what to do then.
+
+    Elements of 2 bytes are summed in float32, whose range they cannot leave.
+    """
+    limit = float(np.finfo(dtype).max) if dtype.itemsize == 4 else np.inf
+    return squares > limit, (
+        f"has a sum of squares above {limit:.2g}, so that its covariances overflow {dtype.name}: "
+        "pass X in float64"
+    )
+
+
+def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
+    """Return the numbers of the lines along an axis whose elements are not all equal; warn of the others.
+
+    Raises `InputError` if there is none, and `ExecutionError` if the matrix cannot be read.
+    """
+    constant = _constant(_stats(matrix, axis, memory))
+    if constant.all():
+        raise InputError(f"all {_LINE[axis]}s of {matrix.name} have equal elements: none would be kept")
+    if constant.any():
+        warn_of_data(f"{_listed(matrix, axis, constant)}: left out, as constant='drop' says")
+    return np.flatnonzero(~constant)
+
+
+def check_constant(matrix: Matrix, constant: str) -> None:
+    """Warn of lines of equal elements, or raise `InputError` if `constant` is "raise"."""
+    if not isinstance(matrix, StandardizedMatrix) or 0 in matrix.shape:
+        return
+    if not (lines := np.isnan(matrix.factors)).any():
+        return
+    what = _listed(matrix, matrix.line_axis, lines)
+    if constant == "raise":
+        raise InputError(
+            f"{what}, so that their correlations are not defined: pass constant='drop' (--constant drop) to "
+            "leave them out, or constant='nan' for NaN"
+        )
+    warn_of_data(f"{what}: their correlations are NaN; constant='drop' (--constant drop) leaves them out")
+
+
+def _stats(matrix: Matrix, axis: int, memory: int) -> Stats:
+    return stats_of(matrix, 1 - axis, Transform(), memory, extremes=False)
+
+
+def _constant(found: Stats) -> Array:
+    """Return which lines have equal elements. A variance of others may underflow to 0."""
+    return np.asarray(found.min == found.max)
+
+
+def _listed(matrix: Matrix, axis: int, lines: Array) -> str:
+    """Return a text that counts lines of equal elements, and lists the first ones."""
+    numbers = np.flatnonzero(lines)
+    which = ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
+    verb = "has" if len(numbers) == 1 else "have"
+    found = f"{len(numbers)} of {counted(len(lines), _LINE[axis])} of {matrix.name}"
+    return f"{found} {verb} equal elements ({which})"
+
+
+def gaps(matrix: Genotypes, memory: int) -> Stats | None:
+    """Return the statistics of variants, from the cache or by a pass; None if no genotype is missing."""
+    found = stats_of(matrix, 1 - matrix.variant_axis, Transform(missing=MISSING), memory, extremes=False)
+    return found if found.missing.any() else None
+
+
+def imputed(matrix: Matrix, memory: int) -> Matrix:
+    """Return a matrix in which missing genotypes of a .bed file are the means of their variants.
+
+    Other matrices, and .bed files without missing genotypes, are returned as they are. A variant without any
+    known genotype becomes 0. Raises `ExecutionError` if the file cannot be read.
+    """
+    found = gaps(matrix, memory) if isinstance(matrix, Genotypes) else None
+    if found is None:
+        return matrix
+    assert isinstance(matrix, Genotypes)
+    return ImputedMatrix(matrix, matrix.variant_axis, MISSING, np.where(found.count > 0, found.mean, 0))
+
+
+def opened(name: str, request: Request) -> Matrix:
+    """Open A of a request, with its missing genotypes replaced if the request asks for that."""
+    matrix = stores.open_matrix(name, request.a.given, decode=request.decode)
+    return imputed(matrix, memory_of(request)) if request.a.impute and request.decode else matrix
+
+
+def how_to_replace(name: str = "") -> str:
+    """Return the remedy for missing genotypes of A or B, or of the only operand, for `check_known`."""
+    end = f"_{name.lower()}" if name else ""
+    return (
+        f"pass transform{end}=Transform(missing={MISSING}) (--transform{end.replace('_', '-')} "
+        f"missing={MISSING}) to replace them by means, or the same with impute=0"
+    )
+
+
+def check_known(
+    name: str, operand: Any, transform: Transform | None, memory: Callable[[], int], remedy: str
+) -> None:
+    """Raise `InputError` if a .bed file has missing genotypes that its transform does not replace.
+
+    Args:
+        name: of the operand in messages.
+        operand: what was passed for it.
+        transform: of its elements.
+        memory: returns the bytes that the pass may take that counts genotypes, unless counts are cached.
+        remedy: what says how to replace them.
+    """
+    replaced = isinstance(transform, Transform) and transform.missing == MISSING
+    if replaced or not stores.store_of(operand).has_genotypes:
+        return
+    matrix = stores.open_matrix(name, operand)
+    if isinstance(matrix, Genotypes) and (found := gaps(matrix, memory())) is not None:
+        raise InputError(
+            f"{name}: {operand} has {found.missing.sum()} missing genotypes, which would count as {MISSING}: "
+            f"{remedy}; or {AS_STORED}"
+        )
 
 
 def by_rows(matrix: Matrix, transform: Transform | None, op: Op, *, left: bool) -> tuple[Matrix, Op]:

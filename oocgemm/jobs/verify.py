@@ -19,11 +19,10 @@ from oocgemm.integrity.blocks import Operands, cut
 from oocgemm.integrity.freivalds import Check, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
-from oocgemm.jobs.imputing import check_known, how_to_replace
+from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
-from oocgemm.jobs.problem import op_of, problem_of
 from oocgemm.jobs.resume import check_complete, recorded_uplo
-from oocgemm.jobs.transforms import readable, transformed
+from oocgemm.jobs.transforms import check_known, how_to_replace, readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div

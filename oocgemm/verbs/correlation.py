@@ -6,7 +6,8 @@ from typing import Any, Literal, Unpack, overload
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.epilogue import Coefficients
-from oocgemm.jobs.imputing import opened
+from oocgemm.jobs.execute import check_places
+from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import (
     CONSTANT,
     CorrArguments,
@@ -17,13 +18,10 @@ from oocgemm.jobs.options import (
     check_names,
     documented,
 )
-from oocgemm.jobs.problem import op_of
-from oocgemm.jobs.recording import check_places
 from oocgemm.jobs.request import Request, parse_gram
 from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
 from oocgemm.jobs.run import outcome
-from oocgemm.jobs.standardizing import varying_lines
-from oocgemm.jobs.transforms import memory_of
+from oocgemm.jobs.transforms import memory_of, opened, varying_lines
 from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs import pca_state
 from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
-from oocgemm.jobs.pca_passes import Passes, PcaState
+from oocgemm.jobs.pca_passes import Passes, PcaState, load_state, save_state, state_path
 from oocgemm.jobs.result import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
@@ -198,9 +197,9 @@ def pca(
     identity = _identity(passes, k, iterations, tol, seed)
     saved = None
     if target is not None:
-        path = pca_state.path_of(target)
+        path = state_path(target)
         check_free(target, _bytes_saved(passes, k, scores=scores, begun=path.exists()))
-        saved = pca_state.load(path, identity, resume=resume)
+        saved = load_state(path, identity, resume=resume)
     elif resume:
         raise InputError("a run can be resumed only if its result is saved: pass out, or drop resume")
     state = passes.begin(seed)
@@ -209,7 +208,7 @@ def pca(
         logger.info("pass %d of at most %d over X", state.subspace.passes + 1, iterations)
         state = passes.advance(state)
         if path is not None:
-            pca_state.save(path, identity, state)
+            save_state(path, identity, state)
     found = _result(passes, state, k, tol)
     if scores:
         logger.info("reading X for the scores")

@@ -10,6 +10,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.jobs.epilogue import DivideOrZero
+from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.options import (
     GRM_CASTS,
     GRM_METHODS,
@@ -20,7 +21,6 @@ from oocgemm.jobs.options import (
     check_names,
     documented,
 )
-from oocgemm.jobs.recording import check_places
 from oocgemm.jobs.request import Destination, Known, Request, parse_gram
 from oocgemm.jobs.result import Plan, Result
 from oocgemm.jobs.run import plan_request, run_request

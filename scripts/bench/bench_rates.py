@@ -27,7 +27,7 @@ from keeping import keep, output, work
 
 import oocgemm
 from oocgemm import backends
-from oocgemm.jobs import repeat
+from oocgemm.jobs import run as running
 from oocgemm.machine import models
 from oocgemm.machine.calibrate import calibrate
 from oocgemm.planning import default_model
@@ -113,7 +113,7 @@ def measured(
     paths = [] if case.source in IN_MEMORY else [str(path) for path in files.store(case, *arrays[:2])]
 
     def call(kind: str) -> tuple[float, oocgemm.Result]:
-        repeat.forget()  # what was prepared with rates of another kind
+        running.forget()  # what was prepared with rates of another kind
         with rates_of(kind, folder):
             return one_call(case, paths, arrays, backend)
 

@@ -20,7 +20,7 @@ import click
 from bench_journal import make
 
 import oocgemm
-from oocgemm.jobs import recording as recorded_runs
+from oocgemm.jobs import execute as recorded_runs
 from oocgemm.timeline import Recorder, Timeline
 
 

@@ -13,7 +13,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import oocgemm
 from oocgemm.errors import ExecutionError
-from oocgemm.jobs.decoding import codings
+from oocgemm.jobs.prepare import codings
 from oocgemm.planning import Kind, Plan
 from oocgemm.planning.cost import decoding
 from oocgemm.reports.exports import page

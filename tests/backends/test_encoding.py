@@ -12,7 +12,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import oocgemm
 from oocgemm.errors import ExecutionError
-from oocgemm.jobs.decoding import codec_of_c
+from oocgemm.jobs.prepare import codec_of_c
 from oocgemm.planning import Coding
 from oocgemm.planning.cost import encoding
 from oocgemm.reports.exports import page

@@ -116,20 +116,20 @@ def test_a_failed_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
 # Runs a command, and kills it in the middle or at the end of saving a state: the one with this number.
 KILLED = """
 import os, signal, sys
-from oocgemm.jobs import pca_state
+from oocgemm.verbs import pca
 name, left = sys.argv.pop(1), int(sys.argv.pop(1))
-owner = os if name == "replace" else pca_state
+owner = os if name == "replace" else pca
 usual = getattr(owner, name)
 
 def dying(*arguments):
     global left
-    ours = name == "save" or "pca-state" in str(arguments[1])
+    ours = name == "save_state" or "pca-state" in str(arguments[1])
     left -= ours
-    if name == "save":
+    if name == "save_state":
         usual(*arguments)
     if ours and not left:
         os.kill(os.getpid(), signal.SIGKILL)
-    if name != "save":
+    if name != "save_state":
         usual(*arguments)
 
 setattr(owner, name, dying)
@@ -141,7 +141,7 @@ main()
 def test_a_run_that_is_killed_again_and_again_gives_the_same_bits() -> None:
     given = "--components", "4", "--scores", "--backend", "host", "--quiet", "--iterations", "5", "--tol", "0"
     assert command("pca", "x.zarr", "whole.zarr", *given).code == 0
-    for step in (("save", 1), ("replace", 1), ("save", 2), ("replace", 2)):
+    for step in (("save_state", 1), ("replace", 1), ("save_state", 2), ("replace", 2)):
         line = [sys.executable, "-c", KILLED, *map(str, step), "pca", "x.zarr", "p.zarr", *given, "--resume"]
         done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(TOP)}, check=False)
         assert done.returncode == -signal.SIGKILL

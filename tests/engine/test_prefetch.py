@@ -11,7 +11,8 @@ import zarr
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs import output, repeat
+from oocgemm.jobs import output
+from oocgemm.jobs import run as running
 from oocgemm.machine import info
 from tests.engine.test_repeated_sessions import OPTIONS
 from tests.support.fake_cuda import Device, Fault, fake_cuda
@@ -23,7 +24,7 @@ B = np.arange(float(K * N)).reshape(K, N) % 5
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(repeat, "RECENT", 60.0)
+    monkeypatch.setattr(running, "RECENT", 60.0)
     with fake_cuda() as found:
         yield found
         oocgemm.release()

@@ -13,7 +13,7 @@ from oocgemm.backends.base import Array
 from oocgemm.engine import short
 from oocgemm.engine.inline import InlineRun
 from oocgemm.errors import ExecutionError
-from oocgemm.jobs import repeat
+from oocgemm.jobs import run as running
 from oocgemm.planning import Operation
 from oocgemm.system import threads
 from tests.support.backends_here import CUDA
@@ -372,6 +372,6 @@ def test_nothing_is_repeated_after_a_failure(device: Device, started: list[Opera
     with pytest.raises(ExecutionError):
         product(a, b, c)
     device.faults.clear()
-    repeat.forget()
+    running.forget()
     check(a, b, c)
     assert len(started) >= 2 * count

@@ -21,9 +21,8 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.jobs import journal
-from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
-from oocgemm.jobs.resume import resume_hint
+from oocgemm.jobs.resume import Committer, resume_hint
 from oocgemm.planning import TileGrid, TileShape
 from oocgemm.stores.durable import fingerprint_of, sync_path
 from tests.support.faults import nothing_left

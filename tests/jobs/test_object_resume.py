@@ -12,10 +12,8 @@ import pytest
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs import lease
-from oocgemm.jobs.journal import JOURNAL, owner
-from oocgemm.jobs.lease import LOCK
-from oocgemm.jobs.object_journal import ObjectJournal
+from oocgemm.jobs import journal as journals
+from oocgemm.jobs.journal import JOURNAL, LOCK, ObjectJournal, owner
 from oocgemm.stores import sidecar
 from oocgemm.stores.base import RemoteFolder
 from oocgemm.stores.objects import Bucket, ObjectFolder
@@ -149,8 +147,8 @@ def test_a_run_that_lost_its_lease_changes_nothing(s3: Proxy, monkeypatch: pytes
     store("A", A), store("B", B)
     first = Held(s3, product)
     with monkeypatch.context() as patch:
-        patch.setattr(lease, "_is_alive", lambda identity: None)
-        patch.setattr(lease, "_changes", lambda folder, content: False)
+        patch.setattr(journals, "_is_alive", lambda identity: None)
+        patch.setattr(journals, "_changes", lambda folder, content: False)
         try:
             product(resume=True)
             before, chunks = journal(), content("C")
@@ -163,10 +161,10 @@ def test_a_run_that_lost_its_lease_changes_nothing(s3: Proxy, monkeypatch: pytes
 
 
 def test_a_lease_that_cannot_be_renewed_is_lost(s3: Proxy) -> None:
-    held = lease.Lease(folder())
+    held = journals.Lease(folder())
     try:
         held.check()
-        held._renewed -= lease.LEASE_SECONDS
+        held._renewed -= journals.LEASE_SECONDS
         with pytest.raises(ExecutionError, match=r"was not renewed for 30 s"):
             held.check()
     finally:
@@ -234,7 +232,7 @@ def test_a_store_that_ignores_conditions_is_refused(s3: Proxy, monkeypatch: pyte
 def test_a_lease_of_another_machine_counts_as_abandoned_if_nobody_renews_it(
     s3: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = lease.Lease(folder())
+    held = journals.Lease(folder())
     clock = [0.0]
 
     def wait(seconds: float) -> None:
@@ -242,13 +240,13 @@ def test_a_lease_of_another_machine_counts_as_abandoned_if_nobody_renews_it(
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(lease, "_is_alive", lambda identity: None)
-            patch.setattr(lease, "_now", lambda: clock[0])
+            patch.setattr(journals, "_is_alive", lambda identity: None)
+            patch.setattr(journals, "_now", lambda: clock[0])
             patch.setattr(time, "sleep", lambda seconds: held.confirm())
             assert str(owner(folder())).startswith("process ")
             patch.setattr(time, "sleep", wait)
             assert owner(folder()) is None
-            assert lease.LEASE_SECONDS <= clock[0] <= lease.LEASE_SECONDS + lease.LOOK_SECONDS
+            assert journals.LEASE_SECONDS <= clock[0] <= journals.LEASE_SECONDS + journals.LOOK_SECONDS
     finally:
         held.release()
 
@@ -278,21 +276,21 @@ def test_a_failed_run_leaves_nothing_behind(s3: Proxy) -> None:
 
 
 def test_the_identity_of_a_process_tells_whether_it_is_alive() -> None:
-    here = lease._identity(os.getpid())
+    here = journals._identity(os.getpid())
     assert here is not None
-    assert lease._is_alive(here)
-    assert lease._is_alive([*here[:3], "1"]) is False  # its number belongs to another process now
-    assert lease._is_alive(["another boot", *here[1:]]) is None
-    assert lease._is_alive(None) is None
+    assert journals._is_alive(here)
+    assert journals._is_alive([*here[:3], "1"]) is False  # its number belongs to another process now
+    assert journals._is_alive(["another boot", *here[1:]]) is None
+    assert journals._is_alive(None) is None
 
 
 def test_a_lease_that_cannot_be_opened_is_free_again(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: lease.Lease) -> None:
+    def fails(self: journals.Lease) -> None:
         raise ExecutionError("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lease.Lease, "_check_conditions", fails)
+        patch.setattr(journals.Lease, "_check_conditions", fails)
         with pytest.raises(ExecutionError, match="no answer"):
-            lease.Lease(folder())
-    assert lease.owner(folder()) is None
-    lease.Lease(folder()).release()
+            journals.Lease(folder())
+    assert journals.lease_holder(folder()) is None
+    journals.Lease(folder()).release()

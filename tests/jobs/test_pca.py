@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import oocgemm
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.jobs import pca_passes, subspace
+from oocgemm.jobs import pca_passes
 from oocgemm.jobs import run as running
 from tests.support.backends_here import BACKENDS, running_on
 from tests.support.suite import each_value, examples
@@ -194,7 +194,7 @@ def test_budgets_cover_the_matrices_between_passes(tmp_path: Path) -> None:
         tmp_path / "x.npy", 15, backend="host", device_memory="64MiB", host_memory="32MiB"
     )
     width = planned.pass_plan.problem.n
-    assert planned.pass_plan.footprint.host_total >= subspace.MAX_MATRICES * 8 * 5000 * width
+    assert planned.pass_plan.footprint.host_total >= pca_passes.MAX_MATRICES * 8 * 5000 * width
 
 
 class KilledError(Exception):
@@ -290,9 +290,9 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
 def test_directions_that_rounding_hides_are_left_out() -> None:
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.standard_normal((30, 6)))[0]
-    state = subspace.start(30, 6, 0)
-    state = subspace.advance(state, (basis, basis * np.array([4, 1, 1, 0, 0, 0.0])), 1e-7)
+    state = pca_passes.start(30, 6, 0)
+    state = pca_passes.advance(state, (basis, basis * np.array([4, 1, 1, 0, 0, 0.0])), 1e-7)
     assert state.found is not None
     np.testing.assert_allclose(state.found.values, [2, 1, 1, 0, 0, 0], rtol=1e-12)
-    completed = subspace.completed(basis[:, :2], 6)
+    completed = pca_passes.completed(basis[:, :2], 6)
     np.testing.assert_allclose(completed.T @ completed, np.eye(6), atol=1e-12)

@@ -12,7 +12,7 @@ import pytest
 import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.jobs import prepare as prepare_module
-from oocgemm.jobs import repeat
+from oocgemm.jobs import run as running
 from tests.support.fake_cuda import Device, Fault, fake_cuda
 
 A = np.arange(40.0 * 30).reshape(40, 30) % 7
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"backend": "cuda", "kernel": "cublas"}
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(repeat, "RECENT", 60.0)
+    monkeypatch.setattr(running, "RECENT", 60.0)
     with fake_cuda(capacity=1 << 30) as found:
         yield found
         found.check()
@@ -124,7 +124,7 @@ def test_after_a_while_a_product_is_prepared_anew(
     prepared: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     product()
-    monkeypatch.setattr(repeat, "RECENT", 0.0)
+    monkeypatch.setattr(running, "RECENT", 0.0)
     product()
     assert len(prepared) == 2
 

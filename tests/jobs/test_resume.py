@@ -12,7 +12,7 @@ import zarr
 import oocgemm
 from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.resume import Committer
 from oocgemm.planning import (
     Budgets,
     Layouts,

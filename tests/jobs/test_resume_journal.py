@@ -14,8 +14,8 @@ import zarr
 
 from oocgemm import stores
 from oocgemm.cli.output import EXIT_USAGE
-from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import JOURNAL, Journal, read
+from oocgemm.jobs.resume import Committer
 from oocgemm.planning.tiling import Tile
 from tests.support.command import contents, run
 from tests.support.unfinished_runs import (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Correlation, Transform
 from oocgemm.errors import DataWarning, InputError
-from oocgemm.jobs import pca_passes, subspace
+from oocgemm.jobs import pca_passes
 from oocgemm.jobs.run import run_request
 from oocgemm.verbs import pca
 from tests.jobs.test_pca import low_rank
@@ -97,7 +97,7 @@ def test_scales_that_make_elements_large_or_small_are_counted() -> None:
 def test_nan_has_not_converged() -> None:
     eigenvalues = np.array([2.0, 1.0])
     with np.errstate(invalid="ignore"):
-        found = subspace._ritz(np.eye(3)[:, :2], np.full((3, 2), np.nan), eigenvalues, 1e-16)
+        found = pca_passes._ritz(np.eye(3)[:, :2], np.full((3, 2), np.nan), eigenvalues, 1e-16)
     assert np.isnan(found.errors).all()
     result = oocgemm.pca(X, 2, backend="host")
     text = pca._unconverged(replace(result, errors=np.array([0.0, np.nan])), 6, 0.01)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError, NotFoundError
-from oocgemm.jobs import genotypes as counting
+from oocgemm.jobs import stats as counting
 from oocgemm.jobs import streaming
 from oocgemm.service.roots import PathError, Root, resolve
 from oocgemm.stores import plink

@@ -9,8 +9,8 @@ import numpy as np
 import zarr
 
 from oocgemm.cli.output import EXIT_FAILED
-from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import read
+from oocgemm.jobs.resume import Committer
 from oocgemm.planning.tiling import Tile
 from tests.support.command import Finished, own_threads, run
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from oocgemm import backends
 from oocgemm.backends import registry
-from oocgemm.jobs import repeat
+from oocgemm.jobs import run as running
 from tests.support.fake_cuda.cupy_modules import modules
 from tests.support.fake_cuda.device import Device, Fault
 from tests.support.fake_cuda.libraries import Cublas, Driver
@@ -52,12 +52,12 @@ def fake_cuda(seed: int = 0, capacity: int = 1 << 30, devices: int = 1) -> Itera
         for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
         vars(backends).pop("cuda", None)
-        repeat.forget()
+        running.forget()
         try:
             yield device
         finally:
             registry.release()  # what runs have kept belongs to this device
-            repeat.forget()
+            running.forget()
 
 
 def _loader(kind: Any, fakes: dict[str, Any]) -> Any:
