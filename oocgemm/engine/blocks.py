@@ -106,7 +106,7 @@ def parts(
     # Chunks are joined until they have at least this size, and so less than the double of it.
     piece = MIRRORED_BYTES // 2 if copied else max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // threads))
     wanted = piece // itemsize
-    if layout.in_memory or (height, width) == (1, 1):
+    if (height, width) == (1, 1):
         # A matrix without chunks is cut into whole rows or whole columns, whichever are contiguous.
         if layout.contiguous:
             height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]
