@@ -1,7 +1,7 @@
 """Options and fixtures of all tests."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -9,6 +9,7 @@ from hypothesis import settings
 from oocgemm.backends import registry
 from oocgemm.planning.search import planner
 from tests.support.command import forget_threads, own_threads
+from tests.support.native import builds
 from tests.support.object_server import Proxy
 from tests.support.suite import leave_samples
 
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not (option.all or option.markexpr or option.keyword or by_path):
         option.markexpr = QUICK  # pytest-xdist passes this option to its workers
     settings.load_profile("quick" if option.markexpr == QUICK else "all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int, int]:
+    with builds():  # around the whole run, since workers of pytest-xdist build too
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

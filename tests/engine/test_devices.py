@@ -99,6 +99,7 @@ def test_c_is_exact_on_several_sessions(engine: str, dtype: str, beta: int, tmp_
                 assert {span.device for span in result.timeline.spans} == {0, 1, 2}
 
 
+@each_value
 @pytest.mark.parametrize("devices", SEVERAL)
 @pytest.mark.parametrize("seed", range(3))
 def test_c_has_the_bits_of_one_device(devices: Any, seed: int, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_emulated_products_run_on_several_sessions(dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(oocgemm.gemm(a, b, devices="0,0", **given)), one)
 
 
+@each_value
 @pytest.mark.parametrize("devices", SEVERAL)
 @pytest.mark.parametrize("kind", ["raw", "zstd"])
 def test_devices_read_each_panel_once_between_them(
@@ -145,6 +147,7 @@ def test_panels_are_copied_between_devices_that_cannot_access_each_other(
     np.testing.assert_array_equal(np.asarray(several), one)
 
 
+@each_value
 @pytest.mark.parametrize("tile", ["20x20x10", "40x40x40"])
 @pytest.mark.parametrize("seed", range(2))
 def test_panels_of_pinned_arrays_are_uploaded_to_one_device(
@@ -176,6 +179,7 @@ def test_the_log_describes_every_device(gpus: Device, tmp_path: Path) -> None:
     assert oocgemm.timeline.read_log(tmp_path / "log.jsonl").spans == result.timeline.spans
 
 
+@each_value
 @pytest.mark.parametrize("devices", ["0,0", "0,1,2"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_memory_stays_within_the_plan(devices: str, verify: bool, gpus: Device, tmp_path: Path) -> None:
@@ -215,6 +219,7 @@ def test_host_slots_are_pinned_for_all_devices(gpus: Device, tmp_path: Path) -> 
     gpus.misuses.clear()
 
 
+@each_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("call", "code"),
