@@ -19,7 +19,7 @@ from zarr.storage import ObjectStore
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.base import Array, NewArray, pieces
+from oocgemm.stores.base import Array, NewArray
 from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
@@ -32,7 +32,7 @@ from oocgemm.stores.objects import (
     is_web,
     scrubbed,
 )
-from oocgemm.stores.zarr_chunks import MISSING, Shards
+from oocgemm.stores.zarr_chunks import MISSING, Block, Shards, cut, inside, view
 from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding
 from oocgemm.stores.zarr_matrix import ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import (
@@ -53,7 +53,6 @@ GROUP_BYTES = 2 << 20
 # GROUP_BYTES, or one chunk.
 MAX_GAP = 64 << 10
 Place = tuple[int, int]
-Block = tuple[Range, Range]
 # Stored bytes of a shard: where they begin and end, and whose they are: the row and column of their chunk in
 # the grid of chunks, the rows and columns of the matrix that are needed, and the destination of these.
 Span = tuple[int, int, Place, Block, Array]
@@ -115,7 +114,8 @@ class ObjectChunks:
         if self.group != (1, 1):
             self._read_group((rows, cols), out)
             return
-        for number, block, target in self._cut((rows, cols), out):
+        for number, block in cut((rows, cols), self.chunk):
+            target = view(out, (rows, cols), block)
             place = self._place(number)
             try:
                 if place is None:
@@ -131,7 +131,8 @@ class ObjectChunks:
 
     def _read_group(self, block: Block, out: Array) -> None:
         spans: dict[str, list[Span]] = {}
-        for number, part, target in self._cut(block, out):
+        for number, part in cut(block, self.chunk):
+            target = view(out, block, part)
             place = self._place(number)
             if place is None:
                 target[...] = self.fill
@@ -156,22 +157,12 @@ class ObjectChunks:
     def write(self, rows: Range, cols: Range, data: Array) -> dict[str, str]:
         """Write a block that consists of whole chunks. Return the ETags of the new objects by their keys."""
         tags = {}
-        for number, _, part in self._cut((rows, cols), data):
+        for number, block in cut((rows, cols), self.chunk):
+            part = view(data, (rows, cols), block)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             content = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)[:size]
             tags[self.key(number)] = self.bucket.put(self.prefix + self.key(number), content)
         return tags
-
-    def _cut(self, block: Block, array: Array) -> Iterator[tuple[Place, Block, Array]]:
-        """Cut a block, whose elements are in `array`, along chunk borders.
-
-        For each part, yield the row and column of its chunk in the grid of chunks, the rows and columns of
-        the part, and the view of its elements.
-        """
-        (top, _), (left, _) = block
-        for (r0, r1), (c0, c1) in pieces(*block, self.chunk, 1):
-            number = r0 // self.chunk[0], c0 // self.chunk[1]
-            yield number, ((r0, r1), (c0, c1)), array[r0 - top : r1 - top, c0 - left : c1 - left]
 
     def _place(self, number: Place) -> tuple[str, int, int] | None:
         """Return where a chunk is: the key of its object, the offset in it, and the bytes; None if nowhere.
@@ -235,12 +226,12 @@ class ObjectChunks:
         if length not in (-1, size):
             self._damaged(number, f"it has {length} bytes instead of {size}")
         axis = self.encoding.order == "F"
-        lines, line = self._inside(number, block)[axis], self.chunk[1 - axis] * itemsize
+        lines, line = inside(block, self.chunk)[axis], self.chunk[1 - axis] * itemsize
         return lines.start * line, lines.stop * line
 
     def _decode(self, number: Place, block: Block, stored: Array, out: Array) -> None:
         """Decode the bytes of a chunk, or the lines of an uncompressed one, and copy what is wanted."""
-        wanted = self._inside(number, block)
+        wanted = inside(block, self.chunk)
         if self.encoding.raw:
             axis = self.encoding.order == "F"
             target, part = out.T if axis else out, wanted[1 - axis]
@@ -251,12 +242,6 @@ class ObjectChunks:
             self.encoding.decode_part(stored, self.chunk, wanted, out)
         except ValueError as error:
             self._damaged(number, f"it {error}", error)
-
-    def _inside(self, number: Place, block: Block) -> tuple[slice, slice]:
-        """Return the rows and columns of a block of the matrix, counted from the first ones of its chunk."""
-        (r0, r1), (c0, c1) = block
-        top, left = number[0] * self.chunk[0], number[1] * self.chunk[1]
-        return slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
 
     def _damaged(self, number: Place, how: str, error: Exception | None = None) -> NoReturn:
         raise ExecutionError(

@@ -229,7 +229,7 @@ class DirectChunks:
         left = self._read_cached(rows, cols, out)
         if left == []:
             return
-        needed = list(_cut((rows, cols), self._file_extents))
+        needed = list(cut((rows, cols), self._file_extents))
         if left is not None:
             needed = [needed[number] for number in left]
         if self._gathers(out):
@@ -256,7 +256,7 @@ class DirectChunks:
         An uncompressed chunk is overwritten in place, if it has a file already. The file of any other chunk
         is created or replaced atomically. A chunk that extends beyond the edge of the matrix counts as whole.
         """
-        for number, block in _cut((rows, cols), self.chunk):
+        for number, block in cut((rows, cols), self.chunk):
             part, path = view(data, (rows, cols), block), self.root / self.key(number)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             if size != stored.nbytes or not self.encoding.raw or not overwrite(path, stored):
@@ -311,7 +311,7 @@ class DirectChunks:
         The size in the result is 0 for a chunk that is not stored or cannot be read: `DirectChunks.read` says
         what is wrong. A CRC behind a chunk does not count, and is not verified.
         """
-        found, end = {part: (0, 0) for _, part in _cut((rows, cols), self.chunk)}, 0
+        found, end = {part: (0, 0) for _, part in cut((rows, cols), self.chunk)}, 0
         crc = CHECKSUM_BYTES if self.encoding.checksum else 0
         waiting, opened = list[tuple[Part, Block]](), list[int]()
 
@@ -325,7 +325,7 @@ class DirectChunks:
                 Opener.close(opened.pop())
 
         try:
-            for number, block in _cut((rows, cols), self._file_extents):
+            for number, block in cut((rows, cols), self._file_extents):
                 try:
                     file = OpenFile(f"{self.root}/{self.key(number)}", self.opener)
                     opened.append(file.descriptor)
@@ -382,7 +382,7 @@ class DirectChunks:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
             self._damaged(number, f"is a shard whose index cannot be read ({error})", error)
-        for chunk, part in _cut(block, self.chunk):
+        for chunk, part in cut(block, self.chunk):
             offset, length = 0, file.size
             if index is not None and self.shards:
                 place = index[chunk[0] % self.shards.chunks[0], chunk[1] % self.shards.chunks[1]]
@@ -406,17 +406,11 @@ class DirectChunks:
             if offset is None:
                 target[...] = self.fill
                 continue
-            wanted = self.inside(part)
+            wanted = inside(part, self.chunk)
             if self.encoding.raw:
                 self._read_raw(number, file, offset, wanted, target)
             else:
                 self._decode(number, file.mapped(offset, length), wanted, target)
-
-    def inside(self, block: tuple[Range, Range]) -> tuple[slice, slice]:
-        """Return the rows and columns of a chunk that a block of the matrix, inside this chunk, has."""
-        (r0, r1), (c0, c1) = block
-        top, left = r0 % self.chunk[0], c0 % self.chunk[1]
-        return slice(top, top + r1 - r0), slice(left, left + c1 - c0)
 
     def _read_raw(
         self,
@@ -605,7 +599,7 @@ class _Batch:
     def _decoded(self, place: int, size: int, part: Block) -> bool:
         """Decode `size` bytes at the address `place` into a block of the matrix. Return whether it worked."""
         encoding, shape = self._chunks.encoding, self._chunks.chunk
-        wanted, target = self._chunks.inside(part), view(self._out, self._block, part)
+        wanted, target = inside(part, self._chunks.chunk), view(self._out, self._block, part)
         if self._decompress is not None:
             in_place = target.shape == shape and target.flags.c_contiguous
             to = target.ctypes.data if in_place else self._to
@@ -658,6 +652,13 @@ def _stored(
             Opener.close(descriptor)
 
 
+def inside(block: Block, chunk: tuple[int, int]) -> tuple[slice, slice]:
+    """Return the rows and columns of a chunk that a block of the matrix, inside this chunk, has."""
+    (r0, r1), (c0, c1) = block
+    top, left = r0 % chunk[0], c0 % chunk[1]
+    return slice(top, top + r1 - r0), slice(left, left + c1 - c0)
+
+
 def view(array: Array, block: Block, part: Block) -> Array:
     """Return the view of `array` with the rows and columns `part` of the matrix.
 
@@ -699,7 +700,7 @@ def _name(compressor: object) -> str:
     return ""
 
 
-def _cut(
+def cut(
     block: tuple[Range, Range], chunk: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
     """Cut a block of the matrix along chunk borders.
