@@ -3,9 +3,9 @@
 from oocgemm.stores.arrays import by_rows, is_plain, like
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.capabilities import (
+    Addressed,
     Coded,
     Collecting,
-    Direct,
     Durable,
     Genotypes,
     Resumable,
@@ -41,10 +41,10 @@ __all__ = [
     "BATCH_BYTES",
     "COMPRESSORS",
     "FULL",
+    "Addressed",
     "Array",
     "Coded",
     "Collecting",
-    "Direct",
     "Durable",
     "Genotypes",
     "Matrix",

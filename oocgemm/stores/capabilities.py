@@ -119,7 +119,7 @@ class Coded(Protocol):
 
 
 @runtime_checkable
-class Direct(Protocol):
+class Addressed(Protocol):
     """A matrix whose elements have addresses from which a device, or compiled code, copies them."""
 
     def memory(self) -> Array | None:
@@ -160,19 +160,19 @@ class Genotypes(Matrix, Protocol):
 
 def memory(matrix: Matrix) -> Array:
     """Return the elements of a matrix that has addresses for them, as an array."""
-    found = matrix.memory() if isinstance(matrix, Direct) else None
+    found = matrix.memory() if isinstance(matrix, Addressed) else None
     assert found is not None
     return found
 
 
 def in_memory(matrix: Matrix) -> Array | None:
     """Return the elements of a matrix as an array in host memory; None if they are in a file, even mapped."""
-    return matrix.memory() if isinstance(matrix, Direct) and not matrix.is_mapped() else None
+    return matrix.memory() if isinstance(matrix, Addressed) and not matrix.is_mapped() else None
 
 
 def cached_chunks(matrix: Matrix) -> CachedChunks | None:
     """Return the chunks of a matrix if compiled code can read whole blocks; None if Python must read them."""
-    found = matrix.cached_chunks() if isinstance(matrix, Direct) else None
+    found = matrix.cached_chunks() if isinstance(matrix, Addressed) else None
     return None if found is None or found.incomplete else found
 
 

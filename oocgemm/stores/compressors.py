@@ -271,7 +271,7 @@ class Fetched(NamedTuple):
         return self._replace(rows=rows, cols=cols)
 
 
-class Stream(NamedTuple):
+class FrameStream(NamedTuple):
     """A stream: where it begins in its frame, its bytes, and those of its content. `raw`: stored as it is."""
 
     source: int
@@ -287,7 +287,7 @@ class Frame(NamedTuple):
     is one stream. `order` is PLAIN, BYTES or BITS.
     """
 
-    streams: list[Stream]
+    streams: list[FrameStream]
     split: int
     block: int
     order: int
@@ -314,7 +314,7 @@ def frame_of(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
     head = zstd_header(stored)
     if head is None or head.checksum or head.dictionary or head.size != chunk:
         return None
-    return Frame([Stream(0, len(stored), chunk)], 1, chunk, PLAIN)
+    return Frame([FrameStream(0, len(stored), chunk)], 1, chunk, PLAIN)
 
 
 def _blosc_frame(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
@@ -328,7 +328,7 @@ def _blosc_frame(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
     damaged |= bool(flags & _RESERVED) or not typesize or (shuffled and bits)
     damaged |= order != PLAIN and typesize != codec.itemsize
     if raw and not damaged and length == chunk + _HEADER:
-        return Frame([Stream(_HEADER, chunk, chunk, raw=True)], 1, chunk, PLAIN)
+        return Frame([FrameStream(_HEADER, chunk, chunk, raw=True)], 1, chunk, PLAIN)
     damaged |= raw or flags >> 5 != NUMBERS[codec.compressor] or not 0 < block <= chunk
     if damaged or block % typesize or block % codec.itemsize or _HEADER + 4 * -(-chunk // block) > length:
         return None
@@ -338,7 +338,7 @@ def _blosc_frame(stored: bytes, chunk: int, codec: Codec) -> Frame | None:
     return None if None in streams else Frame([x for x in streams if x], split, block, order)
 
 
-def _walk(stored: bytes, chunk: int, block: int, split: int) -> Iterator[Stream | None]:
+def _walk(stored: bytes, chunk: int, block: int, split: int) -> Iterator[FrameStream | None]:
     """Yield the streams of the blocks of a blosc frame, and None when one is not within the frame."""
     for number, start in enumerate(range(0, chunk, block)):
         content = min(block, chunk - start)
@@ -352,7 +352,7 @@ def _walk(stored: bytes, chunk: int, block: int, split: int) -> Iterator[Stream 
             if at + 4 > len(stored) or not 0 < size <= len(stored) - at - 4:
                 yield None
                 return
-            yield Stream(at + 4, size, content // parts, raw=size == content // parts)
+            yield FrameStream(at + 4, size, content // parts, raw=size == content // parts)
             at += 4 + size
 
 

@@ -208,7 +208,7 @@ Run = tuple[Range, range | None]
 
 
 @dataclass(frozen=True)
-class Chunks:
+class HDF5Chunks:
     """The chunks of a dataset, and how to read them.
 
     `dtype` has the stored byte order. `fill` is the value of the elements of chunks that are not stored; None

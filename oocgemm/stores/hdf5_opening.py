@@ -23,7 +23,7 @@ from oocgemm.stores.base import checked
 from oocgemm.stores.files import RefusedFileError, check_regular, open_regular, worth_caching
 from oocgemm.stores.formats import MARK, dense_conversion, is_sparse
 from oocgemm.stores.hdf5 import has_signature
-from oocgemm.stores.hdf5_chunks import Chunks, Fill, HDF5Matrix, Index, Reader, listed
+from oocgemm.stores.hdf5_chunks import Fill, HDF5Chunks, HDF5Matrix, Index, Reader, listed
 from oocgemm.stores.hdf5_filters import Pipeline, pipeline
 from oocgemm.stores.lazy import LazyMatrix
 from oocgemm.stores.npy import NpyMatrix
@@ -81,7 +81,7 @@ def _matrix(name: str, file: "h5py.File", path: str, dataset: str) -> tuple[HDF5
     shape, dtype = checked(name, found.shape, found.dtype, facts)
     reader, why = _reader(name, found, path, shape)
     described: dict[str, object] = {"direct": not why, "chunks": list(found.chunks or ())}
-    if isinstance(reader, Chunks):
+    if isinstance(reader, HDF5Chunks):
         described["codecs"] = [each.name for each in reader.pipeline.filters]
     if why:
         described["through"] = "h5py"
@@ -218,7 +218,7 @@ def _reader(name: str, found: "h5py.Dataset", path: str, shape: tuple[int, int])
     index, why = listed(found, path)
     if not why:
         reader = _chunked(place, found, path, shape, steps, index, fill)
-        if not isinstance(reader, Chunks) or _edges_are_right(found, reader):
+        if not isinstance(reader, HDF5Chunks) or _edges_are_right(found, reader):
             return reader, ""
         why = f"chunks at its edges are stored without its filters ({names}): store all with them"
     return LazyMatrix(name, found), why
@@ -266,7 +266,7 @@ def _chunked(
             f"{place} is truncated: its chunk at [{i * found.chunks[0]}, {j * found.chunks[1]}] ends at byte "
             f"{ends[at]}, and the file has {size} bytes"
         )
-    return Chunks(
+    return HDF5Chunks(
         path=Path(path),
         shape=shape,
         chunk=(int(found.chunks[0]), int(found.chunks[1])),
@@ -278,7 +278,7 @@ def _chunked(
     )
 
 
-def _edges_are_right(found: "h5py.Dataset", reader: Chunks) -> bool:
+def _edges_are_right(found: "h5py.Dataset", reader: HDF5Chunks) -> bool:
     """Return whether chunks that extend beyond the dataset are read as h5py reads them.
 
     HDF5 can store such chunks without filters, and does not say so (H5Pset_chunk_opts). Then they have the

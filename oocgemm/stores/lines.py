@@ -194,7 +194,7 @@ MAX_GAP = 8 << 10
 MAX_PART_LINES = SEGMENTS // 2
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Lines of a file, and where they go.
 
     `offset` is the first byte of the first line in the file, `address` the memory for it. Every line has
@@ -208,13 +208,13 @@ class Part(NamedTuple):
     size: int
 
 
-def read_parts(parts: Sequence[Part], stride: int, pitch: int) -> Array:
+def read_parts(parts: Sequence[FilePart], stride: int, pitch: int) -> Array:
     """Read parts of files into memory. Return for each part whether it was read as a whole.
 
     The lines of a part begin `stride` bytes apart in its file, and `pitch` bytes apart in memory. Both are at
     least as large as the lines. Raises `OSError` if the system does not support io_submit.
     """
-    given = np.array(parts, np.int64).reshape(-1, len(Part._fields))
+    given = np.array(parts, np.int64).reshape(-1, len(FilePart._fields))
     owner, (descriptor, offset, address, lines, size) = np.arange(len(given)), given.T
     if stride > MAX_GAP:
         each = np.where(size < stride, lines, 1)

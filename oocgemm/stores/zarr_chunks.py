@@ -47,7 +47,7 @@ from oocgemm.stores.lines import (
     MAX_READS,
     SCRATCH_BYTES,
     CachedChunks,
-    Part,
+    FilePart,
     chunk_files,
     copies_bytes,
     read_part,
@@ -313,7 +313,7 @@ class DirectChunks:
         """
         found, end = {part: (0, 0) for _, part in cut((rows, cols), self.chunk)}, 0
         crc = CHECKSUM_BYTES if self.encoding.checksum else 0
-        waiting, opened = list[tuple[Part, Block]](), list[int]()
+        waiting, opened = list[tuple[FilePart, Block]](), list[int]()
 
         def read() -> None:
             complete = _read([part for part, _ in waiting], out)
@@ -334,7 +334,7 @@ class DirectChunks:
                             found[part] = 0, NO_ROOM
                         elif offset is not None:
                             read_to = out.ctypes.data + end
-                            waiting.append((Part(file.descriptor, offset, read_to, 1, length), part))
+                            waiting.append((FilePart(file.descriptor, offset, read_to, 1, length), part))
                             end += length
                 except (OSError, EOFError, ExecutionError):
                     pass
@@ -473,7 +473,7 @@ def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Ar
     something about the file is unusual.
     """
     line, pitch = chunks.chunk[1] * out.itemsize, out.strides[0]
-    waiting, owners, lines, failed = list[Part](), list[int](), 0, set[int]()
+    waiting, owners, lines, failed = list[FilePart](), list[int](), 0, set[int]()
 
     def read() -> None:
         nonlocal lines
@@ -502,7 +502,7 @@ def gather(chunks: DirectChunks, needed: Sequence[Needed], block: Block, out: Ar
 
 def _lines(
     chunk: tuple[int, int], block: Block, out: Array, part: Block, offset: int, descriptor: int
-) -> Iterator[Part]:
+) -> Iterator[FilePart]:
     """Yield the parts of a file, and their places in `out`, that one chunk of a block consists of.
 
     `out` is for the rows and columns `block`, and the chunk at the byte `offset` of the file has the block
@@ -517,7 +517,7 @@ def _lines(
         size, left = left * line, 1
     while left:
         count = min(left, MAX_PART_LINES)
-        yield Part(descriptor, start, to, count, size)
+        yield FilePart(descriptor, start, to, count, size)
         start, to, left = start + count * line, to + count * pitch, left - count
 
 
@@ -669,7 +669,7 @@ def view(array: Array, block: Block, part: Block) -> Array:
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
-def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
+def _read(parts: Sequence[FilePart], out: Array) -> Iterable[bool]:
     """Read parts of files into `out`. Return for each part whether it was read as a whole."""
     if not parts:
         return []
@@ -681,7 +681,7 @@ def _read(parts: Sequence[Part], out: Array) -> Iterable[bool]:
         return [_read_one(part, out) for part in parts]
 
 
-def _read_one(part: Part, out: Array) -> bool:
+def _read_one(part: FilePart, out: Array) -> bool:
     start = part.address - out.ctypes.data
     try:
         return os.preadv(part.descriptor, [out[start : start + part.size].data], part.offset) == part.size

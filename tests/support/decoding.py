@@ -8,7 +8,7 @@ import numpy as np
 from numcodecs import LZ4, Blosc, Zstd
 from numpy.typing import NDArray
 
-from oocgemm.stores.compressors import BITS, BYTES, Codec, Frame, Stream
+from oocgemm.stores.compressors import BITS, BYTES, Codec, Frame, FrameStream
 
 Array = NDArray[Any]
 # Names of numcodecs' shuffles: none, by bytes, by bits.
@@ -64,7 +64,7 @@ def composed(frame: Frame, stored: Array, codec: Codec) -> Array:
     return np.concatenate([ordered(block, frame.order, codec.itemsize) for block in blocks])
 
 
-def decompressed(codec: Codec, frame: Array, stream: Stream) -> Array:
+def decompressed(codec: Codec, frame: Array, stream: FrameStream) -> Array:
     """Decompress a stream of a frame."""
     stored = frame[stream.source : stream.source + stream.size]
     if stream.raw:
