@@ -18,8 +18,8 @@ if "run" in sys.argv[1:2] and not (
     wake(0)  # while the modules below are imported
 
 from oocgemm.cli import main as cli
-from oocgemm.cli.output import EXIT_FAILED, print_error
-from oocgemm.cli.streams import use_safe_streams
+from oocgemm.cli.printing import EXIT_FAILED, print_error
+from oocgemm.cli.process import use_safe_streams
 from oocgemm.errors import OocGemmError
 
 # The subcommands that use the host's BLAS. Only these restart the process with faster kernels.
@@ -49,7 +49,7 @@ def process() -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OocGemmError as error:  # see `cli.streams`
+    except OocGemmError as error:  # see `cli.process`
         print_error(str(error))
         code = EXIT_FAILED
     os._exit(code if isinstance(code, int) else 0 if code is None else EXIT_FAILED)

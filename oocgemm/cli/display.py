@@ -1,31 +1,216 @@
-"""Print plans, reports, checks and machine facts with rich."""
+"""Print plans, reports, checks, measurements and facts about the machine with rich."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from oocgemm.cli.display_distributed import print_distribution, print_unit_gantt
-from oocgemm.cli.plain import PlainConsole, escape
-from oocgemm.cli.tables import full_width, print_table, table_of
-from oocgemm.planning import GemmProblem, Plan
-from oocgemm.planning.cost.links import LINKS
+from oocgemm.cli.console import PlainConsole, escape, full_width, print_table, table_of
+from oocgemm.kernels.tuning import Tuning
+from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
+from oocgemm.planning import Calibration, GemmProblem, Plan
+from oocgemm.planning.cost.links import LINKS, calibrated_rates
+from oocgemm.planning.parts.partition import Partition
 from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
 from oocgemm.reports.advice import diagnosis_lines
-from oocgemm.reports.gantt import gantt
+from oocgemm.reports.distribution import HEAD, labels, summary
+from oocgemm.reports.distribution import row as row_of
+from oocgemm.reports.gantt import gantt, unit_gantt
 from oocgemm.reports.sections import heading
 from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.activities import COMPUTE
+from oocgemm.timeline.metrics import Distribution
 
 if TYPE_CHECKING:
     from oocgemm.jobs.verify import Verification
+
+# Maximum number of devices that are printed. Of more, those are printed that computed least.
+MAX_UNITS = 16
+MIN_WIDTH = 10  # characters for T in a picture
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
 # Characters for a lane's name, for a line without its bar, and for the shortest bar in the Gantt chart.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
+
+
+def print_calibration(found: Calibration, path: str) -> None:
+    """Print the measured rates of a machine, and where they are stored."""
+    out = console()
+    out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
+    measured: dict[str, dict[str, float]] = found.samples["kernels"]
+    depths = sorted({int(depth) for rates in measured.values() for depth in rates})
+    scale, unit = (
+        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
+    )
+    kernels = table_of(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
+    for dtype, rates in measured.items():
+        fit = found.kernels[dtype]
+        shown = (f"{rates[str(d)] / scale:.3g}" if str(d) in rates else "" for d in depths)
+        kernels.add_row(dtype, *shown, f"{fit.peak / scale:.3g}", f"{fit.half_depth:.3g}")
+    out.print(kernels)
+    out.print()
+    moved: dict[str, float] = {}
+    for link, by_size in found.samples["copies"].items():
+        if isinstance(by_size, dict):
+            moved |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
+        else:
+            moved[link] = by_size
+    for name, rate in calibrated_rates(found).items():
+        moved[LINKS[name] + (", fitted" if name in found.samples["copies"] else "")] = rate
+    links = table_of("link", "GB/s")
+    for name, rate in moved.items():
+        links.add_row(name, f"{rate / 1e9:.3g}")
+    out.print(links)
+    out.print(f"prefaulting memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s per GiB")
+    out.print(f"submitting an operation {format_time(found.rates['issue'])}")
+    others = found.samples["cores_used_by_others"]
+    if others >= 0.2:
+        out.print(
+            f"other programs used {others:.1f} cores, so the rates are too low: calibrate again when they "
+            "have ended"
+        )
+    out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
+    out.print(f"stored in {escape(path)}", soft_wrap=True)
+
+
+def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Print a table per dtype: the fastest variant of each kernel, compared with cuBLAS.
+
+    `rows` are the rows of `result` to print.
+    """
+    out = console()
+    out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max_clock'] or '-'} MHz")
+    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
+    variants: dict[str, set[tuple[int, ...]]] = {}
+    for row in result["rows"]:
+        variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        table = table_of(f"\n{dtype}", "kernel", *columns)
+        for column in table.columns[:2]:
+            column.no_wrap, column.justify = True, "left"
+        last = None
+        for row in (row for row in rows if row["dtype"] == dtype):
+            shape = _product_of(row)
+            variant = (
+                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
+            )
+            numbers = (
+                row.get(x)
+                for x in ("intensity", "load_sectors", "store_sectors", "bank_conflicts", "occupancy")
+            )
+            table.add_row(
+                "" if shape == last else shape,
+                row["kernel"] + variant,
+                f"{row['flops'] / 1e9:.4g}",
+                *("" if share is None else f"{share:.3f}" for share in (row["of_peak"], row["of_cublas"])),
+                *("" if number is None else f"{number:.3g}" for number in numbers),
+            )
+            last = shape
+        _print_unfolded(out, table)
+    out.print(
+        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are computed as if without "
+        "caches; the time of small products is that of a launch"
+    )
+    if "not_counted" in result:
+        out.print(f"\nno counters of the device: {escape(result['not_counted'])}", soft_wrap=True)
+    counted = table_of("\ncounted", "product", "kernel", *AGAINST)
+    for column in counted.columns[:3]:
+        column.no_wrap, column.justify = True, "left"
+    for row in (row for row in rows if "ncu" in row):
+        counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
+    if counted.row_count:
+        _print_unfolded(out, counted)
+        out.print(f"\n{BY_NCU}")
+
+
+def _print_unfolded(out: Console, table: Table) -> None:
+    """Print a table in its full width, without folding cells. A narrow terminal wraps its lines."""
+    PlainConsole(highlight=False, width=max(out.width, full_width(out, table))).print(table)
+
+
+def _product_of(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
+
+
+def print_tuning(tuning: Tuning, path: str) -> None:
+    """Print a table of kernels and their rates, per dtype and class of shapes ("square", "update", "thin").
+
+    Within a class, the fastest kernel comes first.
+    """
+    out = console()
+    table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")
+    for dtype, classes in tuning.rungs.items():
+        for name, found in classes.items():
+            for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
+                params = " ".join(f"{key}={value}" for key, value in best.params.items())
+                table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
+    print_table(out, table)
+    out.print(f"\nstored in {path}")
+
+
+def print_scaling(partitions: Sequence[Partition]) -> None:
+    """Print a row per number of workers. Consecutive numbers share a row if the same parts are chosen."""
+    out = console()
+    table = table_of("workers", "used", "parts", "predicted", "speed-up", "bottleneck", "why no more")
+    table.columns[-1].justify = "left"
+    for _, alike in groupby(partitions, key=lambda p: (p.workers, p.grid, p.plan.tile)):
+        first, *others = alike
+        final = others[-1] if others else first
+        counts = f"{first.available}-{final.available}" if others else str(first.available)
+        table.add_row(
+            counts,
+            str(final.workers),
+            "x".join(map(str, final.grid)),
+            format_time(final.seconds),
+            f"{final.speed_up:.2f}",
+            final.bottleneck,
+            final.why,
+        )
+    out.print()
+    print_table(out, table)
+    out.print(partitions[-1].reason)
+
+
+def print_distribution(out: Console, report: Report, timeline: Timeline) -> None:
+    """Print the figures of the whole run, and a row for each device.
+
+    Print nothing for a run on one device.
+    """
+    found = report.distribution
+    if found is None:
+        return
+    for name, text in summary(found, timeline):
+        out.print(f"[bold]{name}[/] {escape(text)}")
+    out.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(HEAD):
+        table.add_column(name, overflow="fold", justify="left" if number < 2 else "right")
+    shown, names = _shown(found), labels(found.units)
+    for number in shown:
+        table.add_row(*map(escape, row_of(found.units[number], names[number])))
+    print_table(out, table)
+    if left := len(found.units) - len(shown):
+        out.print(f"{left} more devices, which computed longer: --json and --html show all", soft_wrap=True)
+
+
+def print_unit_gantt(out: Console, found: Distribution, timeline: Timeline) -> None:
+    """Print a line for each device that shows when it computed."""
+    shown, names = _shown(found), labels(found.units)
+    margin = max(len(names[number]) for number in shown)
+    width = max(MIN_WIDTH, out.width - margin - 3)
+    for number, picture in zip(shown, unit_gantt(timeline, shown, width), strict=True):
+        out.print(f"{names[number]:>{margin}} │{picture}│", soft_wrap=True, markup=False)
+    out.print(f"{'':>{margin}}  0{format_time(timeline.wall / 1e9):>{width - 1}}", soft_wrap=True)
+
+
+def _shown(found: Distribution) -> list[int]:
+    """Return the positions of the devices to print, in ascending order."""
+    by_compute = sorted(range(len(found.units)), key=lambda number: found.units[number].compute)
+    return sorted(by_compute[:MAX_UNITS])
 
 
 def console() -> Console:

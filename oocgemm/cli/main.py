@@ -12,8 +12,7 @@ from typing import NoReturn, cast
 
 import click
 
-from oocgemm.cli.interrupts import Interrupted
-from oocgemm.cli.output import (
+from oocgemm.cli.printing import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     exit_code,
@@ -21,6 +20,7 @@ from oocgemm.cli.output import (
     print_interrupted,
     warnings_as_notes,
 )
+from oocgemm.cli.process import Interrupted
 from oocgemm.errors import OocGemmError
 from oocgemm.system.installed import __version__
 
@@ -131,7 +131,7 @@ def main() -> NoReturn:
         code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
-            from oocgemm.cli.plain import print_traceback
+            from oocgemm.cli.console import print_traceback
 
             print_traceback()
         message = str(error)

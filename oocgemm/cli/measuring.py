@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from oocgemm import backends
-from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
-from oocgemm.cli.doing import doing
-from oocgemm.cli.output import JSON, print_json
+from oocgemm.cli.console import doing
+from oocgemm.cli.display import print_bench, print_calibration, print_tuning
 from oocgemm.cli.parameters import Size, option
+from oocgemm.cli.printing import JSON, print_json
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning

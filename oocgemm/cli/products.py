@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from oocgemm import stores
-from oocgemm.cli.interrupts import stopping
-from oocgemm.cli.output import (
+from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options
+from oocgemm.cli.printing import (
     EXIT_FAILED,
     JSON,
     print_error,
@@ -24,7 +24,7 @@ from oocgemm.cli.output import (
     silence_warnings,
     taking,
 )
-from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options
+from oocgemm.cli.process import stopping
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
 from oocgemm.integrity.tolerance import BOUNDS
@@ -268,8 +268,7 @@ def plan(
 
     Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """
-    from oocgemm.cli.display import print_plan
-    from oocgemm.cli.display_scaling import print_scaling
+    from oocgemm.cli.display import print_plan, print_scaling
 
     if storage_read and not workers:
         raise click.UsageError("--storage-read is the rate that workers share: pass --workers N too")
@@ -351,8 +350,8 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     Example: oocgemm verify A.zarr B.zarr C.zarr
     """
+    from oocgemm.cli.console import doing
     from oocgemm.cli.display import print_verification
-    from oocgemm.cli.doing import doing
     from oocgemm.jobs.verify import verify as check_product
 
     stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))

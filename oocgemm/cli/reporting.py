@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 import click
 
 from oocgemm.cli.display import print_comparison, print_info, print_report
-from oocgemm.cli.jobs import SERVICE, SHORT, JobId, find
-from oocgemm.cli.output import JSON, print_json, taking
+from oocgemm.cli.printing import JSON, print_json, taking
+from oocgemm.cli.queue import SERVICE, SHORT, JobId, find
 from oocgemm.machine import info as system
 from oocgemm.reports import exports
 from oocgemm.service.client import Client

@@ -10,7 +10,7 @@ import pytest
 import zarr
 
 from oocgemm.cli import products
-from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.cli.printing import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
 from tests.support.cli_arrays import A, B, C, Y, Z, folder_of_arrays, stored

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
-from oocgemm.cli.jobs import Deadline, JobId
 from oocgemm.cli.main import cli
+from oocgemm.cli.queue import Deadline, JobId
 from oocgemm.service import transport
 from tests.support import TOP
 from tests.support.command import command

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from oocgemm.cli import interrupts
-from oocgemm.cli.interrupts import SIGNALS, Interrupted, stopping
+from oocgemm.cli import process as interrupts
+from oocgemm.cli.process import SIGNALS, Interrupted, stopping
 from tests.support.command import own_threads
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError, stores
-from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
 from oocgemm.engine import blocks
 from oocgemm.engine.staging import Staging
 from oocgemm.jobs import budgets as budgets_module

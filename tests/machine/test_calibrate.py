@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.errors import BackendError
 from oocgemm.machine import calibrate as module
 from oocgemm.machine.calibrate import Sizes, calibrate

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from oocgemm.cli.display_measured import print_bench
-from oocgemm.cli.output import snake_keys
+from oocgemm.cli.display import print_bench
+from oocgemm.cli.printing import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS

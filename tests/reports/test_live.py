@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm.cli import doing
+from oocgemm.cli import console as shown_by
 from oocgemm.planning import Budgets
 from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
@@ -119,7 +119,7 @@ def test_verify_reports_what_it_reads(
     assert run("a.npy", "b.npy", "c.npy").code == 0
     said: list[str] = []
     monkeypatch.setattr(
-        "oocgemm.cli.doing.doing", lambda enabled: nullcontext(said.append if enabled else len)
+        "oocgemm.cli.console.doing", lambda enabled: nullcontext(said.append if enabled else len)
     )
     assert command(*arguments).code == 0
     assert said == expected
@@ -128,9 +128,9 @@ def test_verify_reports_what_it_reads(
 def test_lines_continue_during_one_long_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doing, "SELDOM", 0.01)
+    monkeypatch.setattr(shown_by, "SELDOM", 0.01)
     shown = ""
-    with doing.doing(True) as say:
+    with shown_by.doing(True) as say:
         say("reading [A]")
         while shown.count("reading [A]\n") < 3:
             time.sleep(0.01)
@@ -141,7 +141,7 @@ def test_lines_continue_during_one_long_task(
 
 
 def test_short_work_prints_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with doing.doing(True) as say:
+    with shown_by.doing(True) as say:
         say("reading A")
     assert capsys.readouterr().err == ""
 
@@ -149,8 +149,8 @@ def test_short_work_prints_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doing_shows_on_a_terminal_what_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     console = partial(Console, file=terminal, force_terminal=True, width=100)
-    monkeypatch.setattr(doing, "Console", lambda **_: console())
-    with doing.doing(True) as say:
+    monkeypatch.setattr(shown_by, "Console", lambda **_: console())
+    with shown_by.doing(True) as say:
         say("reading [A]")
     assert "reading [A]" in terminal.getvalue()
     assert "0:00:00" in terminal.getvalue()

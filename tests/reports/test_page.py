@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.planning import Budgets
 from oocgemm.reports.exports import page, run_data, write_trace
 from oocgemm.reports.gantt import COLUMNS, svg

@@ -16,7 +16,7 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, read
 from oocgemm.reports import advice
 from oocgemm.service.roots import PathError, Root, display, resolve

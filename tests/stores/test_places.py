@@ -14,7 +14,7 @@ import zarr
 
 import oocgemm
 from oocgemm import InputError, Transform
-from oocgemm.cli.output import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.stores.plink import BedMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.command import command, contents
