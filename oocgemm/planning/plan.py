@@ -19,7 +19,7 @@ from oocgemm.planning.cost.footprint import (
 from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared
+from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared, predict_triangle
 from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order
@@ -228,6 +228,8 @@ class Plan:
 
         A resumed run takes the same fraction of the seconds of the whole run as it computes of C.
         """
+        if self.devices > 1 and self.problem.cover.square:
+            return predict_triangle(self.setting, self.candidate, self.rounds)
         if self.devices > 1:
             return predict_shared(self.setting, self.candidate, self.loads, self.rounds)
         whole = predict(self.setting, self.candidate)

@@ -7,9 +7,12 @@ panel that is read for one. Copies between devices count as uploads.
 """
 
 from dataclasses import dataclass, replace
+from math import sqrt
 
-from oocgemm.planning.cost.clock import Prediction, predict
+from oocgemm.planning.cost import clock
+from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate
+from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.rates import scaled
@@ -102,6 +105,11 @@ def divided(machine: MachineModel, sessions: int) -> MachineModel:
 
 def estimate_shared_loads(setting: Setting, candidate: Candidate, rounds: int) -> Loads:
     """Estimate the bytes of panels of all devices in a number of rounds, in which each computes one tile."""
+    if setting.problem.cover.square:
+        grid = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip)
+        whole = estimate_line_loads(setting.problem, grid, candidate.slots, candidate.traversal)
+        # A device has a part of the tiles, which are in more lines than the same part of them.
+        return replace(whole, a_up=whole.a_up * sqrt(setting.devices))
     share = Share.of(setting, candidate)
     each, part, devices = share.loads(), rounds / share.tiles, setting.devices
     return Loads(
@@ -124,7 +132,15 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     setting = replace(share.setting, machine=machine)
     # In a run that was begun by one device, only one device has the last tile. The others may end later.
     drains = candidate.ends >= devices
-    return part_of(predict(setting, share.candidate, last_drains=drains), part)
+    return part_of(clock.predict(setting, share.candidate, last_drains=drains), part)
+
+
+def predict_triangle(setting: Setting, candidate: Candidate, rounds: int) -> Prediction:
+    """Predict the seconds of a triangle: those of one device's share, in which it computes `rounds` tiles."""
+    tiles = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip).count
+    machine = slowed(setting.machine, 1.0, setting.devices)
+    whole = predict(replace(setting, machine=machine, devices=1), candidate)
+    return part_of(whole, rounds / max(1, tiles))
 
 
 def part_of(whole: Prediction, share: float) -> Prediction:

@@ -28,9 +28,10 @@ from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.candidates import candidates, io_threads
-from oocgemm.planning.search.planner import CLOSE, make_plan
+from oocgemm.planning.search.planner import CLOSE, MAX_EXPLAINED, make_plan
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
+from oocgemm.planning.search.shared_triangle import triangle_plans
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.planning.units import ceil_size, parse_size
@@ -82,8 +83,9 @@ def shared_plan(
     setting = Setting(problem, machine, layouts, budgets, devices)
     if tile is not None:
         check_tile(setting, tile)
-    plans = _ranked(_Search(setting), tile)
-    return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in plans))
+    plans = triangle_plans(setting, tile) if problem.cover.square else _ranked(_Search(setting), tile)
+    shown = plans[:MAX_EXPLAINED]
+    return replace(plans[0], considered=tuple(Scored(plan.candidate, plan.prediction) for plan in shown))
 
 
 def _ranked(search: "_Search", tile: TileShape | None) -> list[Plan]:
