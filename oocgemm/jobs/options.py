@@ -480,8 +480,9 @@ class Options(PlanOptions, RunOptions, total=False):
 
 
 class GramPlanOptions(
-    _Scalars, _Transform, _Steps, _Engine, _Precision, _Result, _Memory, _Tile, _Storage, _Access, total=False
-):
+    _Scalars, _Transform, _Steps, _Engine, _Precision, _Result, _Memory, _Tile, _Storage, _Access, _Devices,
+    total=False,
+):  # fmt: skip
     """Options of the plan of a Gram matrix. `oocgemm.gemm` describes each."""
 
 
@@ -495,7 +496,7 @@ class SelectionOptions(
     """Options of verbs whose result is kept in memory. `oocgemm.gemm` describes each."""
 
 
-class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
+class DenseOptions(SelectionOptions, _Storage, _Durability, _Devices, total=False):
     """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
 
 

@@ -142,7 +142,7 @@ def _decided(
     record = read(folder) if folder is not None else None
     if record is not None:
         return bool(record.header["identity"]["problem"].get("measured") == "True")
-    if tile is not None and tile.m < problem.m:
+    if request.where.devices is not None or (tile is not None and tile.m < problem.m):
         return False
     whole = TileShape(problem.m, problem.m, 1)
     grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))

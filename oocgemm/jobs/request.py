@@ -401,6 +401,10 @@ class Request:
 
     def with_options(self, **options: Any) -> "Request":
         """Return the request with other options, by their names in `oocgemm.gemm`, or other fields."""
+        if "devices" in options:
+            devices = options["devices"] = numbers_of(options["devices"])
+            if devices is not None and devices != "all" and len(devices) == 1 and not options.get("device"):
+                options |= {"device": devices[0], "devices": None}
         changed: dict[str, dict[str, Any]] = {}
         for name in options.keys() & _PLACES.keys():
             part, field = _PLACES[name]
@@ -457,11 +461,8 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
     """Return the request of a call. Raises `InputError` for a string that cannot be a path."""
     a, b = stores.located("A", a), stores.located("B", b)
     given: dict[str, Any] = dict(options)
-    devices = numbers_of(given.pop("devices", None))
-    if devices is not None and devices != "all" and len(devices) == 1 and not given.get("device"):
-        given["device"], devices = devices[0], None
     given["epilogue"] = steps_of(given.get("epilogue"))
-    return Request.of(a, b, Destination.parse(c), devices=devices, **given)
+    return Request.of(a, b, Destination.parse(c), **given)
 
 
 def parse_gram(

@@ -31,9 +31,9 @@ HOLES = (
         "CUDA_VISIBLE_DEVICES set",
     ),
     Hole(
-        (SEVERAL, WORKERS),
+        (WORKERS,),
         "gram",
-        "a Gram matrix is computed by one device: drop workers, client, executor and devices",
+        "a Gram matrix is computed by one process: drop workers, client and executor",
     ),
     Hole(
         (SEVERAL, WORKERS),
