@@ -146,9 +146,6 @@ def test_plans_and_commands_take_devices(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "c.npy"), x @ x.T, rtol=1e-12)
 
 
-def test_workers_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.ones((4, 3)))
-    with pytest.raises(TypeError, match="workers"):
-        oocgemm.gram(tmp_path / "x.npy", tmp_path / "c.zarr", workers=2)  # type: ignore[call-overload]
+def test_selections_are_refused() -> None:
     with pytest.raises(InputError, match="devices"):
         oocgemm.similarity(np.ones((4, 3)), topk=1, devices="0,0")  # type: ignore[call-overload]
