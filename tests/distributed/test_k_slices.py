@@ -54,8 +54,8 @@ def multiply(folder: Path, c: str, **options: Any) -> oocgemm.Result:
     ("dtype", "out", "trans", "c", "alpha", "beta"),
     [
         ("float64", "float64", ("N", "T"), "C.zarr", 2, -3),
-        ("int8", "int32", ("N", "N"), "C.zarr", 1, 0),
         *slow(
+            ("int8", "int32", ("N", "N"), "C.zarr", 1, 0),
             ("float64", "float64", ("T", "N"), "C.npy", 1, 0),
             ("float64", "float64", ("T", "T"), "C.npy", 3, 1),
             ("float32", "float32", ("N", "N"), "C.zarr", -1, 1),
