@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from oocgemm.planning.sinks import Stored
 from oocgemm.planning.units import format_percent
 from oocgemm.timeline.spans import Interval, Span, Timeline, intersection, length, union
 
@@ -41,8 +42,6 @@ Wait = tuple[int, int, str]
 StreamKey = tuple[int, int, str]
 # At most this many operations of a stream run at the same time, if several threads run them.
 MAX_AT_ONCE = 16
-# Fields of a problem that say that C is not stored.
-NOT_STORED = ("topk", "sparse", "applied", "reduction")
 PART_WAIT, REDUCE, SAMPLES = "part-wait", "reduce", "samples"
 MAX_DEVICES = 1024  # of one worker; a log with more is damaged
 _LARGEST = 2**63
@@ -433,7 +432,7 @@ def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
     units, wall = units_of(timeline), timeline.wall
     workers = workers_of(timeline.header)
     problem = timeline.header.get("plan", {}).get("problem", {})
-    finish = finish_cause(selects=any(problem.get(name) for name in NOT_STORED))
+    finish = finish_cause(selects=problem.get("sink", Stored.name) != Stored.name)
     if not workers:
         sampling = timeline.header.get("sampling")
         return {
