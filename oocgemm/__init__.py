@@ -28,10 +28,10 @@ if TYPE_CHECKING:
         OocGemmError,
         OutOfMemoryError,
     )
-    from oocgemm.jobs.epilogue import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
     from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
     from oocgemm.jobs.stats import Stats, stats
+    from oocgemm.jobs.steps import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.verify import Verification, verify
     from oocgemm.planning import TileShape
     from oocgemm.planning.parts.partition import Partition
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from oocgemm.timeline import Report, Timeline, read_log, report
     from oocgemm.verbs.correlation import corr, cov
     from oocgemm.verbs.gemm import gemm, matmul, plan
-    from oocgemm.verbs.gram import gram, plan_gram
+    from oocgemm.verbs.gram_matrix import gram, plan_gram
     from oocgemm.verbs.kernel_matmul import kernel_matmul
     from oocgemm.verbs.pca import PCA, PCAPlan, pca, plan_pca
     from oocgemm.verbs.reduce import MatVec, Reduce, Threshold, TopK, reduce
@@ -118,7 +118,7 @@ _HOMES = {
         *("NotFoundError", "OocGemmError", "OutOfMemoryError", "CombinationError"),
     ),
     "backends": ("release",),
-    "jobs.epilogue": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
+    "jobs.steps": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
     "jobs.result": ("Neighbors", "Pairs", "Plan", "Result"),
     "jobs.stats": ("Stats", "stats"),
@@ -130,7 +130,7 @@ _HOMES = {
     "timeline": ("Report", "Timeline", "read_log", "report"),
     "verbs.correlation": ("corr", "cov"),
     "verbs.gemm": ("gemm", "matmul", "plan"),
-    "verbs.gram": ("gram", "plan_gram"),
+    "verbs.gram_matrix": ("gram", "plan_gram"),
     "verbs.kernel_matmul": ("kernel_matmul",),
     "verbs.pca": ("PCA", "PCAPlan", "pca", "plan_pca"),
     "verbs.reduce": ("MatVec", "Reduce", "Threshold", "TopK", "reduce"),

@@ -23,7 +23,7 @@ from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples, settle
-from oocgemm.jobs.transforms import on_device
+from oocgemm.jobs.transforming import on_device
 from oocgemm.machine.info import versions
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted

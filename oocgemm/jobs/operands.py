@@ -17,12 +17,12 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.norms import is_centered, largest, squares
 from oocgemm.jobs.options import Transpose
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.stats import Stats, stats_of
-from oocgemm.jobs.transforms import by_rows, memory_of, opened, readable, standardized, transformed
+from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
+from oocgemm.jobs.transforming import by_rows, memory_of, opened, readable, standardized, transformed
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
 from oocgemm.planning.cover import COVERS, Triangle
 from oocgemm.planning.problem import Updated, same

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from oocgemm import backends, stores
 from oocgemm.engine.executor import Observer
 from oocgemm.jobs import support
-from oocgemm.jobs.epilogue import Epilogue
+from oocgemm.jobs.steps import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
 from oocgemm.stores.plink import Chromosomes

@@ -45,7 +45,7 @@ from oocgemm.jobs.request import Chain, Destination, Request, parse
 from oocgemm.jobs.result import Plan
 from oocgemm.jobs.run import plan_request, run_request
 from oocgemm.jobs.stats import stats_of
-from oocgemm.jobs.transforms import check_known, gaps, how_to_replace, memory_of, readable, transformed
+from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Genotypes, Matrix

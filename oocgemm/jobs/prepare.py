@@ -18,7 +18,6 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import BudgetError, InputError, NotFoundError, warn_of_data
 from oocgemm.jobs.budgets import budgets_of, within_budgets
-from oocgemm.jobs.epilogue import digest_of, numbers_of, open_further
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.norms import correction, cosine_scales
 from oocgemm.jobs.operands import open_operands, tile_of
@@ -32,7 +31,8 @@ from oocgemm.jobs.resume import (
     find_lost,
     identify,
 )
-from oocgemm.jobs.transforms import as_read, check_constant, expanded, memory_of, readable_both
+from oocgemm.jobs.steps import digest_of, numbers_of, open_further
+from oocgemm.jobs.transforming import as_read, check_constant, expanded, memory_of, readable_both
 from oocgemm.machine.models import models, stored_on, take_probe
 from oocgemm.planning import (
     Budgets,

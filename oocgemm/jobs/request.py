@@ -11,7 +11,6 @@ from oocgemm import stores
 from oocgemm.errors import InputError, warn_of_data
 from oocgemm.integrity.rounding import OPERANDS
 from oocgemm.jobs import support
-from oocgemm.jobs.epilogue import Epilogue, steps_of
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.options import (
     Devices,
@@ -25,6 +24,7 @@ from oocgemm.jobs.options import (
     Size,
     Transpose,
 )
+from oocgemm.jobs.steps import Epilogue, steps_of
 from oocgemm.planning import GemmProblem, Layout, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.parts.slicing import Slicing
@@ -268,9 +268,9 @@ class Source:
         op: what is multiplied: the matrix, its transpose or its conjugate transpose.
         transform: what happens to its elements when they are read. For X of a `Chain`, it has one center and
             one scale per column of X.
-        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.transforms`).
+        impute: whether missing genotypes in a .bed file are replaced by means (`oocgemm.jobs.transforming`).
         standardize: what happens to the rows of op(A) when they are read: "center" or "scale"
-            (`oocgemm.jobs.transforms`), or nothing if it is empty.
+            (`oocgemm.jobs.transforming`), or nothing if it is empty.
         constant: what becomes of scaled rows of equal elements.
         kept: the numbers of the rows that are used; None for all.
         known: if it is set, the product is that of the genotypes that are known.

@@ -31,7 +31,7 @@ from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import Output, PreparedRun, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.result import Plan, Result
-from oocgemm.jobs.transforms import check_known, how_to_replace, memory_of
+from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of
 from oocgemm.kernels.registry import check_plan
 from oocgemm.machine import info as system
 from oocgemm.planning.units import counted, format_size, format_time

@@ -26,7 +26,7 @@ from oocgemm.integrity.passes import PIECE, Oriented, Passes
 from oocgemm.integrity.samples import Made, Samples, read
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.streaming import MAX_THREADS, THREADS_PER_CORE
-from oocgemm.jobs.transforms import memory_of, readable, transformed
+from oocgemm.jobs.transforming import memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.sinks import AtLeast
 from oocgemm.planning.tiling import Range

@@ -22,7 +22,7 @@ from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
 from oocgemm.jobs.operands import op_of, problem_of
 from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.resume import check_complete, recorded_uplo
-from oocgemm.jobs.transforms import check_known, how_to_replace, readable, transformed
+from oocgemm.jobs.transforming import check_known, how_to_replace, readable, transformed
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.tiling import Range, ceil_div

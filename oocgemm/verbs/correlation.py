@@ -5,7 +5,6 @@ from typing import Any, Literal, Unpack, overload
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import Coefficients
 from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import (
@@ -21,7 +20,8 @@ from oocgemm.jobs.options import (
 from oocgemm.jobs.request import Request, parse_gram
 from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
 from oocgemm.jobs.run import outcome
-from oocgemm.jobs.transforms import memory_of, opened, varying_lines
+from oocgemm.jobs.steps import Coefficients
+from oocgemm.jobs.transforming import memory_of, opened, varying_lines
 from oocgemm.verbs.similarity import check_options, selected, selection_of
 
 

@@ -7,12 +7,12 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import Epilogue, RankOne, Scale, steps_of
 from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import Operand, ReduceArguments, SelectionOptions, Transpose, documented
 from oocgemm.jobs.request import Destination, Reduction, Request
 from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
 from oocgemm.jobs.run import outcome
+from oocgemm.jobs.steps import Epilogue, RankOne, Scale, steps_of
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.epilogue import REDUCTIONS
 from oocgemm.stores import Array

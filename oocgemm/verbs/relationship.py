@@ -9,7 +9,6 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
-from oocgemm.jobs.epilogue import DivideOrZero
 from oocgemm.jobs.execute import check_places
 from oocgemm.jobs.options import (
     GRM_CASTS,
@@ -25,7 +24,8 @@ from oocgemm.jobs.request import Destination, Known, Request, parse_gram
 from oocgemm.jobs.result import Plan, Result
 from oocgemm.jobs.run import plan_request, run_request
 from oocgemm.jobs.stats import Stats, stats_of
-from oocgemm.jobs.transforms import accepted, memory_of
+from oocgemm.jobs.steps import DivideOrZero
+from oocgemm.jobs.transforming import accepted, memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
 from oocgemm.stores.capabilities import MISSING

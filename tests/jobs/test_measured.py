@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Transform
 from oocgemm.errors import InputError
-from oocgemm.jobs import transforms
+from oocgemm.jobs import transforming as transforms
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import WIDTH, measure_options, products_grid, sums_grid
 from oocgemm.planning.expansion import Measure

@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import InputError
-from oocgemm.jobs.transforms import readable, transformed
+from oocgemm.jobs.transforming import readable, transformed
 from oocgemm.machine import models
 from oocgemm.planning import Kind, MachineModel, Op, default_model
 from oocgemm.stores import open_matrix
