@@ -65,7 +65,7 @@ def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(autouse=True)
 def _no_plan_of_another_test() -> None:
     """Tests may patch constants of the planner. A plan that is made then must not reach another test."""
-    for cached in (planner._enumerated, planner._planned, planner._plan_with_advice):
+    for cached in (planner._planned, planner._plan_with_advice):
         cached.cache_clear()
 
 

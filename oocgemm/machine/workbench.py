@@ -39,7 +39,7 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
-from oocgemm.planning.search.candidates import io_threads
+from oocgemm.planning.search.slot_counts import io_threads
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.resources import available_memory

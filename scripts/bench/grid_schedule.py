@@ -11,8 +11,8 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from ablation import grid_setting
 from grid_cases import COLD, IN_MEMORY, PAGEABLE, Case
+from plan_settings import grid_setting
 
 from oocgemm.planning import KernelRate, MachineModel, Setting, make_plan
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.planning import Budgets, InMemory, Layouts, Op, default_model, make_plan
-from oocgemm.planning.search.candidates import MIN_CALL_ROWS
+from oocgemm.planning.search.shapes import MIN_CALL_ROWS
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.support.plan_cases import problem
 from tests.support.problems import assert_same, integer_c, integers, reference, spoil, stored

@@ -5,6 +5,7 @@ A tile passed by hand goes through the same planner, which then only chooses slo
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,8 @@ from tests.support.plan_cases import GIB, MIB, STORED, problem
 
 GAIN = 0.02  # a hand-made tile may be predicted this much faster
 GPU, HOST = default_model("cuda", 16), default_model("host", 2)
-LOSES = pytest.mark.xfail(strict=True, reason="the search does not try tiles of this shape")
+SLOW_LINK = replace(GPU, h2d=20e9, d2h=20e9)
+PAGEABLE = Layouts(*(InMemory(zero_copy_width=4096),) * 3)
 
 
 def pinned(p: GemmProblem) -> Layouts:
@@ -39,16 +41,23 @@ def hand_made(p: GemmProblem) -> Iterator[TileShape]:
 @pytest.mark.parametrize(
     ("product", "budgets", "machine", "layouts"),
     [
-        pytest.param(
-            problem(254, 67_352, 155_718, "int8"), Budgets(120 * GIB, 8 * GIB), GPU, STORED, marks=LOSES
-        ),
-        pytest.param(problem(211, 19_496, 42_526), Budgets(120 * GIB, 8 * GIB), GPU, STORED, marks=LOSES),
-        pytest.param(problem(4000, 1, 4000), Budgets(256 * MIB, 256 * MIB), HOST, STORED, marks=LOSES),
+        (problem(254, 67_352, 155_718, "int8"), Budgets(120 * GIB, 8 * GIB), GPU, STORED),
+        (problem(211, 19_496, 42_526), Budgets(120 * GIB, 8 * GIB), GPU, STORED),
+        (problem(4000, 1, 4000), Budgets(256 * MIB, 256 * MIB), HOST, STORED),
         (problem(8000, 8000, 120_000, "int8"), Budgets(120 * GIB, 60 * GIB), GPU, None),
         (problem(8192, 8192, 8192), Budgets(2 * GIB, 4 * GIB), GPU, STORED),
         (problem(30_000, 300, 300), Budgets(2 * GIB, 4 * GIB), GPU, None),
+        (problem(40_000, 30_000, 20_000, beta=1), Budgets(4 * GIB, 4 * GIB), SLOW_LINK, PAGEABLE),
     ],
-    ids=["few-rows-int8", "few-rows-float64", "matrix-vector", "long-k-pinned", "square", "tall"],
+    ids=[
+        "few-rows-int8",
+        "few-rows-float64",
+        "matrix-vector",
+        "long-k-pinned",
+        "square",
+        "tall",
+        "slow-link",
+    ],
 )
 def test_no_hand_made_tile_is_predicted_faster(
     product: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts | None
@@ -56,7 +65,7 @@ def test_no_hand_made_tile_is_predicted_faster(
     layouts = layouts or pinned(product)
     own = make_plan(product, budgets, machine, layouts).considered[0].prediction.total
     faster = {}
-    for tile in hand_made(product):
+    for tile in (*hand_made(product), TileShape(1024, 16_384, 4096)):
         try:
             total = make_plan(product, budgets, machine, layouts, tile).considered[0].prediction.total
         except BudgetError:

@@ -20,7 +20,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.search import depths, planner
+from oocgemm.planning.search import planner, shapes
 from oocgemm.planning.setting import CHUNK_BYTES
 from tests.support.plan_cases import GIB, MIB, STORED, problem
 from tests.support.products import changed
@@ -200,7 +200,7 @@ def test_chunks_are_read_whole_by_deep_panels() -> None:
     chunk = Chunked((4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
     on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
     plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
-    assert plan.tile.k > max(depths.DEPTHS)
+    assert plan.tile.k > max(shapes.DEPTHS)
     assert plan.tile.k % 3000 == 0
 
 

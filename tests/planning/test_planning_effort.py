@@ -10,7 +10,7 @@ import pytest
 from oocgemm.planning import Budgets, Chunked, Layouts, Writing, default_model, make_plan
 from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.schedule.eviction import SlotCache
-from oocgemm.planning.search import candidates, planner
+from oocgemm.planning.search import planner, shapes
 from tests.support.plan_cases import GIB, MIB, STORED, problem
 from tests.support.suite import each_value, slow
 
@@ -33,7 +33,7 @@ def test_counting_traffic_does_not_walk_every_step(monkeypatch: pytest.MonkeyPat
     assert calls < plan.steps
 
 
-def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_hopeless_shapes_out_never_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = default_model("cuda", 16)
     cases = [
         (problem(m, n, k), Budgets(device * GIB, 3 * device * GIB))
@@ -41,8 +41,7 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
         for device in (1, 8)
     ]
     plans = [make_plan(p, budgets, machine, STORED) for p, budgets in cases]
-    monkeypatch.setattr(candidates, "PRUNE_FACTOR", float("inf"))
-    planner._enumerated.cache_clear()
+    monkeypatch.setattr(shapes, "HOPELESS", float("inf"))
     planner._planned.cache_clear()
     for plan, (p, budgets) in zip(plans, cases, strict=True):
         every = make_plan(p, budgets, machine, STORED)

@@ -18,6 +18,7 @@ from oocgemm.planning import (
     make_plan,
     shared_plan,
 )
+from oocgemm.planning.cost import gram as clock_of
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.search import planner, shared
 from oocgemm.planning.setting import Setting
@@ -53,7 +54,7 @@ def planned(n: int, dtype: str, gpus: int, sessions: int = 1) -> Plan:
 
 def forget_plans() -> None:
     """Make the planner search again."""
-    for cached in (*(shared.shared_plan, planner._plan_with_advice, planner._planned, planner._enumerated),):
+    for cached in (*(shared.shared_plan, planner._plan_with_advice, planner._planned),):
         cached.cache_clear()
 
 
@@ -114,14 +115,14 @@ def test_no_tile_shape_is_left_out_that_would_be_faster(gpus: int, sessions: int
 @pytest.mark.parametrize("n", [28672, 40960, *slow((53248,))])
 def test_a_quick_search_finds_a_plan_nearly_as_fast_as_a_thorough_one(n: int) -> None:
     quick, calls, found = planned(n, "float64", 1, sessions=2), 0, list[int]()
-    run = planner._Search._run
+    run = clock_of.predict
 
     def counted(*given: Any) -> Any:
         nonlocal calls
         calls += 1
         return run(*given)
 
-    with patch.object(planner._Search, "_run", counted):
+    with patch.object(planner, "predict", counted):
         for least in (shared.MIN_THOROUGH_STREAMED, 0.0):
             forget_plans()
             calls = 0
@@ -129,4 +130,4 @@ def test_a_quick_search_finds_a_plan_nearly_as_fast_as_a_thorough_one(n: int) ->
                 thorough = planned(n, "float64", 1, sessions=2)
             found.append(calls)
     assert quick.prediction.total <= 1.03 * thorough.prediction.total
-    assert 2 * found[0] < found[1]
+    assert 1.5 * found[0] < found[1]

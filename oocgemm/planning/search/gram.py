@@ -16,7 +16,7 @@ from oocgemm.planning.cost.machine import LARGE_UNIT
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.depths import best_depths
+from oocgemm.planning.search.shapes import Shapes
 from oocgemm.planning.setting import GRAM_STRIPS, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
@@ -29,6 +29,8 @@ STALE, SLOWER = 3, 1.1
 REFINED = 4
 # Of all candidates, the loads of this many, the best ones, are counted where that takes little time.
 MAX_CANDIDATES = 12
+# Number of depths to try.
+DEPTHS_TRIED = 4
 # Minimum rows of a strip. Thinner ones would take longer to issue than they save.
 MIN_STRIP = 64
 # Numbers of strips into which C is divided. Those in SCARCE_STRIPS are tried only if memory for larger strips
@@ -59,7 +61,8 @@ def gram_candidates(
         yield 0.0, smallest(setting, tile)
         return
     memory = setting.budgets.device - setting.machine.device_reserve
-    depths = best_depths(setting, memory, every_depth=memory < SCARCE_MEMORY)
+    depths = Shapes(prices).depths()
+    depths = sorted(depths if memory < SCARCE_MEMORY else depths[:DEPTHS_TRIED])
     found: dict[Candidate, float] = {}
     numbers = HALVED_STRIPS if setting.machine.unified and setting.problem.halves_diagonal else STRIPS
 

@@ -1,9 +1,8 @@
 """Choose how to run a product: enumerate candidates, and run the best of them on the virtual clock.
 
-A lower bound orders the candidates. The clock runs them in this order, until no other one can be faster. Then
-the planner changes one decision of the best candidate at a time, and keeps each change that saves time. It
-does so once more from the best candidate of a shape that it has not reached: several changes may only save
-time together.
+The clock runs candidates with the most promising tile shapes first (`shapes`), but none whose lower bound
+shows that it cannot be the fastest. Then the planner changes one decision of the best candidate at a time,
+and keeps each change that saves time.
 
 If streams share what limits the run, such as the copies of pageable arrays on the host, many candidates are
 predicted to take the same time. Those whose streams end sooner are faster in a run all the same. So half of
@@ -14,12 +13,12 @@ the best, the planner chooses the one that would be fastest if no operations ove
 fewer bytes in fewer operations. Of several such candidates, it chooses the one that begins to multiply first.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
+from operator import itemgetter
 
+from oocgemm.planning.cost.bound import bound, shape_bound
 from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate, required_bytes
 from oocgemm.planning.cost.gram import predict
@@ -30,21 +29,29 @@ from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.search.bounds import within
-from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.gram import gram_candidates, smallest
-from oocgemm.planning.search.moves import moves
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
+from oocgemm.planning.search.shapes import Shapes, chained_shapes, in_place_tile, min_tile, needs_no_memory
+from oocgemm.planning.search.slot_counts import io_threads, slot_counts
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, parse_size
 
 # The virtual clock runs for at most this fraction of the predicted time of the run, and for at most this many
 # seconds. It may always run for MIN_EFFORT seconds.
-EFFORT, MIN_EFFORT, MAX_EFFORT = 0.008, 0.008, 0.8
+EFFORT, MIN_EFFORT, MAX_EFFORT = 0.015, 0.006, 0.12
 # A search that is shortened (`effort` below 1) may always run for SHORT_EFFORT seconds.
 SHORT_EFFORT = 0.012
 # Estimated seconds that the clock takes per candidate, and per operation that it runs.
 CANDIDATE_SECONDS, OPERATION_SECONDS = 115e-6, 1.2e-6
+# The same per tile shape for which numbers of slots are chosen.
+SHAPE_SECONDS = 200e-6
+# Tile shapes are not tried if their estimated time exceeds the best predicted one by the factor PRUNE, or
+# that of the shape from which they differ by NEAR.
+PRUNE, NEAR = 1.5, 1.1
+# Strips of C that the GPU downloads by itself are tried this many times as large: fewer take less time to
+# enqueue.
+LARGER_STRIP = 4
 # Of the effort, the part that is spent on enumerated candidates. The rest is for changes of the best one.
 ENUMERATED = 0.5
 # A change of the best candidate is kept if it saves at least this fraction of the time.
@@ -176,28 +183,13 @@ def resumed_plan(
     raise too_small(plan.setting, used, "the plan that the run was begun with")
 
 
-@lru_cache(16)
-def _enumerated(setting: Setting, tile: TileShape | None) -> tuple[Prices, Sequence[tuple[float, Candidate]]]:
-    """Return the prices and all candidates with their lower bounds, for searches of any effort."""
-    if tile is not None:
-        check_tile(setting, tile)
-    prices, gram = Prices(setting), setting.problem.cover.square
-    enumerated = gram_candidates if gram else candidates
-    for threads in (io_threads(setting), 1):  # one I/O thread needs the least temporary memory
-        found = list(enumerated(prices, tile, threads))
-        if found:
-            return prices, found
-    raise budget_error(setting, tile, smallest(setting, tile) if gram else None)
-
-
 @lru_cache(64)
 def _planned(setting: Setting, tile: TileShape | None, effort: float = 1.0) -> Plan:
-    prices, found = _enumerated(setting, tile)
-    fixed = setting.problem.cover.square or setting.problem.b.updated
-    search = _Search(prices, effort)
-    search.run_best(found)
-    if effort and tile is None and not fixed and 0 not in (setting.problem.m, setting.problem.n):
-        search.improve()
+    if tile is not None:
+        check_tile(setting, tile)
+    search = _Search(Prices(setting), effort)
+    if not any(search.run(tile, threads) for threads in (io_threads(setting), 1)):
+        raise budget_error(setting, tile, smallest(setting, tile) if setting.problem.cover.square else None)
     scored = search.ranked()
     return Plan(
         setting.problem,
@@ -215,58 +207,94 @@ class _Search:
     def __init__(self, prices: Prices, effort: float) -> None:
         self._prices, self._effort = prices, effort
         self._found: dict[Candidate, Prediction] = {}
+        self._best: Prediction | None = None
+        self._tried: set[tuple[TileShape, int]] = set()
         self._spent, self._limit = 0.0, MIN_EFFORT
-        self._least = inf  # predicted time
-        self._first: Scored | None = None  # what the first descent chose
 
-    def run_best(self, found: Sequence[tuple[float, Candidate]]) -> None:
-        """Run candidates in ascending order of their lower bounds, until no other one can be faster.
+    def run(self, tile: TileShape | None, threads: int) -> bool:
+        """Search with a number of I/O threads, and a tile shape if given. Return whether a plan fits."""
+        prices, setting = self._prices, self._prices.setting
+        problem = setting.problem
+        if problem.cover.square:
+            self._clock(gram_candidates(prices, tile, threads))
+        elif problem.b.updated:
+            for shape in [tile] if tile else chained_shapes(setting):
+                if self._try(shape, 1, threads):
+                    break
+        elif tile is not None or needs_no_memory(setting):
+            shape = tile or in_place_tile(setting)
+            for c in (1, 2) if shape.m < problem.m or shape.n < problem.n else (1,):
+                self._try(shape, c, threads)
+        elif 0 not in (problem.m, problem.n):
+            shapes = Shapes(prices)
+            for every_depth in (False, True):
+                for seconds, shape, c in shapes.ranked(every_depth=every_depth):
+                    if self._best and (
+                        self._spent > ENUMERATED * self._limit or seconds > PRUNE * self._best.total
+                    ):
+                        break
+                    self._try(shape, c, threads)
+                if self._found:
+                    break
+            if self._effort and self._found:
+                self._improve(shapes)
+        if not self._found and not tile:
+            self._try(min_tile(setting), 1, threads)
+        return bool(self._found)
 
-        Candidates of the same tile shape come later, because other shapes are more likely to be faster.
-        """
-        best: Prediction | None = None
-        alike = Counter[tuple[TileShape, int]]()
-        order: list[tuple[float, int]] = []
-        for number, (least, candidate) in enumerate(found):
-            shape = candidate.tile, candidate.slots.c
-            order.append((least * (1 + CLOSE * alike[shape]), number))
-            alike[shape] += 1
-        for _, number in sorted(order):
-            least, candidate = found[number]
-            if self._found and self._spent > ENUMERATED * self._limit:
-                break
-            if best and _is_hopeless(least, best):
+    def _try(self, shape: TileShape, c: int, threads: int) -> Scored | None:
+        """Run the candidates with a tile shape that may be faster, and return the best of them."""
+        if (shape, c) in self._tried:
+            return None
+        self._tried.add((shape, c))
+        if self._best and shape_bound(self._prices, shape) > self._best.total:
+            return None
+        self._spent += SHAPE_SECONDS
+        return self._clock(sorted(slot_counts(self._prices, shape, c, threads), key=itemgetter(0)))
+
+    def _clock(self, found: Iterable[tuple[float, Candidate]]) -> Scored | None:
+        best = None
+        for least, candidate in found:
+            if (self._best and _is_hopeless(least, self._best)) or candidate in self._found:
                 continue
-            one = self._run(candidate)
-            best = one if best is None or one.total < best.total else best
-            usual = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * best.total))
-            self._limit = min(usual, max(SHORT_EFFORT, self._effort * usual))
+            prediction = self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
+            self._spent += CANDIDATE_SECONDS + prediction.ran * OPERATION_SECONDS
+            if self._best is None or prediction.total < self._best.total:
+                self._best = prediction
+                usual = max(MIN_EFFORT, min(MAX_EFFORT, EFFORT * prediction.total))
+                self._limit = min(usual, max(SHORT_EFFORT, self._effort * usual))
+            scored = Scored(candidate, prediction)
+            if best is None or self._rank(scored) < self._rank(best):
+                best = scored
+        return best
 
-    def improve(self) -> None:
-        """Change one decision of the best candidate at a time. Keep changes that save time. Repeat once."""
-        reached: set[TileShape] = set()
-        self._descend(reached)
-        self._first = self.ranked()[0]
-        self._descend(reached)
-
-    def _descend(self, reached: set[TileShape]) -> None:
-        """Improve the best candidate of a shape not in `reached` as far as possible, and add its shapes."""
-        left = [Scored(*item) for item in self._found.items() if item[0].tile not in reached]
-        now = min(left, key=self._rank, default=None)
+    def _improve(self, shapes: Shapes) -> None:
+        """Change one decision of the best candidate at a time. Keep changes that save time."""
+        found = [Scored(*item) for item in self._found.items()]
+        now: Scored | None = min(found, key=self._rank)
         while now is not None:
-            reached.add(now.candidate.tile)
-            now = self._changed(now)
+            now = self._changed(now, shapes)
 
-    def _changed(self, start: Scored) -> Scored | None:
+    def _changed(self, start: Scored, shapes: Shapes) -> Scored | None:
         """Return a faster candidate that differs from `start` in one decision; None if none is found."""
+        setting, candidate = self._prices.setting, start.candidate
         limit = (1 - MIN_GAIN) * self._compared(start.prediction)
-        for least, candidate in moves(self._prices, start.candidate):
+        strip = min(candidate.tile.m, LARGER_STRIP * candidate.slots.strip)
+        # Without slots for finished strips, strips of any size take no memory.
+        if setting.enqueues and not setting.problem.finishes and strip > candidate.slots.strip:
+            fewer = replace(candidate, slots=replace(candidate.slots, strip=strip))
+            found = self._clock([(bound(self._prices, fewer), fewer)])
+            if found and self._compared(found.prediction) < limit:
+                return found
+        usual = shapes.estimate(candidate.tile, candidate.slots.c)
+        for seconds, shape, c in shapes.near(candidate.tile, candidate.slots.c):
             if self._spent >= self._limit:
                 return None
-            if _is_hopeless(least, start.prediction, MIN_GAIN) or candidate in self._found:
+            if seconds > NEAR * usual:
                 continue
-            if self._compared(self._run(candidate)) < limit:
-                return Scored(candidate, self._found[candidate])
+            found = self._try(shape, c, candidate.io_threads)
+            if found and self._compared(found.prediction) < limit:
+                return found
         return None
 
     def ranked(self) -> list[Scored]:
@@ -277,16 +305,7 @@ class _Search:
         serial = (1 + ALIKE) * min(s.prediction.serial for s in close)
         alike = [s for s in close if s.prediction.serial <= serial]
         chosen = min(alike, key=lambda s: (s.prediction.start_up, s.prediction.serial, self._rank(s)))
-        first = self._first
-        if first and self._compared(chosen.prediction) >= (1 - CLOSE) * self._compared(first.prediction):
-            chosen = first
         return [chosen, *(s for s in scored if s is not chosen)]
-
-    def _run(self, candidate: Candidate) -> Prediction:
-        found = self._found[candidate] = predict(self._prices.setting, candidate, self._prices)
-        self._spent += CANDIDATE_SECONDS + found.ran * OPERATION_SECONDS
-        self._least = min(self._least, found.total)
-        return found
 
     def _compared(self, prediction: Prediction) -> float:
         """Return the seconds by which candidates are compared.
@@ -294,7 +313,7 @@ class _Search:
         They are the predicted time, and a share of the time at which the last stream ends. The streams of a
         candidate whose predicted time is not near the least one count as if they ended with the run.
         """
-        near = prediction.total <= (1 + MAX_LONGER) * self._least
+        near = self._best and prediction.total <= (1 + MAX_LONGER) * self._best.total
         return prediction.total + STREAMS_SHARE * (prediction.streams if near else prediction.total)
 
     def _rank(self, s: Scored) -> tuple[float, int, int, int]:

@@ -9,7 +9,7 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint
 from oocgemm.planning.integers import MAX_INT32_DEPTH
 from oocgemm.planning.schedule.slots import Slots
-from oocgemm.planning.search.candidates import min_tile
+from oocgemm.planning.search.shapes import min_tile
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileShape
 from oocgemm.planning.units import ceil_size, format_size, parse_size

@@ -1,39 +1,410 @@
-"""Enumerate the tile shapes worth scoring.
+"""The tile shapes of a product that are worth running on the virtual clock, the most promising first.
 
-The larger tile.m and tile.n, the fewer bytes are loaded. Therefore tiles of C take nearly all of the device
-memory, and panels are no deeper (tile.k) than the kernel and the copies need. With c accumulators, two panels
-of each operand, and room for M elements: ``c tile.m tile.n + 2 tile.k (tile.m + tile.n) <= M``.
+Large tiles load fewer bytes. So C is divided into some numbers of tile rows. For each, tiles are as wide as
+memory permits, beside two panels of each operand, or beside all panels of a tile row or of a tile column; or
+they are a half, a quarter or an eighth as wide. The depth of panels is one of the two best. From the best of
+these shapes, the estimate of the time is improved by changing one decision at a time (`near`).
 
-C is divided evenly: the numbers of tiles down and across are chosen first, and the extents follow from them.
-For each number down, the smallest number across that fits in memory is tried, and the next larger one. Each
-pair is tried in three ways: with two panels per operand in memory, with all panels of a row of tiles, and
-with all panels of a column of tiles.
+The estimate has the prices of the clock, but treats a run as a few phases: the first panels, the tiles at the
+rate of the slowest lane, the waits at the start of a row of tiles, the end of the last tile. It differs from
+the clock by up to a fifth. It only ranks shapes: the clock decides.
+
+Two kinds of products have shapes of their own: chained products, of which only the depth is open, and
+products that are multiplied where their arrays are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from math import inf, lcm
+from math import ceil, inf, isqrt, lcm
 
+from oocgemm.planning import integers
 from oocgemm.planning.check_blocks import checksum_fraction
-from oocgemm.planning.cost.footprint import casts, workspace_per_element
+from oocgemm.planning.cost.footprint import casts, extents, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
-from oocgemm.planning.emulation import STRIP_ROWS, work_bytes
+from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
 from oocgemm.planning.expansion import epilogue_bytes, factor_bytes, scale_bytes
-from oocgemm.planning.search.depths import best_depths, link_rate, max_depth
+from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
+from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# `_best_of` groups tile shapes of similar area into bins. Of the shapes with memory for only two panels per
-# operand, it keeps the best one of each of the BINS bins with the largest areas.
-BINS = 2
-# All numbers of tiles per row or column up to this one are tried. Of larger numbers, only some are tried.
-DENSE_COUNTS = 12
-# `_reading_shapes` divides C into at most this many rows of tiles. With more, planning would take longer.
-MAX_READING_COUNT = 48
-# Numbers of strips of C to try if A, B and C are pinned: see `strip_shapes`. If memory is scarce, only many
-# strips fit. On an H100, 10304 x 128 x 37272 in bfloat16 took 39 ms in tiles in 256 MiB, and 16 ms in strips.
+# A tile shape with a number of accumulators, and with the estimated seconds before it.
+Shape = tuple[TileShape, int]
+Ranked = tuple[float, TileShape, int]
+# Numbers of tile rows to try. With more than MANY, a tile takes at least the part 1 / MIN_PART of the device
+# memory. Tiles are as wide as memory permits, divided by each of WIDTHS.
+COUNTS, MANY, MIN_PART = (1, 2, 4, 8, 16, 32, 64, 128), 16, 32
+WIDTHS = (1, 2, 4, 8)
+# Numbers of strips of C to try if A, B and C are pinned. If memory is scarce, only many strips fit.
 STRIP_COUNTS = (8, 16, 32)
+# Depths (tile.k) to try for all dtypes, and further ones for int8. BEST_DEPTHS of them are, the best ones.
+DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+BYTE_DEPTHS, BEST_DEPTHS = (16384, 32768), 2
+# The depth of panels is changed by these factors. Short rows of a panel are copied more slowly.
+DEPTH_FACTORS = (2, 0.5, 4)
+# The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
+STARTS, MIN_GAIN = 4, 0.002
+# Shapes of similar extents are likely to be misjudged alike. Each is ranked as if it took this much longer
+# than the one before it.
+ALIKE = 0.04
+# Shapes that multiply for longer than the least estimate by this factor are hopeless.
+HOPELESS = 1.3
+# This part of the time that a run would take if nothing overlapped is added to estimates.
+SERIAL = 0.05
+# Target bytes of a strip of C, and maximum number of steps that run strip by strip, as `slot_counts` chooses
+# them; Reads, Uploads and Multiplies per step; and the part of the host budget that caches panels.
+STRIP_BYTES, STRIPS, STAGED_STRIPS, MAX_DRAIN, PER_STEP, CACHING = 32 << 20, 3, 10, 16, 3.5, 0.97
+# If A, B and C are multiplied in place, one product takes about CALL_SECONDS seconds, and has at least
+# MIN_CALL_ROWS rows of C. With fewer rows, BLAS would copy B into its own buffers too often.
+CALL_SECONDS, MIN_CALL_ROWS = 0.5, 1024
+# Target size of a panel of A of chained products, in bytes. A GPU copies larger ones no faster. The host
+# reads smaller ones while it multiplies others. X is divided into at least PANELS panels, so that few are
+# read before the first product, unless they would be smaller than MIN_PANEL_BYTES.
+PANEL_BYTES, HOST_PANEL_BYTES = 64 << 20, 16 << 20
+PANELS, MIN_PANEL_BYTES = 16, 1 << 20
+
+
+class Shapes:
+    """The tile shapes of a product, with estimates of their times."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices, self._setting = prices, prices.setting
+        problem, machine = self._setting.problem, self._setting.machine
+        self._units_m, self._units_n = alignments(self._setting)
+        self._m, self._n, self._k = problem.m, problem.n, max(1, problem.depth)
+        self._a, self._b, self._acc, self._c = (problem.itemsizes[x] for x in ("A", "B", "acc", "C"))
+        self._work = workspace_per_element(problem, machine)
+        self._planes, self._prepares = problem.planes, problem.prepares
+        self._finishes, self._reads_c = problem.finishes, problem.reads_c
+        self._exact = problem.exact and not casts(problem, machine)
+        self._deepest = max_depth(problem)
+        self._memory = int(
+            (self._setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem))
+        )
+        if problem.sink.per_row:
+            self._memory -= problem.sink.count(self._m, 0) * self._c + scale_bytes(problem)
+            self._memory -= factor_bytes(problem) + epilogue_bytes(problem)
+        self._in_slots = [not (machine.unified or self._setting.routes[x].streams) for x in "AB"]
+        self._host = self._setting.budgets.host - machine.host_reserve
+        self._caching = CACHING * self._setting.budgets.host if self._setting.host_caches_panels else 0.0
+        self._streams_c = self._setting.routes["C"].streams
+        self._known: dict[Shape, float] = {}
+        self._least = inf
+
+    def ranked(self, *, every_depth: bool = False) -> list[Ranked]:
+        """Return (estimated seconds, tile shape, number of accumulators), the most promising ones first.
+
+        With `every_depth`, shapes are enumerated for all depths instead of the best ones.
+        """
+        depths = self.depths()[: None if every_depth else BEST_DEPTHS]
+        shapes = list(dict.fromkeys(self._enumerated(depths)))
+        direct = [shape for shape in shapes if is_enqueued(self._setting, shape[0])]
+        found = {shape: self.estimate(*shape) for shape in direct or shapes}
+        for start in _varied(found)[:STARTS]:
+            now = start
+            while True:
+                near = self.near(*now[1:])
+                found |= {(tile, c): seconds for seconds, tile, c in near}
+                best = min(near, key=_order, default=now)
+                if best[0] > (1 - MIN_GAIN) * found[now[1:]]:
+                    break
+                now = best
+        return [*self._strips_of_c(), *_varied(found)]
+
+    def near(self, tile: TileShape, c: int) -> list[Ranked]:
+        """Return the shapes that differ in one decision: depth, one tile more or fewer, accumulators."""
+        direct, found = is_enqueued(self._setting, tile), dict[Ranked, None]()
+        for shape, count in self._neighbours(tile, c):
+            if direct and not is_enqueued(self._setting, shape):
+                continue
+            # Larger tiles may only fit with one accumulator, or with thinner panels.
+            thinner = replace(shape, k=max(1, shape.k // 2))
+            for fitting in ((shape, count), (shape, 1), (thinner, count), (thinner, 1)):
+                seconds = self.estimate(*fitting)
+                if seconds < inf:
+                    found[seconds, *fitting] = None
+                    break
+        return list(found)
+
+    def estimate(self, tile: TileShape, c: int) -> float:
+        """Estimate the seconds with tiles of a shape and `c` accumulators; inf if they do not fit."""
+        if (tile, c) not in self._known:
+            seconds = self._known[tile, c] = self._seconds(tile, c)
+            self._least = min(self._least, seconds)
+        return self._known[tile, c]
+
+    def depths(self) -> list[int]:
+        """List the depths (tile.k) to try, best first.
+
+        They are `DEPTHS`, small multiples of the chunks' extents along k, and the maximum depth. Multiples
+        and divisors of these extents come first, since they read whole chunks. Depths whose panels do not fit
+        come last. Otherwise the order is that of the estimated time with square tiles that fill the memory.
+        """
+        layouts = self._setting.layouts
+        chunks = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
+        units = {*chunks, lcm(*chunks)}
+        multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
+        usual = {*DEPTHS, *(BYTE_DEPTHS if self._setting.problem.exact else ())}
+        depths = {
+            k
+            for k in (usual | multiples | {self._deepest})
+            if k <= self._deepest and (k >= min(DEPTHS) or k == self._k)
+        }
+        parted = [x for y, x in ((layouts.a, chunks[0]), (layouts.b, chunks[1])) if not y.partial_reads]
+
+        def order(k: int) -> tuple[bool, bool, float, int]:
+            parts = k < self._k and any(k % chunk and chunk % k for chunk in parted)
+            seconds = self._square_seconds(k)
+            return seconds == inf, parts, seconds, k
+
+        return sorted(depths, key=order)
+
+    def _enumerated(self, depths: Sequence[int]) -> Iterator[Shape]:
+        for tile_m in self._extents_m():
+            for k in depths:
+                for tile_n in self._extents_n(tile_m, k):
+                    yield TileShape(tile_m, tile_n, k), 1
+
+    def _strips_of_c(self) -> list[Ranked]:
+        """Return the best strips of C with all of k: one operand stays on the device, the other one passes.
+
+        A loop written by hand would do this. If all arrays are pinned, the estimates of other shapes are too
+        low by about a tenth. So the clock runs the best strips first.
+        """
+        if not self._setting.enqueues or self._k > self._deepest:
+            return []
+        shapes = [TileShape(_divided(self._m, x, self._units_m), self._n, self._k) for x in STRIP_COUNTS]
+        shapes += [TileShape(self._m, _divided(self._n, x, self._units_n), self._k) for x in STRIP_COUNTS]
+        ranked = [(self.estimate(x, 2), x, 2) for x in shapes if is_enqueued(self._setting, x)]
+        return [min(ranked, key=_order)] if ranked else []
+
+    def _extents_m(self) -> list[int]:
+        found = dict[int, None]()
+        for count in COUNTS:
+            tile_m = _divided(self._m, count, self._units_m)
+            if count > MANY and tile_m * (self._n * self._acc + self._k * self._b) * MIN_PART < self._memory:
+                break
+            found[tile_m] = None
+        return list(found)
+
+    def _extents_n(self, tile_m: int, k: int) -> list[int]:
+        """Return the extents along n of tiles with `tile_m` rows that fit."""
+        found, thin = dict[int, None](), min(2 * k, self._k)
+        column = tile_m * self._acc + k * self._work + self._column_work(tile_m)
+        for kept_a, kept_b in ((thin, thin), (self._k, thin), (thin, self._k)):
+            room = self._memory - tile_m * (kept_a * self._a + k * self._work)
+            widest = min(self._n, room // (column + kept_b * self._b))
+            for width in WIDTHS if widest > 0 else ():
+                tile_n = _divided(self._n, width * ceil_div(self._n, widest), self._units_n)
+                if tile_n <= widest:
+                    found[tile_n] = None
+        return list(found)
+
+    def _column_work(self, tile_m: int) -> int:
+        """Return the bytes of workspace per column of a tile, for emulated products or for int32 sums."""
+        if self._planes:
+            return work_bytes(self._planes, tile_m, 16) // 16
+        return 4 * min(tile_m, STRIP_ROWS) if self._exact else 0
+
+    def _on_host(self, m: int, n: int, k: int) -> int:
+        """Return the bytes of the host budget that the least numbers of slots leave."""
+        on_a, on_b = self._in_slots
+        return self._host - k * (on_a * m * self._a + on_b * n * self._b)
+
+    def _neighbours(self, tile: TileShape, c: int) -> Iterator[Shape]:
+        for k in (min(ceil(tile.k * factor), self._k) for factor in DEPTH_FACTORS):
+            if min(DEPTHS) <= k <= self._deepest and k != min(tile.k, self._k):
+                yield replace(tile, k=k), c
+        down, across = ceil_div(self._m, tile.m), ceil_div(self._n, tile.n)
+        counts = [(down - 1, across)] * (down > 1) + [(down, across - 1)] * (across > 1)
+        counts += [(down + 1, across), (down, across + 1), (2 * down, across), (down, 2 * across)]
+        others: list[Shape] = []
+        for rows, cols in counts:
+            m, n = _divided(self._m, rows, self._units_m), _divided(self._n, cols, self._units_n)
+            shape = TileShape(m, n, tile.k)
+            if shape != tile:
+                yield shape, c if rows * cols > 1 else 1
+                others += [(shape, 3 - c)] * (rows * cols > 1)
+        if down * across > 1:
+            yield tile, 3 - c
+        yield from others
+
+    def _seconds(self, tile: TileShape, c: int) -> float:
+        prices, machine = self._prices, self._setting.machine
+        m, n, k = tile.m, tile.n, min(tile.k, self._k)
+        down, across, steps = ceil_div(self._m, m), ceil_div(self._n, n), ceil_div(self._k, k)
+        size_a, size_b = m * k * self._a, k * n * self._b
+        own_a, own_b = min(2, steps) * size_a, min(2, steps) * size_b
+        free = self._memory - n * (c * m * self._acc + self._column_work(m)) - (m + n) * k * self._work
+        free -= own_a + own_b
+        if free < 0 or self._on_host(m, n, k) < 0:
+            return inf
+        step = prices.multiply(m, m, n, k) + (prices.prepare(m, n, k) if self._prepares else 0.0)
+        each, tiles = max(1.0, self._k / k) * step, self._m / m * (self._n / n)
+        compute = tiles * each
+        if compute > HOPELESS * self._least:
+            return compute
+        # Per tile, how C leaves the device, strip by strip.
+        strip = self._strip(tile)
+        strips = m / strip
+        write = 0.0 if self._streams_c else prices.write(strip, n) * strips
+        download = 0.0 if machine.unified else prices.download(strip, n) * strips
+        out = max(write, download)
+        drain = max(1, min(steps, MAX_DRAIN, int(out / step) + 1, int(free / (size_a + size_b)) + 1))
+        # While the strips of a tile leave one by one, its last steps run, and the first ones of the next one.
+        hidden = step * (1 - 1 / strips)
+        tail = max(out / strips, out - drain * hidden)
+        if c == 1 and down * across > 1:
+            each = max(each, each - min(2 * drain, steps) * hidden + (0.0 if self._finishes else out))
+        # Seconds per byte to read, upload and stage panels.
+        costs_a, costs_b = (
+            (
+                prices.read(operand, *panel) / size,
+                0.0 if machine.unified else prices.upload(operand, *panel) / size,
+                0.0 if machine.unified else prices.staged(operand, *panel) / size,
+            )
+            for operand, panel, size in (("A", (m, k), size_a), ("B", (k, n), size_b))
+        )
+        first = size_a * sum(costs_a[:2]) + size_b * sum(costs_b[:2])
+        old_read = tiles * prices.read("C", m, n) if self._reads_c else 0.0
+        old_up = tiles * prices.upload("C", m, n) if self._reads_c and not machine.unified else 0.0
+        copied = tiles * strips * prices.staged("C", strip, n) * (2 if self._reads_c else 1)
+        faults = prices.accumulator_faults(m, n) * c + prices.faults("A", m, own_a // (m * self._a))
+        faults += prices.faults("B", own_b // (n * self._b), n)
+        host = max(0.0, self._caching - 3 * (size_a + size_b))
+        # The last steps, which run strip by strip, need all of their panels at the same time.
+        a = m * self._k * self._a, self._m * self._k * self._a, own_a + max(0, free - (drain - 1) * size_b)
+        b = n * self._k * self._b, self._n * self._k * self._b, own_b + max(0, free - (drain - 1) * size_a)
+        least = inf
+        for lines, others, kept, passing, costs, costs_passing in (
+            (down, across, a, b, costs_a, costs_b),
+            (across, down, b, a, costs_b, costs_a),
+        ):
+            uploads, reads = _loads(lines, others, kept, passing, host)
+            (line, whole, room), (column, whole_passing, _) = kept, passing
+            reading, uploading, staging = (
+                times[0] * whole * cost + times[1] * whole_passing * cost_passing
+                for times, cost, cost_passing in zip(
+                    (reads, uploads, uploads), costs, costs_passing, strict=True
+                )
+            )
+            if machine.shares_cores:
+                busy = compute + tiles * prices.write_cpu_share * write
+                total = max(tiles * each, busy) + reading + old_read + faults + tail
+            else:
+                # The panels of a line of tiles are cached. Those of the next line are loaded while the last
+                # tile of this line frees slots, unless there are more, and while its own first tile runs.
+                slow, slow_passing = max(costs[:2]), max(costs_passing[:2])
+                spare = min(1.0, max(0.0, room / line - 1))
+                waits = (
+                    max(0.0, min(1.0, room / line) * (1 - spare) * line * slow - each) if others > 1 else 0.0
+                )
+                begun = line * slow
+                total = max(
+                    first + tiles * each + (lines - 1) * waits,
+                    begun + column * slow_passing + step + (tiles - tiles / (lines * others)) * each,
+                    begun + whole_passing * slow_passing + (lines - 1) * (tiles / lines * each + waits),
+                    reading + size_b * costs_b[1] + step,
+                    size_a * costs_a[0] + uploading + step,
+                )
+                issue = PER_STEP * machine.issue * down * across * steps
+                leaving = first + step / strips + tiles * out
+                total = max(
+                    total + tail, leaving, issue, reading + old_read, uploading + old_up, staging + copied
+                )
+            serial = tiles * each + reading + uploading + tiles * (write + download)
+            least = min(least, total + SERIAL * serial)
+        return least
+
+    def _strip(self, tile: TileShape) -> int:
+        """Return about how many rows the strips have in which C leaves the device."""
+        strips = STRIPS if self._setting.machine.unified else STAGED_STRIPS
+        rows = max(1, STRIP_BYTES // (tile.n * self._c), ceil_div(tile.m, strips))
+        return min(tile.m, round_up(rows, self._setting.c_chunks(tile)[0]))
+
+    def _square_seconds(self, k: int) -> float:
+        """Estimate the seconds with square tiles that fill the memory; inf if panels do not fit."""
+        problem, machine, layouts = self._setting.problem, self._setting.machine, self._setting.layouts
+        # A tile of `side` rows and four panels: side^2 + 4 * panels * side = memory, in elements of the
+        # accumulator. Here, `panels` is the size of a panel and its workspace per row of the tile.
+        panels = k * (2 * self._a + self._work) // (2 * self._acc)
+        side = isqrt(4 * panels**2 + max(1, self._memory // self._acc)) - 2 * panels
+        if side < 1:
+            return inf
+        chunks = layouts.a.read_chunk[0], layouts.b.read_chunk[1]
+        m, n = (
+            max(1, min(extent, side // chunk * chunk or side))
+            for extent, chunk in zip((self._m, self._n), chunks, strict=True)
+        )
+        if self._on_host(m, n, k) < 0:
+            return inf
+        compute = machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
+        links = ("read",) if machine.unified else ("read", "h2d")
+        rate = min(self._prices.rate(x, *panel) for x in links for panel in (("A", m, k), ("B", k, n)))
+        copied = self._m * self._n * self._k * self._a * (1 / m + 1 / n) / rate
+        first = copied * k / self._k * m / self._m * n / self._n
+        steps = ceil_div(self._m, m) * ceil_div(self._n, n) * ceil_div(self._k, k)
+        return max(compute, copied) + 0.1 * (compute + copied) + first + steps * machine.step_latency
+
+
+# The bytes of the panels of a line of tiles, of the operand, and of the memory for its panels.
+_Sizes = tuple[int, int, int]
+_Times = tuple[float, float]
+
+
+def _loads(lines: int, others: int, kept: _Sizes, passing: _Sizes, host: float) -> tuple[_Times, _Times]:
+    """Estimate how many times two operands are uploaded and read, line by line or in bands of lines.
+
+    There are `lines` lines of `others` tiles. The panels of a line of `kept` are cached before those of
+    `passing`. `host` is the memory that caches panels on the host.
+    """
+    (line, _, room), (column, whole, room_passing) = kept, passing
+
+    def times(room: float, rest: float) -> _Times:
+        hit = min(1.0, room / line)
+        again = 1 + (lines - 1) * (1 - min(1.0, max(0.0, rest - hit * line) / whole))
+        bands = ceil_div(lines, max(1, int((room - column) // line)))
+        if others > 1 and bands < min(lines, again):
+            return 1.0, float(bands)
+        return 1 + (others - 1) * (1 - hit), again
+
+    uploads = times(room, room_passing)
+    return uploads, times(host, max(host, room_passing)) if host > room else uploads
+
+
+def _varied(found: Mapping[Shape, float]) -> list[Ranked]:
+    """Order shapes by their estimated seconds, where several of similar extents come later than the first."""
+    alike, ranked = Counter[tuple[int, int]](), list[Ranked]()
+    for seconds, tile, c in sorted(((seconds, *shape) for shape, seconds in found.items()), key=_order):
+        group = tile.m.bit_length(), tile.n.bit_length()
+        ranked.append((seconds * (1 + ALIKE * alike[group]), tile, c))
+        alike[group] += 1
+    return sorted(ranked, key=_order)
+
+
+def _order(ranked: Ranked) -> tuple[float, int, int, int]:
+    seconds, tile, c = ranked
+    return seconds, c, tile.k, tile.m
+
+
+def _divided(extent: int, count: int, units: tuple[int, ...]) -> int:
+    """Divide an extent into `count` tiles, in multiples of the last one of `units` that makes so many."""
+    return next(
+        (tile for unit in reversed(units) if ceil_div(extent, tile := _even(extent, count, unit)) == count),
+        _even(extent, count, units[0]),
+    )
+
+
+def _even(extent: int, count: int, unit: int) -> int:
+    """Divide an extent by `count`, and round up to a multiple of a unit.
+
+    Large extents are rounded up to a multiple of `LARGE_UNIT` if the unit permits it, because a GPU
+    multiplies such tiles faster. The clock does not know that.
+    """
+    share = max(1, ceil_div(extent, max(1, count)))
+    unit = LARGE_UNIT if share >= LARGE_EXTENT and LARGE_UNIT % unit == 0 else unit
+    return max(1, min(extent, round_up(share, unit)))
 
 
 def alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -56,267 +427,73 @@ def alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return units[0], units[1]
 
 
-def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[TileShape, int]]:
-    """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
-
-    For each depth (tile.k), and for one and two accumulators, shapes are divided into bins by the area of a
-    tile. Each of the bins with the largest areas keeps the shape that moves the fewest bytes. The largest
-    tiles are not always the fastest: smaller ones shorten the start and the end of a run, when few copies
-    overlap multiplications.
-    """
-    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
-    if 0 in (problem.m, problem.n):
-        return
-    units_m, units_n = alignments(setting)
-    m, n, k = problem.m, problem.n, max(1, problem.depth)
-    a, b, acc = (problem.itemsizes[x] for x in ("A", "B", "acc"))
-    work = workspace_per_element(problem, machine)
-    a_bytes, b_bytes = m * k * a, k * n * b
-    chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
-    chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
-    whole_chunks = chunk_a > 1 or chunk_b > 1
-    memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    if problem.sink.per_row:
-        memory -= problem.sink.count(m, 0) * problem.itemsizes["C"] + scale_bytes(problem)
-        memory -= factor_bytes(problem) + epilogue_bytes(problem)
-    # Tiles with fewer rows would use less than 1/16 of the device memory. They are not tried, since larger
-    # tiles load fewer bytes.
-    narrowest = min(m, memory // (16 * (n * acc + k * b)))
-    extents_m = [x for x in _extents(m, units_m, _counts(m)) if x >= narrowest]
-    depths = best_depths(setting, memory, every_depth=every_depth)
-    if setting.host_caches_panels:
-        yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
-    for tile_k in depths:
-        # Even the last panel along k, which may be thinner, takes a full slot.
-        padded_k = round_up(k, tile_k)
-        # Shapes are compared by the bytes that they move. The time to issue the steps of a tile is converted
-        # to bytes at the rate of the slowest link, and added.
-        per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
-        costs_a, costs_b = _line_costs(setting, tile_k)
-        for c in (1, 2):
-            bins: dict[tuple[int, int], tuple[float, int, int]] = {}
-            for tile_m in extents_m:
-                down = ceil_div(m, tile_m)
-                column_work = _column_work(setting, tile_m)
-                # `kept` says which panels have room in memory. 0: two per operand; 1: all panels of A of a
-                # tile row, and two of B; 2: all panels of B of a tile column, and two of A.
-                for kept in range(3):
-                    panels_a = tile_m * padded_k * a if kept == 1 else 2 * tile_m * tile_k * a
-                    panels_a += tile_m * tile_k * work
-                    per_column = (padded_k * b if kept == 2 else 2 * tile_k * b) + tile_k * work + column_work
-                    max_n = min(n, (memory - panels_a) // (c * tile_m * acc + per_column))
-                    if max_n < 1:
-                        continue
-                    for tile_n in _long_extents(n, units_n, max_n):
-                        across = ceil_div(n, tile_n)
-                        free = memory - tile_n * (c * tile_m * acc + column_work)
-                        free -= (tile_m + tile_n) * tile_k * work
-                        free -= 2 * tile_k * ((kept != 1) * tile_m * a + (kept != 2) * tile_n * b)
-                        moved = _moved(
-                            (across, a_bytes, min(free, tile_m * k * a), costs_a(tile_m)),
-                            (down, b_bytes, min(free, k * tile_n * b), costs_b(tile_n)),
-                            free,
-                        )
-                        if whole_chunks:
-                            moved *= max(overread(m, tile_m, chunk_a), overread(n, tile_n, chunk_b))
-                        moved += down * across * per_tile
-                        area = kept, (tile_m * tile_n).bit_length()
-                        best = bins.get(area)
-                        if best is None or (moved, tile_n) < best[:2]:
-                            bins[area] = moved, tile_n, tile_m
-            for tile_m, tile_n, sparse in _best_of(bins, m):
-                yield TileShape(tile_m, tile_n, tile_k), c
-                # Only some of the small values of tile.m were tried. Also yield the largest tile.m that fits
-                # with this tile.n.
-                if sparse:
-                    max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
-                        tile_n * c * acc + tile_k * (2 * a + work)
-                    )
-                    yield TileShape(max(tile_m, *_long_extents(m, units_m, max_m)), tile_n, tile_k), c
+def max_depth(problem: GemmProblem) -> int:
+    """Return the maximum depth of a step: all of k, or the depth above which int32 sums could overflow."""
+    depth = max(1, problem.depth)
+    if problem.exact:
+        return min(depth, integers.MAX_INT32_DEPTH // 16 * 16)
+    return min(depth, MAX_DEPTH) if problem.planes else depth
 
 
-def strip_shapes(setting: Setting) -> Iterator[tuple[TileShape, int]]:
-    """Yield tiles that are strips of C, with all of k: one operand stays on the device, the other passes.
+def is_enqueued(setting: Setting, tile: TileShape) -> bool:
+    """Return False if threads would copy narrow panels although all arrays are pinned (`enqueues`)."""
+    m, n, k = extents(setting.problem, tile)
+    layouts = setting.layouts
+    blocks = (layouts.a, (m, k)), (layouts.b, (k, n)), (layouts.c, (m, n))
+    return not setting.enqueues or all(layout.is_direct(block) for layout, block in blocks)
 
-    A loop written by hand would do this. Each step multiplies at the full rate of the kernel, and little is
-    left to multiply and to download when the last panel has arrived. Yield none unless all arrays are pinned.
+
+def needs_no_memory(setting: Setting) -> bool:
+    """Return whether A, B and C are multiplied in place, without any workspace."""
+    problem = setting.problem
+    workspace = problem.planes or workspace_per_element(problem, setting.machine)
+    return len(setting.layouts.in_place) == 3 and not workspace
+
+
+def in_place_tile(setting: Setting) -> TileShape:
+    """Return the tile shape of a product that needs no memory: some rows of C, and all of n and k.
+
+    As few products as possible are the fastest. C is only divided so that a run shows its progress and can
+    be cancelled.
     """
     problem = setting.problem
-    m, n, k = problem.m, problem.n, max(1, problem.depth)
-    if setting.enqueues and k <= max_depth(problem) and 0 not in (m, n):
-        for extent, units, axis in zip((m, n), alignments(setting), ("m", "n"), strict=True):
-            for tile_extent in _extents(extent, units[:1], STRIP_COUNTS):
-                yield replace(TileShape(m, n, k), **{axis: tile_extent}), 2
+    m, n, k = max(1, problem.m), max(1, problem.n), max(1, problem.depth)
+    seconds = setting.machine.multiply_seconds(problem.rate, problem.flops, m, n, k)
+    tiles = max(1, min(int(seconds / CALL_SECONDS), m // MIN_CALL_ROWS))
+    return TileShape(ceil_div(m, tiles), n, k)
 
 
-def _best_of(
-    bins: Mapping[tuple[int, int], tuple[float, int, int]], m: int
-) -> Iterator[tuple[int, int, bool]]:
-    """Yield (tile.m, tile.n, sparse) for the best shapes in `bins`.
+def chained_shapes(setting: Setting) -> Iterator[TileShape]:
+    """Yield the tile shapes of chained products, best first: with panels of whole chunks, then thinner ones.
 
-    `sparse` tells that a larger tile.m may fit with the same tile.n, because not every tile.m was tried.
-
-    `bins` maps (kept, bit length of the tile's area) to the best shape, as (bytes moved, tile.n, tile.m).
-    `kept` says which panels are in memory: 0 means two per operand, 1 all panels of A of a tile row, and 2
-    all panels of B of a tile column.
+    C and Q stay on the device. A step multiplies a panel of all rows of op(A), twice. So only the depth of
+    the panels is open. It does not depend on measured rates: the same problem in the same budgets is always
+    divided in the same way, and its result is rounded in the same way.
     """
-    for kept in range(3):
-        areas = sorted((x for x in bins if x[0] == kept), reverse=True)
-        best_areas = areas[: BINS if kept == 0 else 1]
-        # A small tile may move the fewest bytes, because it leaves memory to cache panels.
-        if areas:
-            best_areas.append(min(areas, key=lambda x: bins[x][0]))
-        for area in dict.fromkeys(best_areas):
-            _, tile_n, tile_m = bins[area]
-            yield tile_m, tile_n, kept == 0 and ceil_div(m, tile_m) > DENSE_COUNTS
+    problem, layout = setting.problem, setting.layouts.a
+    row = problem.m * problem.itemsizes["A"]
+    size = HOST_PANEL_BYTES if setting.machine.unified else PANEL_BYTES
+    size = max(MIN_PANEL_BYTES, min(size, row * problem.depth // PANELS))
+    target = max(1, size // row)
+    chunk = layout.read_chunk[1]
+    depth = min(problem.depth, max(1, target // chunk) * chunk)
+    while depth > 1:
+        yield TileShape(problem.m, problem.n, depth)
+        # Half of the chunks in a panel, then parts of chunks that divide them evenly.
+        depth = depth // chunk // 2 * chunk if depth >= 2 * chunk else ceil_div(depth, 2)
+    yield min_tile(setting)
 
 
-def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free: int) -> float:
-    """Estimate the bytes loaded, weighted by their cost, if `free` bytes of memory cache panels for reuse.
+def min_tile(setting: Setting) -> TileShape:
+    """Return the smallest tile shape that the planner uses.
 
-    `a` and `b` are tuples: how many times the operand is loaded if nothing is cached, its bytes, the cached
-    bytes of one tile row of A (or tile column of B), and the cost per byte.
+    It is 16 x 16 x 16, rounded up to whole chunks of C. Chained products have panels of one row of A.
     """
-    (across, a_bytes, row, cost_a), (down, b_bytes, column, cost_b) = a, b
-    saved = max(
-        cost_a * (across - 1) * min(a_bytes, free * down) + cost_b * (down - 1) * min(b_bytes, free - row),
-        cost_b * (down - 1) * min(b_bytes, free * across)
-        + cost_a * (across - 1) * min(a_bytes, free - column),
+    problem, unit = setting.problem, setting.layouts.c.writing.chunk
+    if problem.b.updated:
+        return TileShape(problem.m, problem.n, 1)
+    return TileShape(
+        max(1, min(problem.m, round_up(16, unit[0]))),
+        max(1, min(problem.n, round_up(16, unit[1]))),
+        max(1, min(problem.depth, 16)),
     )
-    return cost_a * across * a_bytes + cost_b * down * b_bytes - saved
-
-
-def _line_costs(setting: Setting, k: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """Return the relative cost of parts of lines in panels of A by tile.m, and in those of B by tile.n."""
-    machine, layouts = setting.machine, setting.layouts
-    return (
-        cache(lambda m: layouts.a.partial_line_cost(machine, (m, k))),
-        cache(lambda n: layouts.b.partial_line_cost(machine, (k, n))),
-    )
-
-
-def _column_work(setting: Setting, tile_m: int) -> int:
-    """Return the bytes of workspace per column of a tile, for emulated products or for int32 sums."""
-    problem = setting.problem
-    if problem.planes:
-        return work_bytes(problem.planes, tile_m, 16) // 16
-    return 4 * min(tile_m, STRIP_ROWS) if problem.exact and not casts(problem, setting.machine) else 0
-
-
-def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Iterator[TileShape]:
-    """Yield the two tile shapes per depth that read the fewest bytes if the host caches panels."""
-    problem, machine = setting.problem, setting.machine
-    m, n, k = problem.m, problem.n, max(1, problem.depth)
-    sizes = problem.itemsizes
-    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
-    work = workspace_per_element(problem, machine)
-    a_bytes, b_bytes = m * k * a, k * n * b
-    host = setting.budgets.host - machine.host_reserve
-    units_m, units_n = alignments(setting)
-    units_m, units_n = units_m[-2:], units_n[-2:]
-    extents_m = _extents(m, units_m, [count for count in _counts(m) if count <= MAX_READING_COUNT])
-    for tile_k in depths:
-        costs_a, costs_b = _line_costs(setting, tile_k)
-        scored: dict[TileShape, tuple[float, int]] = {}
-        for tile_m in extents_m:
-            down = ceil_div(m, tile_m)
-            left = memory - tile_m * tile_k * work
-            column = tile_m * acc + tile_k * work + _column_work(setting, tile_m)
-            # Upper bounds on tile.n with two panels of B on the device. For panels of A, there is memory for
-            # two panels, half of all memory, or memory for all panels of a tile row.
-            panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)
-            limits = {min(n, (left - x) // (column + 2 * tile_k * b)) for x in panels_a}
-            # The upper bound on tile.n with two panels of A and all panels of B of a tile column on the
-            # device.
-            limits.add(min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b)))
-            for max_n in limits:
-                if max_n < 1:
-                    continue
-                for tile_n in _long_extents(n, units_n, max_n):
-                    across = ceil_div(n, tile_n)
-                    free = memory - tile_m * tile_n * acc
-                    host_free = host * 0.97 - 3 * tile_k * (tile_m * a + tile_n * b)
-                    row = tile_m * k * a, down, a_bytes, costs_a(tile_m)
-                    col = k * tile_n * b, across, b_bytes, costs_b(tile_n)
-                    read = min(_read(*row, *col, free, host_free), _read(*col, *row, free, host_free))
-                    scored[TileShape(tile_m, tile_n, tile_k)] = read, -tile_m * tile_n
-        yield from sorted(scored, key=lambda shape: scored[shape])[:2]
-
-
-def _read(
-    row: int,
-    down: int,
-    a_bytes: int,
-    cost_a: float,
-    column: int,
-    across: int,
-    b_bytes: int,
-    cost_b: float,
-    device: float,
-    host: float,
-) -> float:
-    """Estimate the bytes read, weighted by their cost, if tiles are visited row by row or in bands of rows.
-
-    There are several ways to divide the cached panels of A and B between device and host, and several widths
-    of bands. The result is the smallest of the estimates.
-
-    Arguments:
-        row, column: bytes of the panels of A of a tile row, and of B of a tile column
-        down, across: numbers of tiles
-        a_bytes, b_bytes: bytes of the operands
-        cost_a, cost_b: cost per byte
-        device, host: bytes of free memory for cached panels
-    """
-    best = inf
-    for keeps, other in ((device, host), (host, device), (host, max(device, host - row))):
-        kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
-        first = a_bytes * across - (across - 1) * down * kept
-        best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
-        if keeps == host and down > 1 and keeps > row:
-            fewest = ceil_div(down, int(keeps // row))
-            # `fewest` bands suffice to cache all panels of A of a band on the host. One band fewer is tried
-            # too: B is then read once less, but some panels of A are read again.
-            for bands in {fewest, max(1, fewest - 1)}:
-                band = ceil_div(down, bands)
-                rest = min(max(device, host - band * row), column)
-                again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))
-                spilt = (across - 1) * max(0.0, a_bytes - bands * keeps)
-                best = min(best, cost_a * (a_bytes + spilt) + cost_b * (bands * b_bytes + again))
-    return best
-
-
-def _counts(extent: int) -> Iterator[int]:
-    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then in steps of about 4%."""
-    count = 1
-    while count <= extent:
-        yield count
-        count = count + 1 if count < DENSE_COUNTS else ceil_div(count * 9, 8)
-
-
-@lru_cache(4096)  # cached, because the same arguments recur for every depth
-def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int]:
-    """List extents of at most `longest` for the tiles along an axis of `extent` elements.
-
-    They divide the axis into as few tiles as possible, or into one more. Each is a multiple of one of
-    `units`, or `extent` itself. If all of these are too long, list the longest multiple of each unit instead.
-    """
-    fewest = ceil_div(extent, longest)
-    found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= longest}
-    if not found:
-        found = {longest // unit * unit for unit in units} - {0}
-    return sorted(found)
-
-
-def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
-    """List tile extents for given numbers of tiles: `extent` / count, rounded up to a multiple of a unit.
-
-    All pairs of a count in `counts` and a unit in `units` are used. Large extents are rounded up to a
-    multiple of `LARGE_UNIT` if the unit permits it, because a GPU multiplies such tiles faster.
-    """
-    found = set()
-    for count in counts:
-        even = ceil_div(extent, max(count, 1))
-        for unit in units:
-            aligned = LARGE_UNIT if even >= LARGE_EXTENT and LARGE_UNIT % unit == 0 else unit
-            found.add(min(extent, round_up(max(even, 1), aligned)))
-    return sorted(e for e in found if e > 0)

@@ -27,11 +27,11 @@ from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.planner import CLOSE, MAX_EXPLAINED, make_plan
 from oocgemm.planning.search.refusals import check_tile, too_small
 from oocgemm.planning.search.shapes import alignments
 from oocgemm.planning.search.shared_triangle import triangle_plans
+from oocgemm.planning.search.slot_counts import io_threads, slot_counts
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.planning.units import ceil_size, parse_size
@@ -338,7 +338,11 @@ class _Alone:
 
     @cached_property
     def _found(self) -> list[tuple[float, Candidate]]:
-        return list(candidates(self._prices, self._tile, io_threads(self._prices.setting)))
+        return [
+            x
+            for c in (1, 2)
+            for x in slot_counts(self._prices, self._tile, c, io_threads(self._prices.setting))
+        ]
 
     def bound(self) -> float:
         """Return a lower bound on the seconds of all candidates; 0 if none may fit."""

@@ -1,4 +1,4 @@
-"""Choose the numbers of slots (buffers) for a tile shape.
+"""Choose the numbers of slots (buffers) for a tile shape, and of I/O threads.
 
 Each kind of slot gets the minimum that the schedule needs. The memory left over caches panels of A and B that
 are used again.
@@ -6,15 +6,17 @@ are used again.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil, prod
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
 from oocgemm.planning.cost.decoding import PANELS
-from oocgemm.planning.cost.footprint import Candidate, extents
+from oocgemm.planning.cost.encoding import slot_frames
+from oocgemm.planning.cost.footprint import Candidate, extents, footprint, scratch_bytes, slot_bytes
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.memory import Memory
+from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
@@ -36,9 +38,72 @@ HOST_SHARE = 400
 MAX_STRIPS = 64
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
+# Minimum size of a large chunk, in bytes. For large chunks, more threads are used (`io_threads`). For smaller
+# ones, more threads do not help: most of the time is taken by opening and closing files.
+LARGE_CHUNK = 8 << 20
+# On the device, panels of this many bands of tiles are cached if memory is left: those of the next band are
+# loaded before it begins.
+AHEAD = 2
 # Device slots per operand for blocks of a pageable array, if at least half of the device budget is left then.
 # Several of its blocks are copied at the same time: one alone does not keep all threads and the link busy.
 PAGEABLE_SLOTS = 4
+
+
+class Memory:
+    """The free memory for a tile shape and a number of I/O threads. It computes each part of it once."""
+
+    def __init__(self, setting: Setting, tile: TileShape, io_threads: int) -> None:
+        self.setting, self.tile, self._io_threads = setting, tile, io_threads
+        self._sizes: dict[int, dict[tuple[str, str], int]] = {}
+        self._without_slots: dict[int, tuple[int, int]] = {}
+
+    def sizes(self, strip: int) -> dict[tuple[str, str], int]:
+        """Return the bytes of one buffer by (tier, operand), as `slot_bytes` does."""
+        if strip not in self._sizes:
+            frames = slot_frames(self.setting, self.tile, strip)
+            self._sizes[strip] = slot_bytes(self.setting.problem, self.tile, strip, frames)
+        return self._sizes[strip]
+
+    def free(self, slots: Slots) -> tuple[int, int]:
+        """Return the bytes of the budgets that are left on the device and on the host.
+
+        If the host computes checksums, it stores those of every panel on the device. Then only as many device
+        bytes are returned as the host has memory for their checksums. That memory is not part of the returned
+        host bytes.
+        """
+        if self.setting.problem.checked == "host":
+            return self._with_checksums(slots)
+        # Besides slots, only the memory for checksums and for old elements of C depends on the strip.
+        depends = self.setting.problem.checked or self.setting.restores_outside
+        strip = slots.strip if depends else 0
+        if strip not in self._without_slots:
+            self._without_slots[strip] = self._left(Slots(0, 0, 0, 0, 0, 0, 0, slots.strip))
+        device, host = self._without_slots[strip]
+        size, in_place = self.sizes(slots.strip), self.setting.layouts.in_place
+        for operand, count in (
+            *(("A", slots.a), ("B", slots.b), ("C", slots.c)),
+            *(("D", slots.finish), ("P", slots.planes)),
+        ):
+            if operand not in in_place:
+                device -= count * size["device", operand]
+        strips = self.setting.devices * slots.host_c
+        for operand, count in (("A", slots.host_a), ("B", slots.host_b), ("C", strips)):
+            host -= count * size["host", operand]
+        return device, host
+
+    def _left(self, slots: Slots) -> tuple[int, int]:
+        used = footprint(self.setting, Candidate(self.tile, slots, io_threads=self._io_threads))
+        budgets = self.setting.budgets
+        return budgets.device - used.device_total, budgets.host - used.host_total
+
+    def _with_checksums(self, slots: Slots) -> tuple[int, int]:
+        (device, host), size = self._left(slots), self.sizes(slots.strip)
+        checks = panel_checksum_bytes(self.setting.problem, self.tile, slots.strip)
+        share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
+        if share and min(device, host) > 0:
+            device = min(device, int(host / share))
+            host -= ceil(device * share)
+        return device, host
 
 
 def slot_counts(
@@ -79,7 +144,9 @@ def slot_counts(
         found: dict[tuple[Traversal, tuple[int, int], tuple[int, int]], None] = {}
         for band in _bands(down, across, axis, steps, room, size, spills=caches):
             traversal = Traversal(axis, band)
-            panels = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
+            panels = _filled(
+                base.a, base.b, free, *device, down, across, steps, traversal, 1 if machine.unified else AHEAD
+            )
             if caches:
                 least = base.host_a, base.host_b, host_free, *on_host_bytes
                 on_hosts = _filled(*least, down, across, steps, traversal)
@@ -111,18 +178,22 @@ def _filled(
     across: int,
     steps: int,
     traversal: Traversal,
+    ahead: int = 1,
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
     `a` and `b` are the minimum numbers of slots. The panels that are used again soonest get memory first.
+    With `ahead` = 2, those of the next band get what is left, so that they are loaded before it begins.
     """
     if traversal.axis == 1:
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows)
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, ahead)
         return a, b
     band = min(traversal.band, down)
     # In a band of several tile rows, the next tile uses the same panels of B. The panels of A are not used
     # again until the next tile column.
     wanted = [("a", band * steps), ("b", across * steps)]
+    if ahead > 1 and band < down:
+        wanted.append(("a", min(ahead * band, down) * steps))
     if band > 1:
         wanted.insert(0, ("b", steps))
     for operand, count in wanted:
@@ -254,3 +325,30 @@ def _draining(
         if sum(count * size["device", operand] for count, operand in more) <= free:
             return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain, planes=planes)
     return base
+
+
+def io_threads(setting: Setting) -> int:
+    """Choose the number of reader threads, which is also the number of writer threads.
+
+    - The number is `MachineModel.io_threads` for plain copies.
+    - It is 1.5 times as large, but at most one per core, if a GPU multiplies and the CPU does more than plain
+      reads: A or B has large chunks (`LARGE_CHUNK`), both are in host memory, or reads compute digests.
+    - It is at least `MachineModel.codec_threads` if chunks are decoded or encoded.
+    - It is reduced until the temporary memory of all threads takes at most half of the host budget.
+    """
+    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
+    read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
+    codecs = layouts.c.writing.encodes or any(layout.decode_bytes for layout in read)
+    threads = machine.io_threads
+    large = any(
+        prod(layout.read_chunk) * problem.itemsizes[operand] >= LARGE_CHUNK
+        for operand, layout in (("A", layouts.a), ("B", layouts.b))
+    )
+    more = large or problem.checked == "device" or not setting.host_caches_panels
+    if more and not machine.shares_cores:
+        threads = max(threads, min(machine.cores, threads * 3 // 2))
+    if codecs:
+        threads = max(threads, machine.codec_threads)
+    while threads > 1 and scratch_bytes(setting, threads) > setting.budgets.host // 2:
+        threads -= 1
+    return threads
