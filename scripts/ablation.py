@@ -50,6 +50,8 @@ PARTS: dict[str, list[Patch]] = {
     "least work of close candidates": [(planner, "CLOSE", 0.0)],
     "last steps strip by strip by formula": [(slot_counts, "_draining", lambda _1, _2, base, *_3: base)],
     "bands": [(slot_counts, "_bands", lambda *_1, **_2: [1])],
+    "8 MiB strips of pinned arrays": [(slot_counts, "DIRECT_STRIP_BYTES", slot_counts.STRIP_BYTES)],
+    "multiples of 32 rows": [(shapes, "LARGE_EXTENT", 1 << 40)],
     "panels of the next band": [(slot_counts, "AHEAD", 1)],
 }
 
