@@ -13,9 +13,9 @@ from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import Footprint, footprint, scratch_bytes
 from oocgemm.planning.cost.shares import predict_triangle, slowed
 from oocgemm.planning.plan import Plan
-from oocgemm.planning.search.candidates import min_tile
 from oocgemm.planning.search.planner import make_plan
 from oocgemm.planning.search.refusals import too_small
+from oocgemm.planning.search.shapes import min_tile
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
