@@ -107,7 +107,7 @@ class Shapes:
                 near = self.near(*now[1:])
                 found |= {(tile, c): seconds for seconds, tile, c in near}
                 best = min(near, key=_order, default=now)
-                if best[0] > (1 - MIN_GAIN) * found[now[1:]]:
+                if not best[0] < (1 - MIN_GAIN) * found[now[1:]]:  # nor if none of both fits
                     break
                 now = best
         return [*self._strips_of_c(), *_varied(found)]
