@@ -227,7 +227,7 @@ class _Search:
                 self._try(shape, c, threads)
         elif 0 not in (problem.m, problem.n):
             shapes = Shapes(prices)
-            for every_depth in (False, True):
+            for every_depth in (False, True)[shapes.is_scarce :]:
                 for seconds, shape, c in shapes.ranked(every_depth=every_depth):
                     if self._best and (
                         self._spent > ENUMERATED * self._limit or seconds > PRUNE * self._best.total

@@ -41,6 +41,8 @@ STRIP_COUNTS = (8, 16, 32)
 # Depths (tile.k) to try for all dtypes, and further ones for int8. BEST_DEPTHS of them are, the best ones.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS, BEST_DEPTHS = (16384, 32768), 2
+# With less device memory for tiles than this, in bytes, all depths are tried.
+SCARCE_MEMORY = 1 << 20
 # The depth of panels is changed by these factors. Short rows of a panel are copied more slowly.
 DEPTH_FACTORS = (2, 0.5, 4)
 # The estimate is improved from this many shapes, as long as each change gains at least the part MIN_GAIN.
@@ -91,6 +93,11 @@ class Shapes:
         self._streams_c = self._setting.routes["C"].streams
         self._known: dict[Shape, float] = {}
         self._least = inf
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether so little device memory is left for tiles that every depth may be the best one."""
+        return self._memory < SCARCE_MEMORY
 
     def ranked(self, *, every_depth: bool = False) -> list[Ranked]:
         """Return (estimated seconds, tile shape, number of accumulators), the most promising ones first.
