@@ -52,11 +52,11 @@ def test_a_narrow_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch, width
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "topk": {"topk": 10},
-    "threshold": {"sparse": True},
-    "product with V": {"applied": 3},
-    "reduction": {"reduction": "sum"},
-    "stored": {"topk": 0, "sparse": False, "applied": 0, "reduction": ""},
+    "topk": {"sink": "largest", "topk": 10},
+    "threshold": {"sink": "at least"},
+    "product with V": {"sink": "applied", "applied": 3},
+    "reduction": {"sink": "reduced", "reduction": "sum"},
+    "stored": {"sink": "stored"},
 }
 
 

@@ -45,8 +45,15 @@ def test_verbs_take_the_options_of_the_executors_that_run_them(verb: str) -> Non
         assert (name in options_of(verb)) == (hole(executor, USES[verb]) is None)
 
 
-@pytest.mark.parametrize("verb", sorted(USES.keys() - {"gemm"}))
-@pytest.mark.parametrize("option", ["devices", "workers"])
+REFUSED = [
+    (verb, option)
+    for verb, uses in sorted(USES.items())
+    for option in ("devices", "workers")
+    if hole(OPTIONS[option], uses) is not None
+]
+
+
+@pytest.mark.parametrize(("verb", "option"), REFUSED)
 def test_executors_refuse_verbs_that_they_cannot_run(verb: str, option: str) -> None:
     options: dict[str, dict[str, Any]] = {
         "pca": {"k": 1},
@@ -55,7 +62,7 @@ def test_executors_refuse_verbs_that_they_cannot_run(verb: str, option: str) -> 
         "kernel_matmul": {"v": A[:, 0], "gamma": 1.0},
     }
     chosen = {"devices": "0,0", "workers": 2}[option]
-    with pytest.raises(oocgemm.CombinationError, match="one device"):
+    with pytest.raises(oocgemm.CombinationError, match="by one (device|process)"):
         getattr(oocgemm, verb)(A, **options.get(verb, {}), **{option: chosen})
 
 

@@ -208,7 +208,7 @@ class _Search:
         self._prices, self._effort = prices, effort
         self._found: dict[Candidate, Prediction] = {}
         self._best: Prediction | None = None
-        self._tried: set[tuple[TileShape, int]] = set()
+        self._tried: set[tuple[TileShape, int, int]] = set()
         self._spent, self._limit = 0.0, MIN_EFFORT
 
     def run(self, tile: TileShape | None, threads: int) -> bool:
@@ -244,9 +244,9 @@ class _Search:
 
     def _try(self, shape: TileShape, c: int, threads: int) -> Scored | None:
         """Run the candidates with a tile shape that may be faster, and return the best of them."""
-        if (shape, c) in self._tried:
+        if (shape, c, threads) in self._tried:
             return None
-        self._tried.add((shape, c))
+        self._tried.add((shape, c, threads))
         if self._best and shape_bound(self._prices, shape) > self._best.total:
             return None
         self._spent += SHAPE_SECONDS
