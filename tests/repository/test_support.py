@@ -62,7 +62,7 @@ def test_executors_refuse_verbs_that_they_cannot_run(verb: str, option: str) -> 
         "kernel_matmul": {"v": A[:, 0], "gamma": 1.0},
     }
     chosen = {"devices": "0,0", "workers": 2}[option]
-    with pytest.raises(oocgemm.CombinationError, match="by one (device|process)"):
+    with pytest.raises(oocgemm.CombinationError, match=r"one (device|process)"):
         getattr(oocgemm, verb)(A, **options.get(verb, {}), **{option: chosen})
 
 

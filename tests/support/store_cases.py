@@ -66,8 +66,10 @@ DTYPES = (*map(np.dtype, ("f2", "f4", "f8", "c8", "c16", "i1")), BF16)
 LARGE: dict[str, dict[str, Any]] = {
     "lines": {"MIN_SEGMENT": 16},
     "npy": {"MIN_DIRECT": 64},
-    "zarr_chunks": {"MIN_DIRECT": 64, "MAX_DECODED": 64, "MAX_COPIED": 64},
-    "zarr.together": {"MIN_SEGMENT": 16, "MIN_LINE_ON_MANY_CORES": 16},
+    "zarr_chunks": {
+        **{"MIN_DIRECT": 64, "MAX_DECODED": 64, "MAX_COPIED": 64},
+        **{"MIN_SEGMENT": 16, "MIN_LINE_ON_MANY_CORES": 16},
+    },
     "hdf5_chunks": {"MIN_DIRECT": 512, "MIN_STRAIGHT": 64},
 }
 # The dtypes that C may have, if A and B have another one.
