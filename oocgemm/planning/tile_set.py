@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
+from oocgemm.planning.tiling import Range, Tile, TileGrid, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,37 +18,23 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TileSet:
-    """The tiles of a grid in a rectangle or in a triangle, except those that are done.
+    """The tiles of a grid that are computed, in a rectangle of tiles, except those that are done.
 
-    `rows` and `cols` are ranges of tile rows and tile columns. With `lower`, the set contains only tiles with
-    an element on or below the diagonal of C. For a Gram matrix, it contains only the tiles of the triangle
-    that is computed. Coordinates of tiles are always those of the whole grid, because they determine the
+    `rows` and `cols` are ranges of tile rows and tile columns. The cover of the grid says which of these
+    tiles are computed. Coordinates of tiles are always those of the whole grid, because they determine the
     order of summation.
     """
 
     grid: TileGrid
     rows: Range
     cols: Range
-    lower: bool = False
     done: frozenset[Tile] = frozenset()
 
     @classmethod
     def of(cls, grid: TileGrid) -> "TileSet":
         """Return all tiles of a grid that are computed."""
-        return replace(cls.rectangle(grid), lower=grid.cover.square and not grid.cover.upper)
-
-    @classmethod
-    def rectangle(cls, grid: TileGrid) -> "TileSet":
-        """Return all tiles of a grid."""
         down, across = grid.shape
         return cls(grid, (0, down), (0, across))
-
-    @classmethod
-    def triangle(cls, grid: TileGrid) -> "TileSet":
-        """Return the tiles that cover C's lower triangle and diagonal. Raises `ValueError` unless m = n."""
-        if grid.m != grid.n:
-            raise ValueError(f"a triangle needs a square C, not {grid.m} x {grid.n}")
-        return replace(cls.rectangle(grid), lower=True)
 
     def part(self, rows: Range, cols: Range) -> "TileSet":
         """Return the tiles of this set in a rectangle of tile rows and tile columns."""
@@ -66,8 +52,8 @@ class TileSet:
     @cached_property
     def count(self) -> int:
         """Number of tiles."""
-        triangle = self.lower or self.grid.cover.square
-        inside = sum(length(self._cols(i)) for i in range(*self.rows)) if triangle else self._area
+        square = self.grid.cover.square
+        inside = sum(length(self._cols(i)) for i in range(*self.rows)) if square else self._area
         return inside - sum(map(self._covers, self.done))
 
     @cached_property
@@ -114,11 +100,7 @@ class TileSet:
 
     def _cols(self, i: int) -> Range:
         """Return the range of tile columns that the set covers in tile row i."""
-        if self.grid.cover.square:
-            return _common(self.cols, self.grid.cover.columns(i, self.grid.shape[1]))
-        if not self.lower:
-            return self.cols
-        return _common(self.cols, (0, ceil_div(self.grid.rows(i)[1], self.grid.tile.n)))
+        return _common(self.cols, self.grid.cover.columns(i, self.grid.shape[1]))
 
 
 def _common(a: Range, b: Range) -> Range:

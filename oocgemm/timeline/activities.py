@@ -419,7 +419,7 @@ def attempts_of(timeline: Timeline) -> Iterator[tuple[int, Attempt, list[Span]]]
 
 
 def activities(timeline: Timeline) -> dict[Unit, list[Wait]]:
-    """Say for each instant of T what each unit did: intervals (start, end, cause) that cover T in order.
+    """Return what each unit did during the run: intervals (start, end, cause), in order and without gaps.
 
     The cause is ``compute`` while a Multiply ran, and otherwise a cause of exposed time:
 

@@ -66,6 +66,20 @@ def test_beta_applies_to_the_triangle_that_is_read(engine: str, uplo: str, tmp_p
         np.testing.assert_array_equal(np.asarray(stored[:]), right)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (1, 5), (5, 0)])
+def test_small_products_need_no_second_device(shape: tuple[int, int]) -> None:
+    found = oocgemm.gram(np.ones(shape), backend="host", devices=[0, 0])
+    np.testing.assert_array_equal(found.out, np.ones(shape) @ np.ones(shape).T)
+
+
+@pytest.mark.parametrize("chunks", [(10, 15), (16, 24), (7, 93), (93, 3)])
+def test_tiles_consist_of_whole_chunks_of_an_existing_c(chunks: tuple[int, int], tmp_path: Path) -> None:
+    x = integers(RNG, (M, K), "float64")
+    stored = zarr.create_array(tmp_path / "c.zarr", shape=(M, M), chunks=chunks, dtype=x.dtype)
+    oocgemm.gram(x, tmp_path / "c.zarr", backend="host", devices=[0, 0], overwrite=True)
+    np.testing.assert_array_equal(np.asarray(stored[:]), x @ x.T)
+
+
 Verb = Callable[..., oocgemm.Result]
 VERBS: dict[str, Verb] = {
     "gram": lambda x, **options: oocgemm.gram(x, epilogue=[Scale(value=0.5)], **options),

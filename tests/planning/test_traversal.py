@@ -9,12 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oocgemm.planning import Schedule, Slots, TileGrid, TileSet, TileShape
+from oocgemm.planning import TileGrid, TileSet, TileShape
 from oocgemm.planning.schedule.eviction import NEVER, SlotCache
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
 from oocgemm.planning.tile_set import Coverage
-from tests.support.schedule_check import verify
-from tests.support.schedule_problems import problem, traversals
+from tests.support.schedule_problems import traversals
 
 
 def loaded(
@@ -126,9 +125,8 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
 
 
 @st.composite
-def grids(draw: st.DrawFn, square: bool = False) -> TileGrid:
-    m = draw(st.integers(1, 12))
-    n = m if square else draw(st.integers(1, 12))
+def grids(draw: st.DrawFn) -> TileGrid:
+    m, n = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     return TileGrid(m, n, 6, TileShape(draw(st.integers(1, 5)), draw(st.integers(1, 5)), 3))
 
 
@@ -148,7 +146,7 @@ def assert_covers(tiles: TileSet, listed: set[tuple[int, int]]) -> None:
 
 @given(grids(), st.data())
 def test_parts_and_remaining_tiles_partition_a_rectangle(grid: TileGrid, data: st.DataObject) -> None:
-    whole = TileSet.rectangle(grid)
+    whole = TileSet.of(grid)
     down, across = grid.shape
     every = set(itertools.product(range(down), range(across)))
     assert_covers(whole, every)
@@ -160,27 +158,3 @@ def test_parts_and_remaining_tiles_partition_a_rectangle(grid: TileGrid, data: s
     assert parts[0].count + parts[1].count == left.count
     for part, above in zip(parts, (True, False), strict=True):
         assert_covers(part, {tile for tile in every - done if (tile[0] < cut) == above})
-
-
-@given(grids(square=True))
-def test_a_triangle_has_each_tile_with_lower_elements(grid: TileGrid) -> None:
-    lower = {
-        (i, j)
-        for i, j in itertools.product(*map(range, grid.shape))
-        if grid.cols(j)[0] <= grid.rows(i)[1] - 1
-    }
-    assert_covers(TileSet.triangle(grid), lower)
-
-
-def test_a_triangle_needs_a_square_c() -> None:
-    with pytest.raises(ValueError, match="a square C, not 4 x 5"):
-        TileSet.triangle(TileGrid(4, 5, 6, TileShape(2, 2, 2)))
-
-
-@given(grids(square=True), traversals)
-def test_a_schedule_over_a_triangle_is_valid(grid: TileGrid, traversal: Traversal) -> None:
-    p = problem(grid.m, grid.n, grid.k)
-    tiles = walk(traversal, *grid.shape, TileSet.triangle(grid))
-    schedule = Schedule(p, grid, tiles, Slots())
-    verify(schedule)
-    assert schedule.elements == TileSet.triangle(grid).coverage.elements

@@ -30,7 +30,7 @@ class Part:
 
     def tiles(self, grid: TileGrid) -> TileSet:
         """Return the tiles of the part. `grid` is that of the whole plan."""
-        return TileSet.rectangle(grid).part(self.rows, self.cols)
+        return TileSet.of(grid).part(self.rows, self.cols)
 
     def __str__(self) -> str:
         (top, bottom), (left, right) = self.rows, self.cols

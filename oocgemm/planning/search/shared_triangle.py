@@ -13,9 +13,9 @@ from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.footprint import Footprint, footprint, scratch_bytes
 from oocgemm.planning.cost.shares import predict_triangle, slowed
 from oocgemm.planning.plan import Plan
+from oocgemm.planning.search.gram import smallest
 from oocgemm.planning.search.planner import make_plan
 from oocgemm.planning.search.refusals import too_small
-from oocgemm.planning.search.shapes import min_tile
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
@@ -38,7 +38,7 @@ def triangle_plans(setting: Setting, tile: TileShape | None) -> list[Plan]:
         except BudgetError as error:
             refused = error
     if not found and tile is None:
-        found.append(_planned(setting, min_tile(setting)))
+        found.append(_planned(setting, smallest(setting, None).tile))
     if not found:
         assert refused is not None
         raise refused
@@ -49,13 +49,14 @@ def triangle_plans(setting: Setting, tile: TileShape | None) -> list[Plan]:
 def _shapes(setting: Setting) -> Iterator[TileShape]:
     """Yield the tile shapes to try: square ones, in whole chunks."""
     problem, devices = setting.problem, setting.devices
-    least = min_tile(setting)
+    least = smallest(setting, None).tile
     try:
         depth = make_plan(problem, setting.budgets, setting.machine, setting.layouts).tile.k
     except BudgetError:
         depth = least.k
-    sides = (round_up(ceil_div(problem.m, lines), least.m) for lines in LINES if lines <= 8 * devices)
-    for side in dict.fromkeys(min(problem.m, max(least.m, side)) for side in sides):
+    most = max(1, problem.m)
+    sides = (round_up(ceil_div(most, lines), least.m) for lines in LINES if lines <= 8 * devices)
+    for side in dict.fromkeys(min(most, max(least.m, side)) for side in sides):
         for k in dict.fromkeys(max(1, min(problem.depth, int(depth * part))) for part in DEPTHS):
             yield TileShape(side, side, k)
 
