@@ -22,8 +22,8 @@ from time import monotonic
 from typing import Any
 
 # A child process checks at this interval, in seconds, whether its coordinator still runs. If it does not, the
-# run has the second number of seconds to stop before the process exits. Together they are well
-# below the 2 s after which no child process may be left.
+# run has the second number of seconds to stop before the process exits. Together they are well below the 2 s
+# after which no child process may be left.
 INTERVAL, PATIENCE = 0.5, 0.8
 # Exit codes of a process that did not stop in time, and of one that got no further task in `IDLE` seconds.
 EXIT_STOPPED, EXIT_IDLE = 70, 71

@@ -546,9 +546,9 @@ def _pieces(block: Array) -> list[tuple[int, int, Array]]:
 
 
 # Rows of a chunk that are not adjacent in the block are read many at a time, by one system call, if each has
-# at least this many bytes. Shorter ones are read into a buffer first. In a virtual machine with an H100 and 16
-# cores, 12 threads read rows of 1 KiB at 55 GB/s without the buffer, and at 42 GB/s with it. A thread on two
-# Zen 5 cores read them at 5 and 8 GB/s, and rows of 16 KiB at 7 and 8 GB/s.
+# at least this many bytes. Shorter ones are read into a buffer first. In a virtual machine with an H100 and
+# 16 cores, 12 threads read rows of 1 KiB at 55 GB/s without the buffer, and at 42 GB/s with it. A thread on
+# two Zen 5 cores read them at 5 and 8 GB/s, and rows of 16 KiB at 7 and 8 GB/s.
 MIN_SCATTERED_ON_MANY_CORES, MIN_SCATTERED = 512, 32 << 10
 _Int = ctypes.c_int64
 
