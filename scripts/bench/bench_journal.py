@@ -26,7 +26,7 @@ from linked import linked_zarr
 import oocgemm
 from oocgemm.jobs import output as target
 from oocgemm.jobs.prepare import PreparedRun
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.capabilities import Durable
 
 WAYS = ("plain", "journal", "journal and verify")
 

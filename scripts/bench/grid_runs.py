@@ -30,13 +30,9 @@ class Other:
     """A process that runs the same calls with another source tree."""
 
     def __init__(self, tree: Path, backend: str) -> None:
-        line = [
-            sys.executable,
-            str(Path(__file__).with_name("bench_grid.py")),
-            "--worker",
-            "--backend",
-            backend,
-        ]
+        # The script of that tree imports what that tree has.
+        script = min(tree.glob("scripts/**/bench_grid.py"), default=Path(__file__).with_name("bench_grid.py"))
+        line = [sys.executable, str(script), "--worker", "--backend", backend]
         path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path}
         self._process = subprocess.Popen(
