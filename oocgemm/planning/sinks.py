@@ -13,6 +13,9 @@ from oocgemm.planning.epilogue import Step
 # The dtype of selected elements, by the accumulator's dtype.
 SELECTED = {"float32": "void64", "float64": "void128", "int32": "void128"}
 
+# Values of `Sink.merge`.
+DISJOINT, EXACT, ORDERED = "disjoint", "exact", "ordered"
+
 # Of the elements of C, plans assume that one in SPARSE is kept if those at or above a threshold are.
 SPARSE = 64
 
@@ -35,6 +38,12 @@ class Sink:
     - `scaled`: whether row i and column j of C are first multiplied by s[i] and s[j], for a vector s, and
       clipped to [-1, 1].
     - `begins_with_zeros`: whether the array in which results are stored needs zeros before the run.
+    - `merge`: how the results of different tiles become one, if different devices or workers compute them:
+
+        - `DISJOINT`: each tile has its own part of the result.
+        - `EXACT`: what is kept of different tiles is merged, in any order and grouping with the same bits.
+        - `ORDERED`: it is added, and rounded. So one device computes all tiles of a tile row, in ascending
+          order of their columns. Then bits do not depend on the number of devices.
     """
 
     dtype: str
@@ -44,6 +53,11 @@ class Sink:
     stores_c: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
     begins_with_zeros: ClassVar[bool] = False
+
+    @property
+    def merge(self) -> str:
+        """How results of different tiles become one: `DISJOINT`, `EXACT` or `ORDERED`."""
+        return ORDERED
 
     @property
     def alpha(self) -> complex:
@@ -106,6 +120,7 @@ class Stored(Sink):
 
     name = "stored"
     stores_c = True
+    merge = DISJOINT
 
     def count(self, rows: int, elements: int) -> int:
         """Count all of them."""
@@ -125,6 +140,8 @@ class Selected(Sink):
 
     scaled: bool = False
     excludes_self: bool = False
+
+    merge = EXACT
 
 
 @dataclass(frozen=True)
@@ -171,6 +188,11 @@ class Reduced(Sink):
 
     name = "reduced"
     begins_with_zeros = True
+
+    @property
+    def merge(self) -> str:
+        """`EXACT` for the largest elements, `ORDERED` for sums."""
+        return EXACT if self.reduction == "max" else ORDERED
 
     @property
     def per_row(self) -> int:
