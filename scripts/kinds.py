@@ -15,8 +15,8 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 PACKAGE = TOP / "oocgemm"
-# Attributes of a product that say which element steps it has, or which operand is derived from another.
-FLAGS = {"centered", "measured", "expands", "updated"}
+# Attributes of a product that say which element steps it has.
+FLAGS = {"centered", "measured", "expands"}
 # Attributes of which a comparison with a name would ask for a kind, and the values that hold these kinds.
 NAMED = {"cover", "sink", "b"}
 # Files of kinds: each may know itself. `jobs/operands.py` and `jobs/sampling.py` are the factories of sinks,

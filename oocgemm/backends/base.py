@@ -268,7 +268,7 @@ class Session(Protocol):
         """
 
     def use_factor(self, factor: Array) -> None:
-        """Set Q of a `chained` problem, or V of an `applied` one. Called before the first `submit`.
+        """Set Q of an `Updated` B, or V of an `Applied` sink. Called before the first `submit`.
 
         Args:
             factor: of the accumulator's dtype. It is V, or an m x n matrix whose first columns are Q.

@@ -11,7 +11,7 @@ from rich.table import Table
 from oocgemm.cli.console import PlainConsole, escape, full_width, print_table, table_of
 from oocgemm.kernels.tuning import Tuning
 from oocgemm.machine.kernel_bench import AGAINST, BY_NCU, against
-from oocgemm.planning import Calibration, GemmProblem, Plan
+from oocgemm.planning import Calibration, Plan
 from oocgemm.planning.cost.links import LINKS, calibrated_rates
 from oocgemm.planning.parts.partition import Partition
 from oocgemm.planning.units import counted, format_percent, format_rate, format_size, format_time
@@ -218,22 +218,13 @@ def console() -> Console:
     return PlainConsole(highlight=False)
 
 
-def _factors(problem: GemmProblem) -> str:
-    """Describe the two factors of a product."""
-    if problem.b.shares:
-        return f"op(X) {problem.m} x {problem.k}  @  its adjoint, {problem.cover.name}"
-    if problem.b.updated:
-        return f"X^T {problem.m} x {problem.k}  @  (X Q + 1 row) {problem.k} x {problem.n}"
-    return f"op(A) {problem.m} x {problem.k}  @  op(B) {problem.k} x {problem.n}"
-
-
 def print_plan(plan: Plan, explain: bool = False) -> None:
     """Print a plan: the product, tile and buffers, memory, traffic, predicted times."""
     out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
     out.print(
-        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}{_factors(problem)}"
+        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}{'  @  '.join(problem.factors)}"
         + (f"  +  {_scalar(problem.beta)}C" if problem.updates_c else "")
         + f"   {problem.described_dtype}"
         + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")

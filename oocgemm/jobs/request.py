@@ -201,7 +201,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`GemmProblem.chained`).
+    """The two products ``X^T (X Q + 1 row)`` that are computed by one read of X (`planning.problem.Updated`).
 
     Attributes:
         columns: the number of columns of Q.

@@ -223,12 +223,8 @@ class Plan(planning.Plan):
     def _lines(self) -> Iterator[str]:
         """Yield the lines of `str(plan)`: product, tiles, memory, traffic, predicted time, and any note."""
         problem, tile, prediction = self.problem, self.tile, self.prediction
-        same = problem.b.shares
-        right = f"its adjoint, {problem.cover.name}" if same else f"op(B) {problem.k} x {problem.n}"
-        left = f"op({'X' if same else 'A'}) {problem.m} x {problem.k}"
-        if problem.b.updated:
-            left, right = f"X^T {problem.m} x {problem.k}", f"(X Q + 1 row) {problem.k} x {problem.n}"
-        yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {left} @ {right} {problem.described_dtype}"
+        factors = " @ ".join(problem.factors)
+        yield f"C {problem.m} x {problem.n} {problem.c_dtype} = {factors} {problem.described_dtype}"
         down, across = self.grid.shape
         tiles, steps = f"{down} x {across} tiles", counted(self.steps, "step")
         yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {tiles}, {steps}"

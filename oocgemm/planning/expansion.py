@@ -115,9 +115,6 @@ def vector_bytes(problem: GemmProblem) -> dict[str, int]:
 
 
 def factor_bytes(problem: GemmProblem) -> int:
-    """Return the bytes on the device of Q of an updated B, or of V where C is applied to it, aligned.
-
-    Q is as wide as C.
-    """
-    elements = problem.m * problem.n if problem.b.updated else problem.n * problem.sink.vector_elements
+    """Return the bytes on the device of a matrix that B or the sink needs there, aligned."""
+    elements = problem.b.factor_elements(problem.m, problem.n) + problem.n * problem.sink.vector_elements
     return round_up(elements * problem.itemsizes["acc"], _ALIGNMENT)

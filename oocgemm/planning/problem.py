@@ -80,8 +80,12 @@ class Operand:
     If `stored` is not empty, panels have this dtype until the device expands them: it transforms their
     elements to `dtype` just before they are multiplied.
 
-    `shares` says whether panels of A are used in place of panels of B. `updated` is the number of columns of
-    Q if panels of B are updated before they are multiplied, as `Updated` describes; 0 otherwise.
+    Class attributes, which say what B demands of the product:
+
+    - `shares`: whether panels of A are used in place of panels of B.
+    - `one_tile`: whether C must be one tile.
+    - `transforms_rows`: whether the numbers of A's transform belong to the rows of op(A), and not to the
+      indices along k.
     """
 
     dtype: str
@@ -89,11 +93,25 @@ class Operand:
     stored: str = ""
 
     shares: ClassVar[bool] = False
+    one_tile: ClassVar[bool] = False
+    transforms_rows: ClassVar[bool] = False
 
     @property
-    def updated(self) -> int:
-        """Columns of B that each product changes."""
+    def changed_columns(self) -> int:
+        """The columns of a panel of B that a Multiply changes in its slot, before it multiplies the panel."""
         return 0
+
+    def factor_elements(self, m: int, n: int) -> int:
+        """Count the elements of the matrix on the device from which panels of B are made, of an m x n C."""
+        return 0
+
+    def flops(self, product: int, n: int) -> int:
+        """Count the operations of a step, of which the product of panels takes `product`. C has n columns."""
+        return product
+
+    def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
+        """Return the two factors of the product, as text. `cover` is the name of its cover."""
+        return f"op(A) {m} x {k}", f"op(B) {k} x {n}"
 
     @property
     def slot_dtype(self) -> str:
@@ -110,6 +128,10 @@ class Same(Operand):
 
     shares = True
 
+    def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
+        """Return op(X) and its adjoint."""
+        return f"op(X) {m} x {k}", f"its adjoint, {cover}"
+
 
 def same(operand: Operand) -> Same:
     """Return an operand B that is the conjugate transpose of op(A)."""
@@ -121,15 +143,31 @@ class Updated(Operand):
     """Two products are computed for each panel, by one read of op(A): ``C = op(A) @ (B + op(A)^H Q)``.
 
     The product of the adjoint of a panel of op(A) and a matrix Q, m x `columns`, is added to the first
-    columns of the panel of B before it is multiplied. C is then one tile.
+    columns of the panel of B before it is multiplied. Q stays on the device. Its rows are as long as those
+    of C. The two products sum over both axes of op(A).
     """
 
     columns: int = 1
 
+    one_tile = True
+    transforms_rows = True
+
     @property
-    def updated(self) -> int:
+    def changed_columns(self) -> int:
         """The columns of Q."""
         return self.columns
+
+    def factor_elements(self, m: int, n: int) -> int:
+        """Count the elements of Q, and of what its rows have in addition."""
+        return m * n
+
+    def flops(self, product: int, n: int) -> int:
+        """Add the operations of the product with Q."""
+        return product * (n + self.columns) // n
+
+    def factors(self, m: int, n: int, k: int, cover: str) -> tuple[str, str]:
+        """Return X^T and the matrix that is made of B."""
+        return f"X^T {m} x {k}", f"(X Q + 1 row) {k} x {n}"
 
 
 @dataclass(frozen=True)
@@ -399,16 +437,17 @@ class GemmProblem:
 
         A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
         """
-        flops = (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
-        return flops * (self.n + self.b.updated) // self.n if self.b.updated else flops
+        return self.b.flops((8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k, self.n)
 
     @property
     def vector_length(self) -> int:
-        """How many numbers of each kind a transform of op(A) has: one per index along k, or along m.
+        """How many numbers of each kind a transform of op(A) has: one per index along k, or along m."""
+        return self.m if self.b.transforms_rows else self.depth
 
-        The products of an updated B sum over both. Its transform has one per index along m.
-        """
-        return self.m if self.b.updated else self.depth
+    @property
+    def factors(self) -> tuple[str, str]:
+        """The two factors of the product, as text."""
+        return self.b.factors(self.m, self.n, self.k, self.cover.name)
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:
@@ -437,7 +476,7 @@ class GemmProblem:
             "gram": self.cover.name,
             "stored_a": self.a.stored,
             "stored_b": self.b.stored,
-            "chained": self.b.updated,
+            "chained": self.b.changed_columns,
             "centered": self.centered,
             "measured": self.measured,
         } | self.sink.record()

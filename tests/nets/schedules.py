@@ -125,7 +125,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     tiles = TileShape(10, 8, 7), TileShape(23, 40, 12)
     for name, problem in products():
         square = problem.cover.square
-        whole = problem.b.updated > 0 or problem.sink.vector_elements > 0
+        whole = problem.b.one_tile or problem.sink.vector_elements > 0
         for backend in ("host", "cuda"):
             for number, tile in enumerate(tiles):
                 used = TileShape(*(2 * (max(problem.m, problem.n),)), tile.k) if whole else tile

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from oocgemm.backends.base import Array, Pinned
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.chained import ChainedSession
 from oocgemm.backends.cuda.copies import upload
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.expansion import factor_bytes
+from oocgemm.planning.problem import Operand, Updated
 from oocgemm.planning.sinks import Applied, Sink
 from oocgemm.planning.tiling import length
 
@@ -42,4 +44,5 @@ class AppliedSession(CudaSession):
 
 
 # The class of the session of a product, by its sink. Sessions of other sinks are of the class `CudaSession`.
-SESSIONS: dict[type[Sink], type[CudaSession]] = {Applied: AppliedSession}
+# Sessions by the kind of B, or by the kind of the sink.
+SESSIONS: dict[type[Operand | Sink], type[CudaSession]] = {Updated: ChainedSession, Applied: AppliedSession}

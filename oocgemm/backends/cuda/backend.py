@@ -10,7 +10,6 @@ from oocgemm.backends.base import Session
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import pcie
 from oocgemm.backends.cuda.applied import SESSIONS
-from oocgemm.backends.cuda.chained import ChainedSession
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
 from oocgemm.backends.cuda.repeated import RepeatedSession, is_repeatable, reopened
@@ -104,5 +103,5 @@ class CudaBackend:
         if not beside and is_repeatable(plan):
             return RepeatedSession(self._device, plan, kernel)
         problem = plan.problem
-        session = ChainedSession if problem.b.updated else SESSIONS.get(type(problem.sink), CudaSession)
+        session = SESSIONS.get(type(problem.b)) or SESSIONS.get(type(problem.sink), CudaSession)
         return session(self._device, plan, kernel, [x for x in beside if isinstance(x, CudaSession)])

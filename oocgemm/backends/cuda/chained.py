@@ -1,4 +1,4 @@
-"""Runs a plan of two chained products on a CUDA device (`GemmProblem.chained`)."""
+"""Runs a plan of two chained products on a CUDA device (`problem.Updated`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ class ChainedSession(CudaSession):
     def _first_product(self, op: Operation) -> Call:
         problem, depth, (a, b) = self._problem, length(op.k), self._addresses(op.reads)
         adjoint, lda = (Op.N, problem.m) if problem.trans_a.swaps else (Op.T, depth)
-        kind, extents = (problem.a_dtype, adjoint, Op.N), (depth, problem.b.updated, problem.m)
+        kind, extents = (problem.a_dtype, adjoint, Op.N), (depth, problem.b.changed_columns, problem.m)
         how = problem.compute, self._multiplier.kernels.device, self._arena + self._work
         n = problem.n
         return Call(*kind, *extents, 1.0, a, lda, self._factor, n, 1.0, b, n, *how)

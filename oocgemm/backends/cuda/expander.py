@@ -29,7 +29,7 @@ class Expander:
         # For the roles of op(A) and op(B) whose panels are transformed: dtypes before and after, and whether
         # columns of the stored panel are the indices that have numbers of their own.
         kinds = {
-            "A": (problem.a.stored, problem.a_dtype, problem.trans_a.swaps == bool(problem.b.updated)),
+            "A": (problem.a.stored, problem.a_dtype, problem.trans_a.swaps == problem.b.transforms_rows),
             "B": (problem.b.stored, problem.b_dtype, problem.trans_b.swaps),
         }
         self._kinds = {role: kind for role, kind in kinds.items() if kind[0]}
@@ -95,7 +95,7 @@ class Expander:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
         role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
         width, code = 1 if cols % WIDTH else WIDTH, self._transforms[role].code
-        first = panel.m[0] if self._problem.b.updated else panel.k[0]
+        first = panel.m[0] if self._problem.b.transforms_rows else panel.k[0]
         vectors = (self._vectors[role] + 8 * (self._problem.vector_length * i + first) for i in range(3))
         self._kernel(role, width)(
             expand_grid(rows, cols, width),

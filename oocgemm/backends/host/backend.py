@@ -181,10 +181,10 @@ class HostSession:
                 return
         elif problem.a_dtype != problem.acc_dtype:
             a, b = self._in_accumulator_dtype(a, b)
-        if self._factor is not None:
-            # Op.C is not needed: chained products are real.
-            adjoint = Op.N if problem.trans_a.swaps else Op.T
-            gemm(adjoint, Op.N, 1.0, a, self._factor[:, : problem.b.updated], 1.0, b[:, : problem.b.updated])
+        if columns := problem.b.changed_columns:
+            assert self._factor is not None
+            adjoint = Op.N if problem.trans_a.swaps else Op.T  # not Op.C: such products are real
+            gemm(adjoint, Op.N, 1.0, a, self._factor[:, :columns], 1.0, b[:, :columns])
         if problem.halves_diagonal and op.tile[0] == op.tile[1]:
             upper = problem.cover.upper
             square = slice(0, m) if upper else slice(c.shape[1] - m, None)

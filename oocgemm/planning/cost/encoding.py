@@ -126,7 +126,7 @@ def with_encoding(setting: Setting, codec: str) -> Layouts:
     layouts, problem = setting.layouts, setting.problem
     c, size = layouts.c, problem.elements * problem.itemsizes["C"]
     apart = problem.cover.square or bool(problem.checked) or not problem.sink.stores_c
-    apart = apart or problem.reads_c or problem.b.updated > 0
+    apart = apart or problem.reads_c or problem.b.one_tile
     if codec not in COMPRESSORS or apart or setting.machine.unified or size < MIN_BYTES:
         return layouts
     if not c.writing.free and Division.of(codec, c.writing.chunk, problem.itemsizes["C"]) is None:

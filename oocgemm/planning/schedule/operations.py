@@ -22,7 +22,7 @@ Where B is A^H (`oocgemm.planning.problem.Same`), B(p,j) is the panel of A that 
 same slots. A tile on the diagonal uses one panel per step, and is always multiplied strip by strip, because
 its strips differ in width (`TileGrid`).
 
-If two products are chained (`GemmProblem.chained`), each Multiply also changes its panel of B. C is then one
+If two products are chained (`problem.Updated`), each Multiply also changes its panel of B. C is then one
 tile of one strip, so that this happens once for each panel.
 
 If only the largest elements of each row of C are kept, a tile ends otherwise: see
@@ -286,7 +286,7 @@ class Schedule:
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         sums = self._sums(c_slot, tile, rows)
-        if self.problem.b.updated and inputs:
+        if self.problem.b.changed_columns and inputs:
             sums = inputs[1], *sums  # the panel of op(B) is changed in its slot
         return Operation(
             *(Kind.MULTIPLY, "C", tile, step),

@@ -217,7 +217,7 @@ class _Search:
         problem = setting.problem
         if problem.cover.square:
             self._clock(gram_candidates(prices, tile, threads))
-        elif problem.b.updated:
+        elif problem.b.one_tile:
             for shape in [tile] if tile else chained_shapes(setting):
                 if self._try(shape, 1, threads):
                     break

@@ -27,7 +27,7 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
             f"tile {tile} is not square, as the tiles of a Gram matrix must be: write MxMxK, such as "
             f"{tile.m}x{tile.m}x{tile.k}"
         )
-    if problem.b.updated and (tile.m, tile.n) != (problem.m, problem.n):
+    if problem.b.one_tile and (tile.m, tile.n) != (problem.m, problem.n):
         raise InputError(
             f"tile {tile} divides C, but chained products need one tile: write {problem.m}x{problem.n}xK"
         )

@@ -497,7 +497,7 @@ def min_tile(setting: Setting) -> TileShape:
     It is 16 x 16 x 16, rounded up to whole chunks of C. Chained products have panels of one row of A.
     """
     problem, unit = setting.problem, setting.layouts.c.writing.chunk
-    if problem.b.updated:
+    if problem.b.one_tile:
         return TileShape(problem.m, problem.n, 1)
     return TileShape(
         max(1, min(problem.m, round_up(16, unit[0]))),

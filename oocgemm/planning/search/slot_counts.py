@@ -257,16 +257,16 @@ def _min_slots(memory: Memory, c: int) -> Slots | None:
         wanted = max(wanted, STRIP_WAVES * wave // min(tile.n, problem.n))
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
-    if setting.layouts.c.in_place or problem.sink.per_row or problem.b.updated:
+    if setting.layouts.c.in_place or problem.sink.per_row or problem.b.one_tile:
         wanted = tile.m  # no strip is written, so that strips would only take more operations
     max_rows = tile.m
-    if setting.host_caches_panels and not (problem.sink.per_row or problem.b.updated):
+    if setting.host_caches_panels and not (problem.sink.per_row or problem.b.one_tile):
         max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
     sizes = (wanted, strip_bytes // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted(
         {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
     )
-    if problem.b.updated:
+    if problem.b.one_tile:
         strips = [tile.m]
     through_slots = [not route.streams for route in setting.routes.values()]
     grid = TileGrid.of(problem, tile)
@@ -311,7 +311,7 @@ def _draining(
     # Emulated products keep the default, one step: several steps would need the residues of all their panels
     # at the same time, and only two steps have slots for residues. Of selected elements, few are downloaded.
     # The single tile of a chained problem is one strip.
-    if not flops or problem.planes or not problem.sink.stores_c or problem.b.updated:
+    if not flops or problem.planes or not problem.sink.stores_c or problem.b.one_tile:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     down = prices.rate("d2h", "C", base.strip, n)
