@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from oocgemm.planning import GemmProblem, Plan, Slot, Tier, TileShape
-from oocgemm.planning.cost.encoding import slot_frames
+from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import round_up
 
 # Parts of the device's footprint that lie behind the slots, in this order.

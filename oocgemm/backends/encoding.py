@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from oocgemm.planning import Division, index_bytes
-from oocgemm.planning.cost.encoding import ALIGNMENT, FIXED
+from oocgemm.planning.cost.coding import ALIGNMENT, FIXED
 from oocgemm.planning.tiling import Shape, ceil_div, round_up
 
 # Elements of a chunk that a thread block of the kernel `shuffle` gathers.

@@ -30,7 +30,7 @@ from oocgemm.engine.direct import is_pageable
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Operation, Plan, Tier
-from oocgemm.planning.cost.decoding import PANELS
+from oocgemm.planning.cost.coding import PANELS
 from oocgemm.planning.cost.machine import CODEC_WORKERS, DIGESTING_WORKERS, REMOTE_WORKERS, STORE_WORKERS
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import Tile

@@ -10,7 +10,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.engine.blocks import slot_views
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Operation, Plan, Slot
-from oocgemm.planning.cost.encoding import slot_frames
+from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
 from oocgemm.stores import Array
 from oocgemm.system.resources import allocate

@@ -14,7 +14,7 @@ from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
 from oocgemm.machine.models import models, probe_factors
 from oocgemm.planning import MachineModel, StoreRates
-from oocgemm.planning.cost.links import link_rates
+from oocgemm.planning.cost.calibration import link_rates
 from oocgemm.system import cache
 from oocgemm.system.installed import __version__, compiled, installed_versions
 from oocgemm.system.resources import available_memory

@@ -22,7 +22,7 @@ from typing import Any
 from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.planning import Calibration, MachineModel, Plan, TileShape, default_model
-from oocgemm.planning.cost.rates import scaled
+from oocgemm.planning.cost.machine import scaled
 from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.installed import compiled

@@ -2,26 +2,27 @@
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.clock import Prediction
-from oocgemm.planning.cost.decoding import with_decoding
-from oocgemm.planning.cost.encoding import Division, division_of, index_bytes, with_encoding
-from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
+from oocgemm.planning.cost.coding import Division, division_of, index_bytes, with_decoding, with_encoding
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
     RATES,
     KernelRate,
     MachineModel,
+    check_fit,
+    check_link,
     default_model,
+    fit_line,
+    fit_link,
 )
 from oocgemm.planning.cost.shares import divided
 from oocgemm.planning.layout import Chunked, Coding, InMemory, Layout, Layouts, Lines, Remote, Writing
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
-from oocgemm.planning.schedule.operation import Kind, Lane, Operation
+from oocgemm.planning.schedule.operation import Kind, Lane, Operation, Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.bounds import usable, within
 from oocgemm.planning.search.planner import make_plan, resumed_plan
+from oocgemm.planning.search.refusals import usable, within
 from oocgemm.planning.search.shared import shared_plan
 from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.setting import Budgets, Setting

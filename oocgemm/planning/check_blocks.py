@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from oocgemm.planning.problem import DTYPES, GemmProblem
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
 # Maximum rows and columns of a block. Smaller blocks would detect smaller errors, but need more memory.

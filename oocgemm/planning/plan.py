@@ -6,16 +6,10 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
+from oocgemm.planning.cost.bound import min_bytes, required_bytes
 from oocgemm.planning.cost.clock import Prediction
-from oocgemm.planning.cost.decoding import describe
-from oocgemm.planning.cost.footprint import (
-    Candidate,
-    Footprint,
-    extents,
-    footprint,
-    min_bytes,
-    required_bytes,
-)
+from oocgemm.planning.cost.coding import describe
+from oocgemm.planning.cost.footprint import Candidate, Footprint, extents, footprint
 from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.machine import MachineModel
@@ -24,12 +18,11 @@ from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order
 from oocgemm.planning.schedule.hazards import Program
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
-from oocgemm.planning.schedule.slots import Slots
-from oocgemm.planning.schedule.traversal import last, walk
-from oocgemm.planning.schedule.triangle import triangle
+from oocgemm.planning.schedule.traversal import last, triangle, walk
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
 from oocgemm.planning.tiling import Shape, Tile, TileGrid, TileShape, ceil_div

@@ -11,7 +11,7 @@ from oocgemm.planning.epilogue import Step
 from oocgemm.planning.layout import KINDS, Coding, Codings, Layout, Layouts, Writing
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Budgets
 from oocgemm.planning.tile_set import TileSet

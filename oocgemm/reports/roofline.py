@@ -11,7 +11,7 @@ from html import escape
 from math import ceil, floor, log10, sqrt
 
 from oocgemm.planning import Calibration
-from oocgemm.planning.cost.links import LINKS, calibrated_rates
+from oocgemm.planning.cost.calibration import LINKS, calibrated_rates
 from oocgemm.planning.units import format_rate, format_size
 
 WIDTH, HEIGHT = 1040, 550

@@ -24,7 +24,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Coding
-from oocgemm.planning.cost.encoding import ITEM_BYTES, MAX_CHUNK
+from oocgemm.planning.cost.coding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.compressors import NO_ROOM, Codec, Fetched, decompresser, frame_of

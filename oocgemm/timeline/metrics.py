@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oocgemm.planning.cost.shared_bounds import Share, min_bytes_of_workers
+from oocgemm.planning.cost.bound import WorkerShare, min_bytes_of_workers
 from oocgemm.planning.serialize import recorded_problem
 from oocgemm.timeline.activities import (
     COMPUTE,
@@ -237,7 +237,7 @@ def _shared_bound(
             for mine in tiles
         ]
         each = zip((worker.memory for worker in workers), sizes, products, strict=True)
-        return min_bytes_of_workers(problem, [Share(*one) for one in each], required)
+        return min_bytes_of_workers(problem, [WorkerShare(*one) for one in each], required)
     except (KeyError, TypeError, ValueError, ArithmeticError, IndexError):
         return None
 

@@ -30,7 +30,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.cost.footprint import min_bytes
+from oocgemm.planning.cost.bound import min_bytes
 from oocgemm.planning.cost.loads import estimate_loads
 
 MIB, GIB = 1 << 20, 1 << 30

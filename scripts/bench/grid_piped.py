@@ -17,7 +17,7 @@ import numpy as np
 from grid_loop import DOWN, UP
 
 from oocgemm.backends.base import Pageable
-from oocgemm.planning.cost.ring import COMPILED_LANES, PIECE, RingShape
+from oocgemm.planning.cost.footprint import COMPILED_LANES, PIECE, RingShape
 
 REPEATS = 3
 # Threads, and bytes of pieces.

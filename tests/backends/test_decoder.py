@@ -13,7 +13,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 from oocgemm.backends.compressed import Compressed
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.cost.decoding import DecodingShape
+from oocgemm.planning.cost.coding import DecodingShape
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.compressors import Codec
 from oocgemm.stores.zarr_matrix import ZarrMatrix

@@ -15,7 +15,7 @@ import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.prepare import codings
 from oocgemm.planning import Kind, Plan
-from oocgemm.planning.cost import decoding
+from oocgemm.planning.cost import coding
 from oocgemm.reports.exports import page
 from oocgemm.stores.compressors import NO_ROOM, Fetched
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -37,13 +37,17 @@ CODECS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the GPU decode small arrays, in small batches."""
-    for name, value in {"BATCH": 128 << 10, "MIN_BATCH": 64 << 10, "START_SECONDS": 0}.items():
-        monkeypatch.setattr(decoding, name, value)
-    monkeypatch.setattr(decoding, "STORED_RATE", 1e12)
-    monkeypatch.setattr(decoding, "RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
-    decoding.decoding_shape.cache_clear()
+    for name, value in {
+        "DECODED_BATCH": 128 << 10,
+        "MIN_DECODED_BATCH": 64 << 10,
+        "START_SECONDS": 0,
+    }.items():
+        monkeypatch.setattr(coding, name, value)
+    monkeypatch.setattr(coding, "STORED_RATE", 1e12)
+    monkeypatch.setattr(coding, "DECODING_RATES", {"zstd": (1e12, 1e12), "lz4": (1e12, 1e12)})
+    coding.decoding_shape.cache_clear()
     yield
-    decoding.decoding_shape.cache_clear()
+    coding.decoding_shape.cache_clear()
 
 
 @contextmanager
@@ -111,8 +115,8 @@ def test_a_transform_and_a_gram_matrix(tmp_path: Path) -> None:
 def test_batches_that_need_more_room_than_expected_are_halved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "BATCH", 1 << 20)
-    monkeypatch.setattr(decoding, "FRAMES_MARGIN", 0.01)
+    monkeypatch.setattr(coding, "DECODED_BATCH", 1 << 20)
+    monkeypatch.setattr(coding, "FRAMES_MARGIN", 0.01)
     a, b = rng.integers(0, 1 << 20, SHAPE).astype(float), integers(rng, (SHAPE[1], 70), "float64")
     place, shards = stored(tmp_path, a), tmp_path / "shards"
     shards.mkdir()
@@ -149,7 +153,7 @@ def test_the_host_decodes_what_the_gpu_cannot_or_should_not(
     options: dict[str, Any] = {"compressors": [codecs[why]]} if why in codecs else {}
     place = stored(tmp_path, values, **options)
     if why == "slow":
-        monkeypatch.setattr(decoding, "RATES", {"zstd": (1e6, 1e6)})
+        monkeypatch.setattr(coding, "DECODING_RATES", {"zstd": (1e6, 1e6)})
     if why == "large":
         monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", 0)
     budget: dict[str, Any] = {"host_memory": "3MiB"} if why == "small budget" else {}

@@ -14,7 +14,7 @@ import oocgemm
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.prepare import codec_of_c
 from oocgemm.planning import Coding
-from oocgemm.planning.cost import encoding
+from oocgemm.planning.cost import coding
 from oocgemm.reports.exports import page
 from tests.support.backends_here import CUDA, needs_gpu
 from tests.support.fake_cuda import fake_cuda
@@ -31,7 +31,7 @@ BACKENDS = [pytest.param("fake-cuda"), pytest.param("cuda", marks=needs_gpu)]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the GPU compress a small C, of small chunks, in small batches."""
     for name, value in {"MIN_BYTES": 0, "MIN_CHUNK": 1 << 10, "MIN_STREAM": 128, "BATCH": 64 << 10}.items():
-        monkeypatch.setattr(encoding, name, value)
+        monkeypatch.setattr(coding, name, value)
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def test_the_host_compresses_what_the_gpu_does_not(
     expected = a @ a.T if why == "gram" else a @ b
     match why:
         case "small":
-            monkeypatch.setattr(encoding, "MIN_BYTES", 1 << 20)
+            monkeypatch.setattr(coding, "MIN_BYTES", 1 << 20)
         case "gzip":
             more["compressor"] = "gzip"
         case "verify":
@@ -238,7 +238,7 @@ def test_a_tile_that_fits_only_without_the_kernels_memory_is_compressed_by_the_h
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"MIN_CHUNK": 128 << 10, "BATCH": 4 << 20, "SHARE": 2}.items():
-        monkeypatch.setattr(encoding, name, value)
+        monkeypatch.setattr(coding, name, value)
     a, b, place = np.ones((2000, 8)), np.ones((8, 2000)), str(tmp_path / "C.zarr")
     found = set()
     for size in (*range(120, 240, 6), 400):

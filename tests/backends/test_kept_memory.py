@@ -11,7 +11,7 @@ import pytest
 
 import oocgemm
 from oocgemm import Plan, backends
-from oocgemm.planning.cost.ring import ring_shape
+from oocgemm.planning.cost.footprint import ring_shape
 from oocgemm.system import pool
 from tests.support.command import own_threads
 from tests.support.fake_cuda import fake_cuda

@@ -11,7 +11,7 @@ import pytest
 
 from oocgemm.backends.base import Array, Pageable
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.cost.ring import RingShape
+from oocgemm.planning.cost.footprint import RingShape
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.lines import CachedBlock, CachedChunks
 from oocgemm.system import pool

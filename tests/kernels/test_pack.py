@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numcodecs import Blosc, Zstd
 
 from oocgemm.kernels.compile import compiled
-from oocgemm.planning.cost import encoding
-from oocgemm.planning.cost.encoding import BLOSC_STREAM, MIN_STREAM, Division
+from oocgemm.planning.cost import coding
+from oocgemm.planning.cost.coding import BLOSC_STREAM, MIN_STREAM, Division
 from oocgemm.stores.compressors import Codec
 from tests.support.decoding import Array, Batch
 from tests.support.nvrtc import Nvrtc
@@ -29,8 +29,8 @@ rng = np.random.default_rng(1)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow small chunks."""
-    monkeypatch.setattr(encoding, "MIN_CHUNK", 1)
-    monkeypatch.setattr(encoding, "MIN_STREAM", 128)
+    monkeypatch.setattr(coding, "MIN_CHUNK", 1)
+    monkeypatch.setattr(coding, "MIN_STREAM", 128)
 
 
 def decoded(frame: bytes, codec: str) -> bytes:

@@ -26,7 +26,7 @@ from oocgemm.errors import BackendError
 from oocgemm.machine import calibrate as module
 from oocgemm.machine.calibrate import Sizes, calibrate
 from oocgemm.planning import RATES, Calibration, KernelRate, MachineModel, default_model
-from oocgemm.planning.cost.fits import MAX_LINK
+from oocgemm.planning.cost.machine import MAX_LINK
 from oocgemm.planning.units import format_rate
 from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.system import cache

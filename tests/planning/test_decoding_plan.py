@@ -19,7 +19,7 @@ from oocgemm.planning import (
     make_plan,
     with_decoding,
 )
-from oocgemm.planning.cost.decoding import DecodingShape, decoding_rate, decoding_shape, describe
+from oocgemm.planning.cost.coding import DecodingShape, decoding_rate, decoding_shape, describe
 from tests.support.products import changed, product_of
 
 GIB, MIB = 1 << 30, 1 << 20

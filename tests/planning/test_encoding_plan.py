@@ -22,7 +22,7 @@ from oocgemm.planning import (
     make_plan,
     with_encoding,
 )
-from oocgemm.planning.cost.encoding import (
+from oocgemm.planning.cost.coding import (
     COMPRESSORS,
     ITEM_BYTES,
     MIN_CHUNK,

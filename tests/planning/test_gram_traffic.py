@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from oocgemm.planning import Budgets, GemmProblem, Op, TileShape, default_model, make_plan
-from oocgemm.planning.cost.footprint import min_bytes
+from oocgemm.planning.cost.bound import min_bytes
 from tests.support.plan_cases import GIB, MIB
 from tests.support.products import product_of
 from tests.support.suite import slow

@@ -17,7 +17,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.cost.footprint import min_bytes
+from oocgemm.planning.cost.bound import min_bytes
 from oocgemm.planning.schedule.traversal import walk
 from tests.support.plan_cases import GIB, MIB, problem
 from tests.support.suite import slow

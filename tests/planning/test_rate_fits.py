@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.planning import KernelRate, fit_line, fit_link
-from oocgemm.planning.cost.fits import MAX_LINK
+from oocgemm.planning.cost.machine import MAX_LINK
 
 
 @given(st.floats(1e9, 1e15), st.floats(0, 2000), st.sets(st.integers(16, 8192), min_size=2))

@@ -17,9 +17,9 @@ from oocgemm.planning import (
     Writing,
     default_model,
 )
+from oocgemm.planning.cost.footprint import ring_shape
 from oocgemm.planning.cost.machine import INSTANT
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
 from tests.support.plan_cases import GIB, problem
 from tests.support.products import changed

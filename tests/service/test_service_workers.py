@@ -280,7 +280,7 @@ def test_a_worker_keeps_no_more_than_is_counted() -> None:
     with fake_cuda():
         from oocgemm.backends.cuda import host_memory, warm
         from oocgemm.planning import default_model
-        from oocgemm.planning.cost.ring import BUFFERS, PIECE
+        from oocgemm.planning.cost.footprint import BUFFERS, PIECE
 
         ring = 2 * (1 + default_model("cuda", 64).copy_threads) * BUFFERS * PIECE
         assert KEPT.device >= warm.MAX_KEPT_SHARE * (192 << 30)

@@ -10,7 +10,7 @@ import zarr
 
 from oocgemm.machine.calibrate import SIZES, Sizes
 from oocgemm.planning import Calibration, KernelRate, StoreRates
-from oocgemm.planning.cost import fits
+from oocgemm.planning.cost import machine
 from oocgemm.system import cache
 
 TINY = Sizes(
@@ -47,7 +47,7 @@ def folder_of_matrices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create two small matrices in a new working directory. The cache folder is another one, and empty."""
     monkeypatch.setenv("OOCGEMM_CACHE", str(folder / "cache"))
     monkeypatch.setitem(SIZES, "host", TINY)
-    monkeypatch.setattr(fits, "MAX_RESIDUAL", LAX)
+    monkeypatch.setattr(machine, "MAX_RESIDUAL", LAX)
     work = folder / "work"
     work.mkdir()
     monkeypatch.chdir(work)

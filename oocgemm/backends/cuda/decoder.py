@@ -33,7 +33,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.unpacker import Unpacker
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.decoding import DecodingShape
+from oocgemm.planning.cost.coding import DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.stores.compressors import NO_ROOM, Fetched

@@ -23,9 +23,8 @@ from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.ring import Ring
 from oocgemm.errors import BackendError
 from oocgemm.planning import Plan
-from oocgemm.planning.cost.decoding import decoding_shape
-from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
-from oocgemm.planning.cost.ring import RingShape, ring_shape
+from oocgemm.planning.cost.coding import decoding_shape
+from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
 from oocgemm.system.resources import allocate

@@ -14,7 +14,7 @@ from oocgemm.backends.base import Array
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.pieces import Piece
-from oocgemm.planning.cost.ring import BUFFERS
+from oocgemm.planning.cost.footprint import BUFFERS
 
 
 class Buffer:

@@ -10,7 +10,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.encoding import Strip, batches, shuffle_blocks
 from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
-from oocgemm.planning.cost.encoding import COMPRESSORS
+from oocgemm.planning.cost.coding import COMPRESSORS
 from oocgemm.planning.tiling import length
 
 

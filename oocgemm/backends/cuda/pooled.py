@@ -15,7 +15,7 @@ from oocgemm.backends.base import Array, Pageable
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import Work
 from oocgemm.backends.cuda.pieces import pieces
-from oocgemm.planning.cost.ring import (
+from oocgemm.planning.cost.footprint import (
     BUFFERS,
     MARKS,
     MAX_COMPILED_PIECE,

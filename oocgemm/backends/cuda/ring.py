@@ -33,7 +33,7 @@ from oocgemm.backends.cuda.pinned import unpin
 from oocgemm.backends.cuda.pooled import MAX_STREAMS, CompiledThreads, PooledCopying
 from oocgemm.backends.cuda.turner import Turn
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.ring import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
+from oocgemm.planning.cost.footprint import BUFFERS, MIN_BUSY_PIECE, MIN_PIECE, RingShape
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 from oocgemm.system.resources import allocate

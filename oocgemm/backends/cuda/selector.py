@@ -34,8 +34,8 @@ from oocgemm.kernels.selection import (
 )
 from oocgemm.planning import Operation, Plan, Region, Tier
 from oocgemm.planning.expansion import scale_bytes
-from oocgemm.planning.schedule.selecting import mirrored_columns
-from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.schedule.operation import slot_of
+from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
 from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
 from oocgemm.planning.tiling import length

@@ -11,7 +11,7 @@ from typing import Any
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.spec import Launch
-from oocgemm.planning.cost.decoding import DecodingShape
+from oocgemm.planning.cost.coding import DecodingShape
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.stores.compressors import NUMBERS, Codec
 

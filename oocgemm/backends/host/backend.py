@@ -38,7 +38,7 @@ from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets
-from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.schedule.operation import slot_of
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.resources import RECENT, allocate, available_memory
 

@@ -9,7 +9,7 @@ from oocgemm.backends.host.blas import gemm
 from oocgemm.backends.host.epilogue import reduce_rows
 from oocgemm.backends.host.selection import select
 from oocgemm.planning import GemmProblem, Op, Operation
-from oocgemm.planning.schedule.selecting import mirrored_columns
+from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.selection import NONE
 from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink
 from oocgemm.planning.tiling import length

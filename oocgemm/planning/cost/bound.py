@@ -1,11 +1,16 @@
-"""Lower bounds on the time of candidates, to skip those that cannot be the fastest."""
+"""Lower bounds: on the time of candidates, to skip those that cannot be the fastest, and on bytes moved."""
 
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from math import sqrt
 from typing import NamedTuple
 
 from oocgemm.planning.cost.footprint import Candidate, extents
 from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
+from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, length
 
 
@@ -145,3 +150,103 @@ def _loading(prices: Prices, candidate: Candidate, grid: TileGrid) -> _Loading:
             first_read += reading
             first_up = max(first_read, first_up) + last_up
     return _Loading(first_up, waited, read, up, last_up, alternating, copies)
+
+
+def whole(problem: GemmProblem) -> Coverage:
+    """Return the coverage of all of C, or of the triangle of a Gram matrix."""
+    return Coverage(problem.m, 0 if problem.b.shares else problem.n, problem.elements)
+
+
+def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
+    """Return a lower bound on the bytes that any schedule loads into a memory of `memory` bytes.
+
+    If the memory has room for M elements, and each operand is read at least once, any schedule loads at least
+    this many elements:
+
+    - beta = 0:  max(m k + k n, 2 m n k / sqrt(M) - 2 M - m n)
+    - otherwise: max(m k + k n + m n, 2 m n k / sqrt(M) - 2 M)
+
+    The source is Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication*
+    (2019). With mixed dtypes, M counts elements of the narrowest one. If only a `part` of C is computed, m
+    and n are its numbers of rows and columns, and m n is its number of elements.
+
+    For a Gram matrix, whose triangle takes P multiplications, the second term is sqrt(2) P / sqrt(M) - 2 M.
+    Source: Beaumont, Eyraud-Dubois, Langou and Verite, *I/O-optimal algorithms for symmetric linear algebra
+    kernels* (2022).
+    """
+    part = part or whole(problem)
+    sizes = problem.itemsizes
+    narrowest = min(sizes.values())
+    elements = max(1, memory // narrowest)
+    once = required_bytes(problem, part)["h2d"]
+    products = min(part.elements, problem.elements) * problem.depth
+    streaming = (sqrt(2) if problem.b.shares else 2) * products / sqrt(elements) - 2 * elements
+    if not problem.reads_c:
+        streaming -= part.elements
+    return max(once, int(streaming * narrowest))
+
+
+def required_bytes(
+    problem: GemmProblem, part: Coverage | None = None, in_place: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the bytes over each link if every element that is needed for a part of C crosses it once.
+
+    The operands in `in_place` cross none: they are multiplied where they are.
+    """
+    part = part or whole(problem)
+    sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
+    # How many elements of a sparse C are kept is not known.
+    c_bytes = 0 if problem.sink.bounded else problem.sink.count(part.rows, part.elements) * sizes["C"]
+    up = (
+        part.rows * problem.depth * sizes["A"]
+        + problem.depth * part.cols * sizes["B"]
+        + (c_bytes if problem.reads_c else 0)
+    )
+    return {"read": up, "h2d": up, "d2h": c_bytes, "write": c_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """The share of a worker in a product: its memory in bytes, elements of C, and multiplications."""
+
+    memory: int
+    elements: int
+    products: int
+
+
+def min_bytes_of_workers(problem: GemmProblem, shares: Iterable[WorkerShare], required: int = 0) -> int:
+    """Return a lower bound on the bytes that workers read from storage together, with these shares.
+
+    Each worker reads into a memory of its own. A worker that computes `products` multiplications for
+    `elements` elements of C, with room for M elements, reads at least
+
+    - a + b elements of A and B with ``a * b >= products**2 / elements`` (Loomis and Whitney, 1949), where a
+      is at most m k and b at most k n;
+    - ``2 products / sqrt(M) - 2 M`` elements, less `elements` if beta = 0, as for one memory (`min_bytes`).
+
+    For equal parts of a grid with p_k slices of k, the first bound is ``2 k sqrt(m n P / p_k)`` elements in
+    all. `required` are the bytes if each element was read once. They are the bound for one large memory.
+    """
+    least = sum(max(_panel_bytes(problem, s), _streaming_bytes(problem, s)) for s in shares)
+    return max(required, int(least))
+
+
+def _panel_bytes(problem: GemmProblem, share: WorkerShare) -> float:
+    """Return the least bytes of A and B that contain the operands of a worker's multiplications."""
+    if not share.elements or not share.products:
+        return 0.0
+    sizes = problem.itemsizes
+    pairs = share.products**2 / share.elements
+    most = problem.m * problem.depth
+    # a sizes[A] + b sizes[B] with a b = pairs is least at a = sqrt(pairs sizes[B] / sizes[A]).
+    a = sqrt(pairs * sizes["B"] / sizes["A"])
+    a = min(most, max(a, pairs / (problem.depth * problem.n)))
+    return a * sizes["A"] + pairs / a * sizes["B"]
+
+
+def _streaming_bytes(problem: GemmProblem, share: WorkerShare) -> float:
+    """Return the bytes that a worker reads at least because its memory is small; negative if it is not."""
+    narrowest = min(problem.itemsizes.values())
+    memory = max(1, share.memory // narrowest)
+    elements = 2 * share.products / sqrt(memory) - 2 * memory
+    return (elements - (0 if problem.reads_c else share.elements)) * narrowest

@@ -1,16 +1,27 @@
-"""Calibrations: the rates that `oocgemm calibrate` measured on a machine, and their JSON format."""
+"""Calibrations: the rates that `oocgemm calibrate` measured, their JSON format, and their names."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from oocgemm.planning.cost.fits import check_link, fit_link
-from oocgemm.planning.cost.machine import RATES, KernelRate, MachineModel
+from oocgemm.planning.cost.machine import RATES, KernelRate, MachineModel, check_link, default_model, fit_link
 
 # Name and version in the JSON of a calibration. Files with another name or version are rejected.
 FORMAT = "oocgemm-calibration"
 VERSION = 3
+# The names that reports use for fields of `MachineModel` and `StoreRates`, in the order in which data flow.
+LINKS = {
+    "read_cold": "read, disk",
+    "read": "read, page cache",
+    "read_scattered": "read, parts of chunks",
+    "decode": "decode, zstd",
+    "memory": "read, memory",
+    "h2d": "h2d",
+    "prepare": "prepare, residues",
+    "d2h": "d2h",
+    "write": "write",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +147,23 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
         if not number or value < 0 or (value == 0 and name not in may_be_0):
             raise ValueError(f"{name} = {value!r} is not a positive finite number")
     return {name: float(value) for name, value in data.items()}
+
+
+def link_rates(machine: MachineModel, store: StoreRates | None) -> dict[str, float]:
+    """Return the rates of `LINKS` that apply to a machine, in bytes per second.
+
+    "read_cold", the rate of reads from the disk, is included only if `store` is given.
+    """
+    found = {name: getattr(machine, name) for name in LINKS if hasattr(machine, name)}
+    if store is not None:
+        found["read_cold"] = store.read_cold
+    return {
+        name: found[name]
+        for name in LINKS
+        if name in found and not (machine.unified and name in ("h2d", "d2h"))
+    }
+
+
+def calibrated_rates(found: Calibration) -> dict[str, float]:
+    """Return the rates of `LINKS` in a calibration, with those of the file system measured last."""
+    return link_rates(found.model(default_model(found.backend, 1)), list(found.stores.values())[-1])

@@ -1,14 +1,16 @@
-"""Memory of a plan on device and host, and lower bounds on the bytes that it moves over each link."""
+"""Memory of a plan on device and host: slots, temporary memory, and the ring.
 
-from collections.abc import Collection, Mapping
+The ring consists of the pinned buffers through which pageable arrays are copied to and from a GPU.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod, sqrt
+from functools import lru_cache
+from math import prod
 
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
-from oocgemm.planning.cost.decoding import decoding_shape
-from oocgemm.planning.cost.encoding import encoding_bytes, slot_frames
+from oocgemm.planning.cost.coding import decoding_shape, encoding_bytes, slot_frames
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.ring import ring_shape
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.planning.expansion import (
     correction_bytes,
@@ -22,11 +24,10 @@ from oocgemm.planning.expansion import (
 from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.layout import request_bytes
 from oocgemm.planning.problem import DTYPES, GemmProblem
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.selection import found_layout
 from oocgemm.planning.setting import Setting
-from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileGrid, TileShape, round_up
 
 # Alignment, in bytes, of slots (buffers): cuBLAS needs the first, direct I/O the second.
@@ -39,6 +40,31 @@ FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
 # Maximum bytes of the parts of a strip that are written again as mirrored ones, or of which old elements are
 # read, unless a chunk is larger.
 MIRRORED_BYTES = 4 << 20
+
+# The ring.
+
+# Maximum bytes of a buffer, and of a piece of a block that one thread copies at a time. With larger pieces,
+# the last ones of a block keep fewer threads busy. With smaller ones, Python takes longer to issue the copy
+# of a piece than the link takes to copy it.
+PIECE = 8 << 20
+# A block is cut into one piece per thread, but not into smaller pieces than this many bytes. Other blocks, if
+# some are being copied, give the threads enough to do: pieces are larger then.
+MIN_PIECE, MIN_BUSY_PIECE = 2 << 20, 8 << 20
+# The same for threads that run compiled code, to which pieces cost no time under the GIL. The link copies
+# slowly to buffers that are in the caches of cores: with two of 512 KiB for each of 12 threads, downloads ran
+# at 15 GB/s on an H100, with two of 4 MiB at 49 GB/s.
+MIN_COMPILED_PIECE, MAX_COMPILED_PIECE = 256 << 10, 4 << 20
+# Pieces of files have at least this many bytes: to open a file takes as long as to copy some 50 KiB.
+MIN_STORED_PIECE = 512 << 10
+# Maximum number of such threads if all blocks are in memory. More of them only wait for the driver's lock.
+# From the page cache, 8 threads of the host of an H100 read 33 to 45 GB/s, and 12 threads 44 to 68 GB/s.
+COMPILED_LANES = 8
+# Buffers have at least this many bytes, and a multiple of them: a page.
+PAGE = 4096
+# Buffers per thread: one is filled while the other one is copied.
+BUFFERS = 2
+# Bytes per buffer in which the device marks what it has copied.
+MARKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,54 +257,42 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     return expanded + (problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact))
 
 
-def whole(problem: GemmProblem) -> Coverage:
-    """Return the coverage of all of C, or of the triangle of a Gram matrix."""
-    return Coverage(problem.m, 0 if problem.b.shares else problem.n, problem.elements)
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """`lanes` threads, of which one belongs to the run, copy blocks.
 
-
-def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
-    """Return a lower bound on the bytes that any schedule loads into a memory of `memory` bytes.
-
-    If the memory has room for M elements, and each operand is read at least once, any schedule loads at least
-    this many elements:
-
-    - beta = 0:  max(m k + k n, 2 m n k / sqrt(M) - 2 M - m n)
-    - otherwise: max(m k + k n + m n, 2 m n k / sqrt(M) - 2 M)
-
-    The source is Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication*
-    (2019). With mixed dtypes, M counts elements of the narrowest one. If only a `part` of C is computed, m
-    and n are its numbers of rows and columns, and m n is its number of elements.
-
-    For a Gram matrix, whose triangle takes P multiplications, the second term is sqrt(2) P / sqrt(M) - 2 M.
-    Source: Beaumont, Eyraud-Dubois, Langou and Verite, *I/O-optimal algorithms for symmetric linear algebra
-    kernels* (2022).
+    A buffer has `piece` bytes, and those for marks. Compiled threads divide the memory of a lane otherwise.
     """
-    part = part or whole(problem)
-    sizes = problem.itemsizes
-    narrowest = min(sizes.values())
-    elements = max(1, memory // narrowest)
-    once = required_bytes(problem, part)["h2d"]
-    products = min(part.elements, problem.elements) * problem.depth
-    streaming = (sqrt(2) if problem.b.shares else 2) * products / sqrt(elements) - 2 * elements
-    if not problem.reads_c:
-        streaming -= part.elements
-    return max(once, int(streaming * narrowest))
+
+    lanes: int
+    piece: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers, for copies in both directions."""
+        return 2 * self.lanes * BUFFERS * (self.piece + MARKS)
 
 
-def required_bytes(
-    problem: GemmProblem, part: Coverage | None = None, in_place: Collection[str] = ()
-) -> dict[str, int]:
-    """Return the bytes over each link if every element that is needed for a part of C crosses it once.
+@lru_cache(64)
+def ring_shape(setting: Setting) -> RingShape | None:
+    """Choose the shape of the ring of each device; None if no operand is copied through it.
 
-    The operands in `in_place` cross none: they are multiplied where they are.
+    All rings together take at most a quarter of the host budget, unless that is below 34 KiB per device. If
+    the device transposes strips, a ring takes at most a quarter of its budget, too.
     """
-    part = part or whole(problem)
-    sizes = problem.itemsizes | dict.fromkeys(in_place, 0)
-    # How many elements of a sparse C are kept is not known.
-    c_bytes = 0 if problem.sink.bounded else problem.sink.count(part.rows, part.elements) * sizes["C"]
-    up = (
-        part.rows * problem.depth * sizes["A"]
-        + problem.depth * part.cols * sizes["B"]
-        + (c_bytes if problem.reads_c else 0)
-    )
-    return {"read": up, "h2d": up, "d2h": c_bytes, "write": c_bytes}
+    machine, devices = setting.machine, setting.devices
+    copied = [route.layout for route in setting.routes.values() if route.rings]
+    if not copied:
+        return None
+    compiled = machine.compiled and all(x.contiguous_rows for x in copied) and not setting.turns_on_device
+    lanes, piece = 1 + machine.copy_threads_of(devices), PIECE
+    if compiled:
+        lanes = min(lanes, 1 + COMPILED_LANES)
+    room = setting.budgets.host // 4 // devices
+    if setting.turns_on_device:
+        room = min(room, (setting.budgets.device - machine.device_reserve) // 4)
+    while piece > PAGE and RingShape(lanes, piece).bytes > room:
+        piece //= 2
+    while lanes > 2 and RingShape(lanes, piece).bytes > room:
+        lanes -= 1
+    return RingShape(lanes, piece)

@@ -12,10 +12,9 @@ from oocgemm.planning.cost.clock import LANES, Prediction
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.operation import Slots, Tier
 from oocgemm.planning.schedule.placement import Loads, Placing
-from oocgemm.planning.schedule.slots import Slots, Tier
-from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.schedule.triangle import triangle
+from oocgemm.planning.schedule.traversal import Traversal, triangle
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, ceil_div, length
 

@@ -1,8 +1,8 @@
 """Estimate with formulas how many bytes of panels of A and B a candidate loads."""
 
 from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.placement import Loads
-from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.tiling import TileGrid, ceil_div
 

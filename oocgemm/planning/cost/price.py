@@ -7,7 +7,7 @@ This is the only place that turns sizes into times. `oocgemm.planning.cost.simul
 from collections.abc import Sequence
 from functools import partial
 
-from oocgemm.planning.cost.decoding import decoding_rate
+from oocgemm.planning.cost.coding import decoding_rate
 from oocgemm.planning.cost.machine import STRIP_OVERHEAD
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Shape

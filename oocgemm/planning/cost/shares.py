@@ -14,8 +14,7 @@ from oocgemm.planning.cost.clock import Prediction
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.gram import estimate_line_loads, predict
 from oocgemm.planning.cost.loads import estimate_loads
-from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.rates import scaled
+from oocgemm.planning.cost.machine import MachineModel, scaled
 from oocgemm.planning.schedule.dealing import arrangement
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.setting import Setting

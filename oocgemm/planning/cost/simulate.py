@@ -12,9 +12,8 @@ from functools import lru_cache
 
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.hazards import HazardTracker
-from oocgemm.planning.schedule.operation import Kind, Operation
+from oocgemm.planning.schedule.operation import Kind, Operation, Slot
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.slots import Slot
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import length
 

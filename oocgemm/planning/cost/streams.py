@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 
 # Lanes for which seconds are counted. "staged" is the time in which the host copies pageable arrays.
 BUSY = ("read", "decode", "h2d", "prepare", "compute", "d2h", "write", "staged")

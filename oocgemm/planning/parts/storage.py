@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.rates import scaled
+from oocgemm.planning.cost.machine import MachineModel, scaled
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from itertools import count, islice
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from oocgemm.planning.schedule.operation import Operation
-from oocgemm.planning.schedule.slots import Slot
+from oocgemm.planning.schedule.operation import Operation, Slot
 
 T = TypeVar("T")
 

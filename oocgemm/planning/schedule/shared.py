@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from heapq import heappop, heapreplace
 from typing import TypeVar
 
-from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.schedule.operation import Operation
 from oocgemm.planning.schedule.operations import Schedule
-from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, Step
+from oocgemm.planning.schedule.placement import Loads, Panels, Placing, SharedHost, SlotCache, Step
 from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Tile, length
 

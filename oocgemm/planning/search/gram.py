@@ -14,7 +14,7 @@ from oocgemm.planning.cost.footprint import Candidate, footprint, slot_bytes
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import LARGE_UNIT
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.shapes import Shapes
 from oocgemm.planning.setting import GRAM_STRIPS, Setting

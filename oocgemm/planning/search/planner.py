@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 
-from oocgemm.planning.cost.bound import bound, shape_bound
+from oocgemm.planning.cost.bound import bound, required_bytes, shape_bound
 from oocgemm.planning.cost.clock import Prediction
-from oocgemm.planning.cost.footprint import Candidate, required_bytes
+from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.gram import predict
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
@@ -28,9 +28,8 @@ from oocgemm.planning.layout import Layouts
 from oocgemm.planning.plan import Faster, Plan, Scored
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.dealing import arrangement
-from oocgemm.planning.search.bounds import within
 from oocgemm.planning.search.gram import gram_candidates, smallest
-from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
+from oocgemm.planning.search.refusals import budget_error, check_tile, too_small, within
 from oocgemm.planning.search.shapes import Shapes, chained_shapes, in_place_tile, min_tile, needs_no_memory
 from oocgemm.planning.search.slot_counts import io_threads, slot_counts
 from oocgemm.planning.setting import Budgets, Setting

@@ -10,11 +10,10 @@ from math import ceil, prod
 
 from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.bound import bound
-from oocgemm.planning.cost.decoding import PANELS
-from oocgemm.planning.cost.encoding import slot_frames
+from oocgemm.planning.cost.coding import PANELS, slot_frames
 from oocgemm.planning.cost.footprint import Candidate, extents, footprint, scratch_bytes, slot_bytes
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
