@@ -54,6 +54,15 @@ __device__ inline double identical(double c, const step_t& s, long long i, long 
     return s.rows[i] == s.cols[j] && c == c ? 1 : c;
 }
 
+__device__ inline double squared(double c, const step_t& s, long long, long long, double) {
+    return c * c - s.value * (1 - c * c);
+}
+
+// NaN becomes 0, too, where it is outside.
+__device__ inline double within(double c, const step_t& s, long long i, long long j, double) {
+    return fabs(number(s.rows, i) - number(s.cols, j)) <= s.value ? c : 0;
+}
+
 #define OOC_STEP(name, number) c = name(c, chain.steps[number], i, j, d);
 // Returns what the chain makes of c.
 __device__ inline double chained(double c, const chain_t& chain, long long i, long long j, double d) {

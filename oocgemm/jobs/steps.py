@@ -106,17 +106,43 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
+class Squared:
+    """Replace a correlation r by ``r^2 - bias (1 - r^2)``: its square, without the bias of a sample."""
+
+    bias: float = 0.0
+
+    @property
+    def step(self) -> Step:
+        """The step of the chain."""
+        return Step("squared", value=self.bias)
+
+
+@dataclass(frozen=True)
+class Within:
+    """Replace the elements (i, j) of C by 0 that are further than `window` from the diagonal."""
+
+    window: int
+
+    @property
+    def step(self) -> Step:
+        """The step of the chain. Its numbers are the indices of rows and columns."""
+        return Step("within", True, True, self.window)
+
+
+@dataclass(frozen=True)
 class Cast:
     """Round C to float16, bfloat16, float32 or float64, as the last step. It replaces out_dtype."""
 
     dtype: Any
 
 
+# The steps that callers pass, and those that verbs add.
 EpilogueStep = Scale | RankOne | Add | Divide | Correlation | Gaussian | Cast
-Epilogue = Sequence[EpilogueStep]
+AnyStep = EpilogueStep | Squared | Within
+Epilogue = Sequence[AnyStep]
 
 
-def steps_of(given: Epilogue | None) -> tuple[EpilogueStep, ...]:
+def steps_of(given: Epilogue | None) -> tuple[AnyStep, ...]:
     """Return the steps that a caller passed. Raises `InputError` for a step that is not in a sequence.
 
     A `Cast` alone gets a step before it, since only the kernel of a chain casts to any dtype.
@@ -163,7 +189,7 @@ def with_epilogue(problem: GemmProblem, given: Epilogue, *, casts: bool) -> Gemm
 
 def _check(problem: GemmProblem, given: Epilogue) -> None:
     """Raise `InputError` if no epilogue is possible, or not this one."""
-    wrong = next((x for x in given if not isinstance(x, EpilogueStep)), None)
+    wrong = next((x for x in given if not isinstance(x, AnyStep)), None)
     if wrong is not None:
         names = ", ".join(kind.__name__ for kind in EpilogueStep.__args__)
         raise InputError(f"{wrong!r} is no step of an epilogue: pass a sequence of {names}")
@@ -190,7 +216,7 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
         )
 
 
-def _check_derived(problem: GemmProblem, steps: Sequence[EpilogueStep]) -> None:
+def _check_derived(problem: GemmProblem, steps: Epilogue) -> None:
     """Raise `InputError` if a step that uses norms of the operands would not get their product."""
     name = next((type(x).__name__ for x in steps if isinstance(x, Correlation | Gaussian)), None)
     if name is None:
@@ -207,7 +233,7 @@ def _check_derived(problem: GemmProblem, steps: Sequence[EpilogueStep]) -> None:
         )
 
 
-def _step(given: EpilogueStep, problem: GemmProblem, name: str) -> Step:
+def _step(given: AnyStep, problem: GemmProblem, name: str) -> Step:
     """Return a step of a problem. Raises `InputError` if its numbers do not fit."""
     match given:
         case Scale() | RankOne():
@@ -219,12 +245,12 @@ def _step(given: EpilogueStep, problem: GemmProblem, name: str) -> Step:
             return Step(kind, found[0], found[1], _number(given.value, f"value of {name}"))
         case Add():
             return Step("add", value=_number(given.value, f"value of {name}"))
-        case DivideOrZero():
-            return Step("divide_or_zero")
         case Divide():
-            return Step("divide")
+            return Step("divide_or_zero" if isinstance(given, DivideOrZero) else "divide")
         case Correlation():
             return Step("correlation", True, True)
+        case Squared() | Within():
+            return given.step
         case Gaussian():
             gamma = given.gamma
             if isinstance(gamma, bool) or not isinstance(gamma, int | float | np.number) or not gamma > 0:
@@ -293,8 +319,10 @@ def numbers_of(
         match step:
             case Scale() | RankOne():
                 found.append((_vector(step.rows, problem.m, "rows"), _vector(step.cols, problem.n, "cols")))
-            case Add() | Divide():
+            case Add() | Divide() | Squared():
                 found.append((None, None))
+            case Within():
+                found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
             case Coefficients():
                 assert isinstance(a, StandardizedMatrix)
                 found.append((a.factors, a.factors))
@@ -325,7 +353,7 @@ def check_mirrored(given: Epilogue) -> None:
         )
 
 
-def _is_paired(step: EpilogueStep) -> bool:
+def _is_paired(step: AnyStep) -> bool:
     """Return whether a step has the same numbers for rows and for columns."""
     if not isinstance(step, Scale | RankOne) or step.rows is step.cols:
         return True

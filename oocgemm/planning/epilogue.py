@@ -21,6 +21,8 @@ STEPS = {
     "correlation": "u[i] v[j] c, but at least -1 and at most 1",
     "gaussian": "exp(-value max(u[i] + v[j] - 2 c, 0))",
     "identical": "1 where u[i] = v[j], unless c is NaN; c elsewhere",
+    "squared": "c^2 - value (1 - c^2)",
+    "within": "c where u[i] and v[j] differ by at most value; 0 elsewhere",
 }
 # The steps that read D, and the steps whose vectors u and v are computed from the operands.
 _MERGING, _DERIVED = ("add", "divide", "divide_or_zero"), ("correlation", "gaussian", "identical")

@@ -23,7 +23,7 @@ from oocgemm.errors import InputError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.epilogue import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.epilogue import REDUCTIONS, STEPS, Step
+from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS, STEPS, Step
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launcher
@@ -334,13 +334,16 @@ CHAIN = tuple(
         ("correlation", True, False, 0.7),
         ("divide", False, False, 1.0),
         ("scale", False, False, 0.5),
+        ("squared", False, False, 0.25),
+        ("within", True, True, 1.0),
     )
 )
 
 
 def drawn(step: Step, count: int) -> NDArray[Any]:
     """Draw the numbers of a step: some are equal if they are compared."""
-    return RNG.integers(3, size=count).astype(float) if step.kind == "identical" else RNG.random(count)
+    compared = step.kind in ("identical", "within")
+    return RNG.integers(4, size=count).astype(float) if compared else RNG.random(count)
 
 
 def chain_problem(accumulated: str, steps: tuple[Step, ...], reduction: str = "") -> GemmProblem:
@@ -405,9 +408,16 @@ def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
-    every = tuple(Step(kind, True, True, 0.5) for kind in STEPS)
-    sources = [("chain", chain_options(chain_problem(x, every), x)) for x in ("float32", "float64")]
-    sources += [("chain", chain_options(chain_problem("float32", every), x)) for x in ("float16", "bfloat16")]
+    every = [Step(kind, True, True, 0.5) for kind in STEPS]
+    chains = tuple(every[:MAX_STEPS]), tuple(every[-MAX_STEPS:])
+    sources = [
+        ("chain", chain_options(chain_problem(accumulated, steps), stored))
+        for steps in chains
+        for accumulated, stored in (
+            *(("float32", "float32"), ("float64", "float64")),
+            *(("float32", "float16"), ("float32", "bfloat16")),
+        )
+    ]
     sources += [("reduce", reduce_options(chain_problem("float32", (), kind))) for kind in REDUCTIONS]
     for name, options in sources:
         cubin = tmp_path / "code.cubin"

@@ -76,6 +76,11 @@ def _changed(
             c = c.astype(np.float64, copy=False)
         case "identical":
             c[(u == v) & ~np.isnan(c)] = 1
+        case "squared":
+            c *= c
+            c -= step.value * (1 - c)
+        case "within":
+            c[~(np.abs(u - v) <= step.value)] = 0
         case _:
             raise AssertionError(f"{step} is unknown")
     return c
