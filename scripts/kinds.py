@@ -23,8 +23,8 @@ NAMED = {"cover", "sink", "b"}
 # and `planning/search/`, `planning/problem.py` and `planning/serialize.py` those of products.
 OWN = (
     *("stores/", "planning/problem.py", "planning/sinks.py", "planning/cover.py", "integrity/samples.py"),
-    *("backends/host/sinks.py", "backends/cuda/selector.py", "backends/cuda/applied.py"),
-    *("kernels/selection.py", "kernels/epilogue.py", "jobs/operands.py", "jobs/sampling.py"),
+    *("backends/host/finish.py", "backends/cuda/finisher.py", "backends/cuda/session.py"),
+    *("kernels/launches.py", "kernels/launches.py", "jobs/operands.py", "jobs/sampling.py"),
 )
 
 

@@ -33,7 +33,7 @@ struct encoding_t {
     u64 *places, *end;
     u32 frames, count, first, rows, cols, across, height, width, item, compressor, block, streams, length, room;
 };
-static_assert(sizeof(encoding_t) == 128, "oocgemm.backends.encoding has the same");
+static_assert(sizeof(encoding_t) == 128, "oocgemm.kernels.launches has the same");
 
 // Write a number of some bytes.
 __device__ inline void put(u8* to, u64 value, u32 bytes) {

@@ -1,4 +1,4 @@
-"""The protocol between the engine and a backend.
+"""The protocol between the engine and a backend, and what all backends use.
 
 A session of a backend owns the buffers on the device (slots) and runs operations on streams. With each
 operation, the executor passes the handles (tokens) of the earlier operations to wait for. The session's
@@ -9,18 +9,68 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.sums import Checksums, SumsOfStrips
-from oocgemm.errors import missing_bfloat16
-from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region
+from oocgemm.errors import ExecutionError, missing_bfloat16
+from oocgemm.planning import (
+    DTYPES,
+    OPERANDS,
+    GemmProblem,
+    Kind,
+    Op,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Tier,
+    TileShape,
+)
+from oocgemm.planning.check_blocks import StripOffsets
+from oocgemm.planning.cost.coding import slot_frames
+from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.expansion import Measure
-from oocgemm.planning.tiling import Range, Shape
+from oocgemm.planning.schedule.operation import Slots
+from oocgemm.planning.tiling import Range, Shape, round_up
+from oocgemm.stores.compressors import Codec, Fetched
 from oocgemm.stores.lines import CachedBlock
+from oocgemm.timeline.spans import BusyTime
+
+
+class Checksums(Protocol):
+    """The checksums that a device computes during one run.
+
+    Attributes:
+        expected: the host's digests of the next Multiply's two panels. The engine sets them before it submits
+            the Multiply. The device compares them with digests of the panels that it received.
+        busy: the time that the device spends on checksums.
+        room: the memory layout of the checksums of one strip of C.
+    """
+
+    expected: tuple[int, int]
+    busy: BusyTime
+    room: StripOffsets
+
+    def begin(self, seed: int) -> None:
+        """Set the seed of the random signs that the checksums of later operations use."""
+
+
+class SumsOfStrips(Protocol):
+    """The sums of strips that a device takes of the accumulator before a Finish changes its elements."""
+
+    def begin(self, seed: int) -> None:
+        """Set the seed of the random signs that later sums use."""
+
+    def take(self, operation: Operation) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the sums and the norms of the blocks of a strip, once.
+
+        `operation` is the Finish of the strip, which has ended, or another operation on the same rows.
+        """
+
 
 Array = NDArray[Any]
 
@@ -390,3 +440,84 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             raise missing_bfloat16()
         importlib.import_module("ml_dtypes")  # this import registers bfloat16 with NumPy
     return SELECTED[name] if name in SELECTED else np.dtype(DTYPES[name].name)
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed(Pageable):
+    """A block of an operand in compressed chunks, which the device decodes.
+
+    `move` decodes a part of the block on the host, and raises the error of a damaged chunk.
+
+    Attributes:
+        codec: how the chunks are compressed.
+        fetch: reads the stored chunks that contain some rows and columns of the block, counted from its first
+            ones, one after another into an array of bytes. Many threads call this.
+    """
+
+    codec: Codec = field(kw_only=True)
+    fetch: Callable[[Range, Range, Array], Sequence[Fetched]] = field(kw_only=True)
+
+
+# Parts of the device's footprint that lie behind the slots, in this order.
+AREAS = ("transform", "turned", "work", "decode", "encode")
+
+
+def device_offsets(plan: Plan, device: int = 0) -> tuple[Mapping[Slot, int], int]:
+    """Return the byte offset of each slot of a device in the arena (one allocation), and the arena's size."""
+    return slot_offsets(plan, "device", DEVICE_ALIGNMENT, device)
+
+
+def areas(plan: Plan, start: int) -> list[int]:
+    """Return where each of `AREAS` ends in the memory of a device, if the first one begins at `start`."""
+    return [start := start + plan.footprint.device[area] for area in AREAS]
+
+
+def slot_offsets(plan: Plan, tier: str, alignment: int, device: int = 0) -> tuple[Mapping[Slot, int], int]:
+    """Place the slots of a tier ("host" or "device") one after the other in one allocation, the arena.
+
+    For the tier "device", they are the slots of one `device` of the run.
+
+    Returns:
+        The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
+    """
+    frames = slot_frames(plan.setting, plan.tile, plan.slots.strip)
+    given = plan.problem, plan.tile, plan.slots, frames, frozenset(plan.in_place), plan.devices
+    return _slot_offsets(*given, tier, alignment, device)
+
+
+@lru_cache(64)
+def _slot_offsets(
+    problem: GemmProblem,
+    tile: TileShape,
+    slots: Slots,
+    frames: int,
+    in_place: frozenset[str],
+    devices: int,
+    tier: str,
+    alignment: int,
+    device: int,
+) -> tuple[Mapping[Slot, int], int]:
+    sizes = slot_bytes(problem, tile, slots.strip, frames)
+    # Slots of operands that are multiplied in place have no memory.
+    sizes |= {("device", operand): 0 for operand in in_place}
+    offsets: dict[Slot, int] = {}
+    end = 0
+    for operand in "CABDP" if tier == "device" else "ABC":
+        # Devices share the host slots for panels. Each has host slots of its own for strips of C.
+        owners = range(devices) if (tier, operand) == ("host", "C") else (device,)
+        for owner in owners:
+            for index in range(slots.count(Tier(tier), operand)):
+                offsets[Slot(Tier(tier), operand, index, owner)] = end
+                end = round_up(end + sizes[tier, operand], alignment)
+    return offsets, end
+
+
+def too_large(c_dtype: str) -> ExecutionError:
+    """Return the error for an element of C that does not fit C's integer dtype."""
+    if c_dtype == "int32":
+        limit, wider = "int32 holds (2^31 - 1)", "int64"
+    else:
+        limit, wider = "can be summed exactly (2^53)", "float64"
+    return ExecutionError(
+        f"an element of C is larger than {limit}: pass out_dtype='{wider}' (--out-dtype {wider})"
+    )

@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from oocgemm.backends.base import (
     Array,
     Backend,
+    Checksums,
     Finishing,
     HostBlock,
     Pageable,
     Session,
     Stream,
+    SumsOfStrips,
     Token,
     Transforms,
 )
 from oocgemm.backends.registry import open_backend, resolve
-from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region
 

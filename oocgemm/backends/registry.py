@@ -4,19 +4,21 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from oocgemm.backends.base import Backend
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
-from oocgemm.kernels import registry as ladder
+from oocgemm.kernels import ladder
 from oocgemm.system import threads
 from oocgemm.system.threads import wake
 
 NAMES = ("auto", "cuda", "host")
-_CUDA = "oocgemm.backends.cuda.backend"
+_CUDA = "oocgemm.backends.cuda.gpu"
 # The names of each backend's kernels. `auto` stands for the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
@@ -24,6 +26,10 @@ KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")
 # without access to the GPU has only files of the second kind, because it sees the host's /proc/driver.
 DEVICE_NODES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"
 DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-modeset"
+# The folder in which the system describes PCI devices.
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+# A PCI Express link has at most this many lanes. A larger number in sysfs is wrong, and is not used.
+MAX_PCI_LANES = 32
 
 
 def missing_for_cuda() -> str | None:
@@ -64,6 +70,30 @@ def cuda_extra() -> str | None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return "cuda13" if version.value >= 13000 else "cuda12"
+
+
+def pci_limit(address: str, devices: Path = PCI_DEVICES) -> float | None:
+    """Return the maximum rate of a device's PCI Express link in one direction, in bytes per second.
+
+    This is an upper bound: the maximum transfer rate per PCIe lane, times the maximum number of lanes. The
+    link's current speed is not used, because an idle link slows down.
+
+    Args:
+        address: PCI address of the device: domain, bus, device and function, such as 0000:1B:00.0.
+        devices: the folder in which the system describes PCI devices.
+
+    Returns:
+        The rate; None if the system does not report the link, as in some virtual machines.
+    """
+    folder = devices / address.lower()
+    try:
+        speed = re.match(r"([\d.]+) GT/s", (folder / "max_link_speed").read_text(encoding="utf-8"))
+        lanes = int((folder / "max_link_width").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if speed is None or not 0 < lanes <= MAX_PCI_LANES:
+        return None
+    return float(speed[1]) * 1e9 / 8 * lanes
 
 
 def resolve(name: str) -> str:
@@ -134,7 +164,7 @@ def _open_cuda(device: int) -> Backend:
     if missing:
         raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
     try:
-        from oocgemm.backends.cuda.backend import CudaBackend
+        from oocgemm.backends.cuda.gpu import CudaBackend
     except ImportError as error:
         raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
     return CudaBackend(device)

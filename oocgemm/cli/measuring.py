@@ -12,8 +12,7 @@ from oocgemm.cli.display import print_bench, print_calibration, print_tuning
 from oocgemm.cli.parameters import Size, option
 from oocgemm.cli.printing import JSON, print_json
 from oocgemm.jobs.budgets import budgets_of
-from oocgemm.kernels import registry as ladder
-from oocgemm.kernels import tuning
+from oocgemm.kernels import ladder, tuning
 from oocgemm.machine import kernel_bench
 from oocgemm.machine.calibrate import calibrate as measure
 from oocgemm.machine.kernel_bench import chart

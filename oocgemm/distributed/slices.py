@@ -19,7 +19,7 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.integers import finish
+from oocgemm.backends.host.finish import finish
 from oocgemm.jobs import output
 from oocgemm.jobs.journal import PARTIAL
 from oocgemm.jobs.output import Target

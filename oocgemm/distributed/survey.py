@@ -26,7 +26,7 @@ from oocgemm.distributed.processes import DIED
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.jobs.request import Request
-from oocgemm.kernels.registry import check_plan
+from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import Budgets, GemmProblem, Plan
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.system.installed import __version__

@@ -15,22 +15,22 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
-   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`short.is_short`), has
+   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`inline.is_short`), has
    no queues and no threads: `inline.InlineRun` starts its operations one after the other. If all arrays are
    pinned, and where those of the last run were, the session starts the operations again by itself
    (`backends.cuda.repeated`).
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
-   `transfers.Transfers.read` cuts the panel into parts (`blocks.parts`). The reader threads read them from
-   the store into a host slot (`slots.HostSlots`), which is then pinned. If host and device share one memory,
+   `staging.Transfers.read` cuts the panel into parts (`host_blocks.parts`). The reader threads read them from
+   the store into a host slot (`staging.HostSlots`), which is then pinned. If host and device share one memory,
    the store reads into the device slot, and a panel in the caller's memory is not read at all
    (`Layout.in_place`). A GPU needs no Read for an array in host memory, unless the host computes checksums.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
-   backend: its host slot, or its block of an array in memory (`direct.host_block`). On CUDA,
+   backend: its host slot, or its block of an array in memory (`host_blocks.host_block`). On CUDA,
    `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
    and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
-   through a ring of pinned buffers (`backends.cuda.ring`), which has threads and streams of its own. Their
+   through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own. Their
    first Uploads begin before C is created (`prefetch.Prefetch`), and in a product like a recent one before
    the rest is prepared (`jobs.run.run_again`). `submit` returns a token, the handle of the submitted
    operation. If beta != 0, the old C of the tile is read and uploaded in the same way, strip by strip.
@@ -43,22 +43,22 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 6. *Multiply* (lane `compute`). It adds the product of two panels to the tile on the device. There is one
    Multiply per step along k. The last steps of a tile have one Multiply per strip, so that a finished strip
    is downloaded while later ones are multiplied. `backends.cuda.multiplier.Multiplier` launches cuBLAS or one
-   of our own kernels (`kernels.registry`). `backends.host.blas.gemm` calls the BLAS of NumPy.
+   of our own kernels (`kernels.ladder`). `backends.host.blas.gemm` calls the BLAS of NumPy.
 
 7. *Finish* (lane `compute`; only if the tile on the device has a wider dtype than C or still lacks alpha and
    beta). It applies alpha and beta and casts a strip to C's dtype: `backends.cuda.launch.Kernels.finish`,
-   `backends.integers.finish`. If only some elements of C are kept (`GemmProblem.selects`), it selects them
-   instead: `backends.cuda.selector`, `backends.host.selection`. The next stages then move only these.
+   `backends.host.finish.finish`. If only some elements of C are kept (`GemmProblem.selects`), it selects them
+   instead: `backends.cuda.finisher`, `backends.host.finish`. The next stages then move only these.
 
 8. *Download* (lane `d2h`). A strip is copied to a host slot (`staging.Staging.prepare_download`), or to a C
    in memory, directly or through the ring. The next tile starts as soon as strips of the device slot are
    free. If a Gram matrix is copied to a C in memory, the device first makes the strip Hermitian at the
-   diagonal of C (`backends.cuda.turner`). If all of C is stored, a second Download copies the transpose of
+   diagonal of C (`backends.cuda.finisher`). If all of C is stored, a second Download copies the transpose of
    the strip to the other triangle.
 
 9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
    is verified, `integrity.checksums` first checks the strip. A strip of a Gram matrix is then mirrored at the
-   diagonal of C (`mirror`). `transfers.Transfers.write` has the writer
+   diagonal of C (`mirror`). `staging.Transfers.write` has the writer
    threads encode its chunks and write them. After the last strip of the tile, `Run` calls its callback
    `finished`. `jobs.output` then makes the tile durable and records it in the journal.
 

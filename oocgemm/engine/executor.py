@@ -18,15 +18,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Session, Stream, Token
-from oocgemm.engine.annotation import annotation
-from oocgemm.engine.completion import Cancelled, Completion, Item, is_ready
-from oocgemm.engine.direct import is_pageable
+from oocgemm.engine.host_blocks import is_pageable
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -36,6 +35,63 @@ from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
+
+
+@cache
+def annotation() -> Callable[[Operation], AbstractContextManager[object]]:
+    """Return a function that takes an operation and returns a context manager. The context manager marks the
+    operation as an NVTX range for profilers, or does nothing if the package nvtx is missing."""
+    try:
+        from nvtx import annotate
+    except ImportError:
+        return nullcontext
+    return lambda operation: annotate(str(operation))
+
+
+def _acquired_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """The state of one operation: queued, submitted or cancelled.
+
+    `posted` is False while the operation is queued. `token` is None unless it has been submitted.
+    """
+
+    number: int
+    token: Token | None = None
+    posted: bool = False
+    _pending: threading.Lock = field(default_factory=_acquired_lock)
+
+    def submitted(self) -> Token:
+        """Wait until the operation has been submitted, and return its token.
+
+        Raises `Cancelled` if the operation has been cancelled.
+        """
+        with self._pending:
+            if self.token is None:
+                raise Cancelled
+            return self.token
+
+    def post(self) -> None:
+        """Wake the threads that wait in `submitted`. Called once."""
+        self.posted = True
+        self._pending.release()
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error itself: it follows from an error elsewhere
+    """Raised in a thread that waits for an operation that will not run, because an earlier one has failed."""
+
+
+Item = tuple[Operation, Sequence[Completion], Completion]
+
+
+def is_ready(item: Item) -> bool:
+    return all(wait.posted for wait in item[1])
+
 
 # Queuing pauses while more than MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * (strips per tile) operations are
 # unfinished, which bounds the memory for them. The second term lets the next tile start while the strips of

@@ -6,7 +6,7 @@ part of a strip left of its diagonal block is also written right of the diagonal
 
 If only a triangle is stored, the other triangle of a diagonal block is replaced by what C has there: 0 in an
 array that the run creates, and old elements in any other one. If C is in memory, a GPU does all of this
-(`oocgemm.backends.cuda.turner`), but writes 0 over old elements. So these are saved before the run.
+(`oocgemm.backends.cuda.finisher`), but writes 0 over old elements. So these are saved before the run.
 """
 
 from collections.abc import Iterator, Sequence

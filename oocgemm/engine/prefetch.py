@@ -5,16 +5,16 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 
 from oocgemm.backends.base import Pageable, Session, Stream, Token
-from oocgemm.engine.direct import host_block, is_pageable
 from oocgemm.engine.executor import located_error
-from oocgemm.engine.short import is_short
+from oocgemm.engine.host_blocks import host_block, is_pageable
+from oocgemm.engine.inline import is_short
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.stores import Matrix, memory
 from oocgemm.stores.base import Retries
 
 # At most MAX_BEGUN Uploads begin before the run, and only those among its first MAX_SEEN operations. Copies
-# of more blocks would share streams (`backends.cuda.pooled.MAX_STREAMS`), and wait for each other.
+# of more blocks would share streams (`backends.cuda.pageable.MAX_STREAMS`), and wait for each other.
 MAX_BEGUN, MAX_SEEN = 4, 24
 
 

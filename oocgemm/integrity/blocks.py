@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.random_words import VECTORS
+from oocgemm.backends.checksums import VECTORS
 from oocgemm.errors import BudgetError
 from oocgemm.integrity.passes import MAX_CUT_WIDTH, PIECE, Oriented
 from oocgemm.integrity.rounding import wide_dtype

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from oocgemm.backends.base import Array
-from oocgemm.backends.random_words import SignVectors
+from oocgemm.backends.checksums import SignVectors
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.passes import Oriented
 from oocgemm.integrity.sign_sums import product

@@ -39,7 +39,7 @@ from math import isfinite
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.backends.random_words import VECTORS, SignVectors
+from oocgemm.backends.checksums import VECTORS, SignVectors
 from oocgemm.integrity.blocks import Blocks, Operands
 from oocgemm.integrity.passes import Passes
 from oocgemm.integrity.rounding import wide_dtype

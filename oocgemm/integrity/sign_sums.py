@@ -6,7 +6,7 @@ y is a vector of random signs. The check compares op(A) (op(B) y) with C y (`ooc
 import numpy as np
 
 from oocgemm.backends.base import Array
-from oocgemm.backends.random_words import VECTORS
+from oocgemm.backends.checksums import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import stores
 from oocgemm.engine.executor import Observer, Run
-from oocgemm.engine.inline import InlineRun
+from oocgemm.engine.inline import InlineRun, is_short
 from oocgemm.engine.mirror import outside_kept
 from oocgemm.engine.prefetch import Prefetch
-from oocgemm.engine.short import is_short
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
 from oocgemm.jobs import output

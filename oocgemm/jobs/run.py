@@ -21,8 +21,8 @@ from typing import Any, TypeVar, overload
 
 from oocgemm import backends, planning, stores
 from oocgemm.backends import Backend
+from oocgemm.engine.inline import is_brief
 from oocgemm.engine.prefetch import Prefetch
-from oocgemm.engine.short import is_brief
 from oocgemm.errors import ExecutionError, OutOfMemoryError
 from oocgemm.jobs import support
 from oocgemm.jobs.budgets import check_memory
@@ -32,7 +32,7 @@ from oocgemm.jobs.prepare import Output, PreparedRun, prepare
 from oocgemm.jobs.request import Request, Source
 from oocgemm.jobs.result import Plan, Result
 from oocgemm.jobs.transforming import check_known, how_to_replace, memory_of
-from oocgemm.kernels.registry import check_plan
+from oocgemm.kernels.ladder import check_plan
 from oocgemm.machine import info as system
 from oocgemm.planning.units import counted, format_size, format_time
 from oocgemm.stores import Matrix, is_plain

@@ -13,7 +13,7 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.random_words import VECTORS
+from oocgemm.backends.checksums import VECTORS
 from oocgemm.errors import InputError
 from oocgemm.integrity.blocks import Operands, cut
 from oocgemm.integrity.freivalds import Check, hull

@@ -1,4 +1,15 @@
-"""Compile oocgemm's CUDA kernels. The machine code is cached in the user's cache directory.
+"""Find oocgemm's CUDA sources, and compile them. The machine code is cached in the user's cache directory.
+
+The sources are inside the package in a wheel, beside it in a source tree. They are sorted into folders; each
+source has a unique name. Includes are relative to the top folder.
+
+    plain/      kernels that show one idea each            emulation/  float64 and float32 from int8 products
+    fast/       kernels for speed                          integers/   exact products of int8
+    checks/     checksums for the verification             transforms/ transforms of panels on load
+    common/     shared headers, and the kernels finish and turn
+    decoding/   panels composed of decoded chunks          encoding/   chunks of C compressed
+    epilogue/   steps on elements of C, and reductions     selection/  elements of C that are kept
+    host/       C for the host (`oocgemm.system.installed`)
 
 The caller passes the compiler: the NVRTC of cupy on a machine with a GPU, the NVRTC of a wheel in tests.
 """
@@ -7,11 +18,35 @@ import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 from oocgemm.errors import BackendError, InputError
-from oocgemm.kernels.sources import kernel_folder, kernel_path
-from oocgemm.system import cache
+from oocgemm.system import cache as cached_files
+
+
+@cache
+def kernel_folder() -> Path:
+    """Return the top folder of the CUDA sources. Raises `BackendError` if the installation lacks it."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_kernels", package.parent / "kernels"):
+        if (folder / "common" / "scalar.cuh").is_file():
+            return folder
+    raise BackendError(f"the kernel sources are missing beside {package}: reinstall oocgemm")
+
+
+def kernel_path(name: str) -> Path:
+    """Return the path of the CUDA source `NAME.cu`.
+
+    Raises:
+        BackendError: there is no such source; the message lists those that exist.
+    """
+    found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
+    if name not in found:
+        raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")
+    return found[name]
+
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -42,7 +77,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     cached = None
     with suppress(InputError):  # without a home directory there is no cache
-        cached = cache.folder() / "kernels" / f"{source}-{arch}-{key}.cubin"
+        cached = cached_files.folder() / "kernels" / f"{source}-{arch}-{key}.cubin"
     if cached is not None:
         with suppress(OSError):
             return cached.read_bytes()
@@ -53,7 +88,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
         )
     if cached is not None:
         with suppress(OSError):  # if the cache cannot be written, later runs compile again
-            cache.write_whole(cached, code)
+            cached_files.write_whole(cached, code)
     return code
 
 

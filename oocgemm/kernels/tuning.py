@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import InputError
-from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
 

@@ -22,10 +22,9 @@ from typing import Any
 from oocgemm import backends, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
-from oocgemm.engine.blocks import located, slot_views
 from oocgemm.engine.executor import Run
-from oocgemm.engine.staging import Staging
-from oocgemm.engine.transfers import Transfers
+from oocgemm.engine.host_blocks import located, slot_views
+from oocgemm.engine.staging import Staging, Transfers
 from oocgemm.errors import BackendError, InputError
 from oocgemm.machine.workbench import (
     Workbench,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.errors import BackendError
-from oocgemm.kernels.registry import choose
+from oocgemm.kernels.ladder import choose
 from oocgemm.kernels.tuning import CUBLAS
 
 # The name of the ncu metric for each counter. A sector is 32 contiguous bytes of device memory.

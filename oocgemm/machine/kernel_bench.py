@@ -13,7 +13,7 @@ from oocgemm import backends
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError, InputError
 from oocgemm.kernels import tuning
-from oocgemm.kernels.registry import LADDER, names
+from oocgemm.kernels.ladder import LADDER, names
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
 from oocgemm.machine import counters

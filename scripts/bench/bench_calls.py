@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 import oocgemm
-from oocgemm.engine import short
+from oocgemm.engine import inline
 
 Call = Callable[[Any, Any], Any]
 
@@ -59,12 +59,12 @@ def main() -> None:
 @click.option("--short-bytes", default=1 << 40, help="Largest product that the short run takes, in bytes.")
 def calls(backend: str, sizes: list[int], dtype: str, samples: int, short_bytes: int) -> None:
     """Time warm calls of `oocgemm.matmul`."""
-    limit = short.MAX_STREAMED_STEPS
-    short.MAX_SHORT_BYTES = short.MAX_STREAMED_BYTES = short_bytes
+    limit = inline.MAX_STREAMED_STEPS
+    inline.MAX_SHORT_BYTES = inline.MAX_STREAMED_BYTES = short_bytes
 
     def product(steps: int) -> Call:
         def multiply(a: Any, b: Any) -> Any:
-            short.MAX_STREAMED_STEPS = steps
+            inline.MAX_STREAMED_STEPS = steps
             return oocgemm.matmul(a, b, backend=backend)
 
         return multiply

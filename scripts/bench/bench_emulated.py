@@ -14,11 +14,10 @@ from unittest.mock import patch
 import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import cublas as blas
 from oocgemm.backends.cuda import emulated as backend
 from oocgemm.backends.cuda.emulated import Emulated
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.multiplier import Multiplier, device_name
+from oocgemm.backends.cuda.multiplier import Multiplier, cublas_gemm, device_name
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes
@@ -103,7 +102,7 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
 
     parts = {
         "unguarded": unguarded,
-        "native": lambda: cuda_calls.make(blas.gemm(multiplier._blas, call)),
+        "native": lambda: cuda_calls.make(cublas_gemm(multiplier._blas, call)),
         "prepare": prepare,
         "multiply": multiply,
     }

@@ -176,7 +176,7 @@ def _while_both(size: int, times: Sequence[float], alone: tuple[float, float]) -
 def _ring() -> Iterator[Any]:
     import cupy
 
-    from oocgemm.backends.cuda.ring import Ring
+    from oocgemm.backends.cuda.pageable import Ring
 
     ring = Ring(cupy.cuda.Device(), RingShape(1 + COMPILED_LANES, PIECE))
     try:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from oocgemm.engine.blocks import parts
+from oocgemm.engine.host_blocks import parts
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 from oocgemm.system.threads import short_switch_interval
 

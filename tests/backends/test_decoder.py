@@ -11,7 +11,7 @@ import pytest
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-from oocgemm.backends.compressed import Compressed
+from oocgemm.backends.base import Compressed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.coding import DecodingShape
 from oocgemm.planning.tiling import Range
@@ -67,7 +67,7 @@ def decoding(shape: DecodingShape) -> Iterator[Any]:
     """Yield a function that decodes a block on the device, and returns its elements and the bytes copied."""
     import cupy
 
-    from oocgemm.backends.cuda.decoder import Decoder
+    from oocgemm.backends.cuda.codecs import Decoder
     from oocgemm.backends.cuda.events import Clock
     from oocgemm.backends.cuda.launch import Kernels
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale, Transform
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.host.epilogue import reduce_rows, run_chain
+from oocgemm.backends.host.finish import reduce_rows, run_chain
 from oocgemm.errors import InputError
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.epilogue import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
+from oocgemm.kernels.launches import ChainNumbers, chain_grid, chain_options, reduce_grid, reduce_options
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, REDUCTIONS, STEPS, Step
 from tests.support.backends_here import ENGINES, Engine, running_on

@@ -45,7 +45,7 @@ def broken(error: Exception) -> ModuleType:
         def __getattr__(self, name: str) -> object:
             raise error
 
-    return Broken("oocgemm.backends.cuda.backend")
+    return Broken("oocgemm.backends.cuda.gpu")
 
 
 def product(*arguments: str) -> Finished:
@@ -105,7 +105,7 @@ def test_a_gpu_that_fails_is_mentioned(
 ) -> None:
     machine(DEVICE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "oocgemm.backends.cuda.backend", broken(error))
+    monkeypatch.setitem(sys.modules, "oocgemm.backends.cuda.gpu", broken(error))
     done = product("run")
     assert (done.code, done.err.count("\n")) == (0, 1)
     assert done.err.startswith(f"Note: running on the host: {said}")
@@ -113,7 +113,7 @@ def test_a_gpu_that_fails_is_mentioned(
 
 def test_a_full_gpu_is_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     machine(DEVICE)
-    monkeypatch.setitem(sys.modules, "oocgemm.backends.cuda.backend", broken(OutOfMemoryError("full")))
+    monkeypatch.setitem(sys.modules, "oocgemm.backends.cuda.gpu", broken(OutOfMemoryError("full")))
     with pytest.raises(OutOfMemoryError, match="full"):
         backends.open_backend("auto")
 

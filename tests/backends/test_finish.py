@@ -15,7 +15,7 @@ import pytest
 
 import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
-from oocgemm.backends.integers import finish
+from oocgemm.backends.host.finish import finish
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE, MIN_FINISH_PIECE
 from tests.support.problems import Array

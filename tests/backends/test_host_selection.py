@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oocgemm.backends.base import SELECTED
-from oocgemm.backends.host.selection import select
+from oocgemm.backends.host.finish import select
 from oocgemm.planning.selection import NONE
 from tests.support.suite import examples
 

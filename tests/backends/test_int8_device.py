@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.integers import finish as finish_on_host
+from oocgemm.backends.host.finish import finish as finish_on_host
 from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
@@ -94,7 +94,7 @@ def int8() -> Iterator[Any]:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("oocgemm.backends.cuda.int8")
+        module = importlib.import_module("oocgemm.backends.cuda.multiplier")
         # The fake reads host memory, as the kernels compiled for the CPU do.
         patch.setattr(module.cublas, "gemmEx", gemm_ex)
         patch.setattr(module, "STRIP_ROWS", 4)
@@ -119,7 +119,7 @@ def add_up(int8: Any, call: Call) -> None:
     """Compute C += op(A) @ op(B) in float64, in the way in which `Multiplier.accumulate` does with cuBLAS."""
     module, kernels = int8.module, int8.kernels
     module.by_strips(
-        kernels, module.packed(kernels, call), "float64", lambda part: module.gemm(kernels, 0, part)
+        kernels, module.packed(kernels, call), "float64", lambda part: module.int8_gemm(kernels, 0, part)
     )
 
 
@@ -146,7 +146,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
         if wide:
             add_up(int8, call)
         else:
-            int8.module.gemm(int8.kernels, 0, call)
+            int8.module.int8_gemm(int8.kernels, 0, call)
         np.testing.assert_array_equal(held, wanted, f"{m} {n} {k} {pad}")
         held[...] = 77
         assert (whole == 77).all(), "something beside C was written"
@@ -177,7 +177,7 @@ def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) 
         expected, flag = c.copy(), np.zeros(1, np.int32)
         if beta == 0:
             c[...] = np.iinfo(c_dtype).max if integer else np.nan
-        int8.module.finish(
+        int8.module.int8_finish(
             *(int8.kernels, (held.dtype.name, c_dtype), (alpha, beta), c.size),
             *(held.ctypes.data, c.ctypes.data, flag.ctypes.data),
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.backends.cuda.pcie import link_limit
+from oocgemm.backends.registry import pci_limit
 
 
 def described(folder: Path, speed: str, lanes: str) -> Path:
@@ -33,8 +33,8 @@ def test_a_link_carries_what_its_generation_and_lanes_can(
     tmp_path: Path, speed: str, lanes: str, limit: float | None
 ) -> None:
     folder = described(tmp_path, speed, lanes)
-    assert link_limit("0000:1B:00.0", folder) == limit  # CUDA writes addresses in capitals, /sys does not
+    assert pci_limit("0000:1B:00.0", folder) == limit  # CUDA writes addresses in capitals, /sys does not
 
 
-def test_a_device_unknown_to_the_system_has_no_link_limit(tmp_path: Path) -> None:
-    assert link_limit("0000:1B:00.0", tmp_path) is None
+def test_a_device_unknown_to_the_system_has_no_pci_limit(tmp_path: Path) -> None:
+    assert pci_limit("0000:1B:00.0", tmp_path) is None

@@ -32,7 +32,7 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(params=["compiled", "python"])
 def ring(cuda: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    from oocgemm.backends.cuda.ring import Ring
+    from oocgemm.backends.cuda.pageable import Ring
 
     if request.param == "python":
         monkeypatch.setattr(pool, "compiled", lambda: None)
@@ -139,7 +139,7 @@ def test_a_lane_is_given_back_if_the_device_has_failed() -> None:
     with fake_cuda() as device:
         import cupy
 
-        from oocgemm.backends.cuda.ring import Ring
+        from oocgemm.backends.cuda.pageable import Ring
 
         ring, go = Ring(cupy.cuda.Device(0), RingShape(3, 1 << 12)), threading.Event()
         address = cupy.cuda.runtime.malloc(2 * SHAPE[0] * SHAPE[1] * DTYPE.itemsize)
@@ -168,13 +168,13 @@ def test_the_device_writes_to_no_memory_of_a_ring_whose_threads_are_refused(
     with fake_cuda() as device:
         import cupy
 
-        from oocgemm.backends.cuda import pooled
-        from oocgemm.backends.cuda.ring import Ring
+        from oocgemm.backends.cuda import pageable
+        from oocgemm.backends.cuda.pageable import Ring
 
         def refuse(*given: object, **options: object) -> None:
             raise ExecutionError("the system cannot start a thread")
 
-        monkeypatch.setattr(pooled, "Pool", refuse)
+        monkeypatch.setattr(pageable, "Pool", refuse)
         ring = Ring(cupy.cuda.Device(0), RingShape(3, 1 << 12))
         with pytest.raises(ExecutionError, match="cannot start a thread"):
             ring.upload(0, block(np.ones(SHAPE), uploads=True), [])

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.engine import slots
+from oocgemm.engine import staging
 
-SIZE = 4 * slots.FAULTED_BYTES
+SIZE = 4 * staging.FAULTED_BYTES
 
 
 def test_a_refused_thread_does_not_clear_a_slot_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that was queued before the system refused a thread must not run later, when the slot holds C."""
-    made = slots.HostSlots.__new__(slots.HostSlots)
+    made = staging.HostSlots.__new__(staging.HostSlots)
     made.arena = np.zeros(2 * SIZE, np.uint8)
     made._pin = lambda columns: None
     vars(made)["_c_sizes"] = (SIZE, SIZE)

@@ -10,7 +10,7 @@ import pytest
 
 import oocgemm
 from oocgemm.backends.base import Array
-from oocgemm.engine import short
+from oocgemm.engine import inline
 from oocgemm.engine.inline import InlineRun
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs import run as running
@@ -354,7 +354,7 @@ def test_runs_in_threads_repeat_nothing(
     a, b, c = pinned((60, 50), (50, 70), (60, 70))
     for steps in (-1, 64, -1):
         for name in ("MAX_ENQUEUED_STEPS", "MAX_STREAMED_STEPS"):
-            monkeypatch.setattr(short, name, steps)
+            monkeypatch.setattr(inline, name, steps)
         started.clear()
         for turn in range(3):
             check(a, b, c)

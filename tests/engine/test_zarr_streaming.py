@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import Pageable
-from oocgemm.engine.slots import HostSlots
-from oocgemm.engine.staging import Staging
+from oocgemm.engine.staging import HostSlots, Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation
 from oocgemm.stores import files, lines, zarr_chunks
@@ -310,7 +309,7 @@ def test_pieces_cover_a_block_once_and_fit_into_a_buffer(given: tuple[Pageable, 
     """With `large`, chunks of any size count as large ones."""
     block, size = given
     with running_on("fake-cuda"):
-        from oocgemm.backends.cuda import pieces as module
+        from oocgemm.backends.cuda import pageable as module
 
         least = (1, 1) if large else (module.MIN_ROW, module.MIN_APART)
         with patch.multiple(module, MIN_ROW=least[0], MIN_APART=least[1]):
@@ -326,7 +325,7 @@ def test_pieces_cover_a_block_once_and_fit_into_a_buffer(given: tuple[Pageable, 
 def test_pieces_are_cut_between_chunks() -> None:
     block = Pageable((512, 8192), np.dtype("f4"), lambda r, c, part: None, (256, 256), (128, 0))
     with running_on("fake-cuda"):
-        from oocgemm.backends.cuda.pieces import pieces as cut
+        from oocgemm.backends.cuda.pageable import pieces as cut
 
         pieces = cut(block, 2 << 20)
     assert {rows for rows, _, _ in pieces} == {(0, 128), (128, 384), (384, 512)}
@@ -337,7 +336,7 @@ def test_pieces_are_cut_between_chunks() -> None:
 def test_pieces_of_large_chunks_have_whole_rows_of_one_column_of_chunks(high: int) -> None:
     block = Pageable((2500, 4096), np.dtype("f4"), lambda r, c, part: None, (high, 1024), (300, 0))
     with running_on("fake-cuda"):
-        from oocgemm.backends.cuda.pieces import pieces as cut
+        from oocgemm.backends.cuda.pageable import pieces as cut
 
         pieces = cut(block, 4 << 20)
     assert {cols for _, cols, _ in pieces} == {(at, at + 1024) for at in range(0, 4096, 1024)}

@@ -20,7 +20,7 @@ import pytest
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError, stores
 from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
-from oocgemm.engine import blocks
+from oocgemm.engine import host_blocks
 from oocgemm.engine.staging import Staging
 from oocgemm.jobs import budgets as budgets_module
 from oocgemm.jobs import output
@@ -192,8 +192,8 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """After the error no thread writes to the panel's buffer any more, since it may be used again."""
-    monkeypatch.setattr(blocks, "MIN_PIECE_BYTES", 160)
-    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 160)
+    monkeypatch.setattr(host_blocks, "MIN_PIECE_BYTES", 160)
+    monkeypatch.setattr(host_blocks, "MAX_PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
     slots, plan = staging_of(tmp_path, threads, read_A=fault)
     operation = first_read(plan)

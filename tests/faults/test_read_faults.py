@@ -16,7 +16,7 @@ import zarr
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm.engine.slots import HostSlots
+from oocgemm.engine.staging import HostSlots
 from oocgemm.stores import base
 from oocgemm.stores.base import RETRY_AFTER
 from tests.support import TOP

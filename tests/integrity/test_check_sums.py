@@ -310,7 +310,7 @@ def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable
     import cupy
 
     from oocgemm.backends.cuda.launch import Kernels
-    from oocgemm.backends.cuda.sums import SumsDevice
+    from oocgemm.backends.cuda.session import SumsDevice
 
     def run(case: Case, given: Callable[[int], ctypes.Structure]) -> Array:
         memory = cupy.asarray(case.memory)

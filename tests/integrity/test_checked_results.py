@@ -20,7 +20,7 @@ import oocgemm
 from oocgemm import Add, Cast, Correlation, Divide, Gaussian, MatVec, RankOne, Reduce, Scale, Threshold, TopK
 from oocgemm.backends.checksums import DeviceStripSums
 from oocgemm.backends.host import backend as host_backend
-from oocgemm.backends.host.epilogue import run_chain
+from oocgemm.backends.host.finish import run_chain
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.integrity import chained, samples
 from oocgemm.jobs import sampling

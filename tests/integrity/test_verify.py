@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.backends.random_words import VECTORS, SignVectors
+from oocgemm.backends.checksums import VECTORS, SignVectors
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.integrity import blocks
 from oocgemm.planning import Op

@@ -357,7 +357,7 @@ def test_the_product_that_loads_kernels_stays_in_the_slots(monkeypatch: pytest.M
     """A tile on the diagonal has less room than a whole tile. A GPU would report the error much later."""
     loads = []
     with fake_cuda():
-        from oocgemm.backends.cuda.loading import Loading
+        from oocgemm.backends.cuda.multiplier import Loading
 
         def begin(self: Loading, kind: Any, multiply: Callable[[], None]) -> None:
             multiply()

@@ -172,7 +172,7 @@ def test_a_measured_run_is_resumed_as_it_was_begun(tmp_path: Path, monkeypatch: 
     with fake_cuda(4):
         right = oocgemm.gram("x", "right", **options).out[:]
         with monkeypatch.context() as patch:
-            patch.setattr("oocgemm.engine.transfers.Transfers.write", forbidden)
+            patch.setattr("oocgemm.engine.staging.Transfers.write", forbidden)
             with pytest.raises(oocgemm.ExecutionError):
                 oocgemm.gram("x", "c", **options)
         found = oocgemm.gram("x", "c", resume=True, **options)

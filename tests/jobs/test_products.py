@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.host.blas import numpy_gemm
-from oocgemm.engine import blocks
+from oocgemm.engine import host_blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores import zarr_chunks as chunks
@@ -139,7 +139,7 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
     plainly = Encoding.decode
     with (
         running_on(engine, io_threads=2) as options,
-        patch.object(blocks, "BATCH_BYTES", 1),
+        patch.object(host_blocks, "BATCH_BYTES", 1),
         patch.object(chunks, "MAX_DECODED", 0),  # smaller chunks are decoded in scratch memory
         patch.object(Encoding, "decode", decode),
     ):
@@ -175,7 +175,7 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
     plainly = Encoding.encode
     with (
         running_on(engine, io_threads=2) as options,
-        patch.object(blocks, "BATCH_BYTES", 1),
+        patch.object(host_blocks, "BATCH_BYTES", 1),
         patch.object(Encoding, "encode", encode),
     ):
         given: dict[str, Any] = {"beta": 1, "verify": verify, "tile": "24x36x10"}

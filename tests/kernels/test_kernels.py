@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import BackendError, InputError
 from oocgemm.kernels import compile as compiling
-from oocgemm.kernels import registry as ladder
-from oocgemm.kernels import sources
-from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.emulation import combine_options, multiply_options, split_options
-from oocgemm.kernels.registry import LADDER
-from oocgemm.kernels.sources import kernel_folder, kernel_path
+from oocgemm.kernels import ladder
+from oocgemm.kernels.compile import compiled, kernel_folder, kernel_path
+from oocgemm.kernels.ladder import LADDER
+from oocgemm.kernels.launches import combine_options, multiply_options, split_options
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params, options
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.emulation import MODULI_COUNTS
@@ -127,8 +125,7 @@ def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the sources of the kernels, and compile from the copy instead."""
     folder = tmp_path / "kernels"
     shutil.copytree(kernel_folder(), folder)
-    for module in (compiling, sources):
-        monkeypatch.setattr(module, "kernel_folder", lambda: folder)
+    monkeypatch.setattr(compiling, "kernel_folder", lambda: folder)
     return folder
 
 

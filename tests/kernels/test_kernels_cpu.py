@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Kernel, Params, arguments, options
 from oocgemm.planning import Op
 from tests.kernels.test_kernels import call

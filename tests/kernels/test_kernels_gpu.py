@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.kernels import registry as ladder
-from oocgemm.kernels import tuning
-from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels import ladder, tuning
+from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from oocgemm.backends.base import SEGMENTS, SELECTED
 from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.selection import threshold_launch, threshold_options
+from oocgemm.kernels.launches import threshold_launch, threshold_options
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.selection import COUNTER_BYTES, SEGMENT_BYTES, found_layout
 from oocgemm.planning.sinks import SELECTED as DTYPES

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import BackendError, InputError
-from oocgemm.kernels import access as model
-from oocgemm.kernels import registry as ladder
-from oocgemm.kernels import tuning
+from oocgemm.kernels import ladder, tuning
+from oocgemm.kernels import spec as model
 from oocgemm.kernels.spec import Kernel
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
 from oocgemm.machine import kernel_bench

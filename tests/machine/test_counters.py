@@ -16,7 +16,7 @@ import pytest
 from oocgemm.cli.display import print_bench
 from oocgemm.cli.printing import snake_keys
 from oocgemm.errors import BackendError
-from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.tuning import CUBLAS
 from oocgemm.machine import counters, kernel_bench
 from tests.support import TOP

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.backends.encoding import Strip, batches
+from oocgemm.kernels.launches import Strip, batches
 from oocgemm.planning import (
     Budgets,
     Chunked,

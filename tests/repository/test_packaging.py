@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oocgemm.errors import BackendError
-from oocgemm.kernels.sources import kernel_folder, kernel_path
+from oocgemm.kernels.compile import kernel_folder, kernel_path
 from tests.support import TOP
 
 
@@ -36,7 +36,7 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     has_compiler = shutil.which("cc") is not None
     code = (
         f"from oocgemm.system.installed import *; assert bool(compiled()) == {has_compiler}; "
-        "from oocgemm.kernels.sources import *; print(kernel_folder()); kernel_path('tiled'); "
+        "from oocgemm.kernels.compile import *; print(kernel_folder()); kernel_path('tiled'); "
         "from oocgemm.reports.exports import *; page([('', Timeline((), 1))])"
     )
     found = subprocess.run(

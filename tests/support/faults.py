@@ -21,7 +21,7 @@ from unittest.mock import patch
 from oocgemm import backends, stores
 from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.backends.host import backend as host
-from oocgemm.engine import slots
+from oocgemm.engine import staging
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix, opening
@@ -243,7 +243,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
         return arena
 
     before = _open_files(folder)
-    with patch.object(slots, "allocate", allocate), patch.object(host, "allocate", allocate):
+    with patch.object(staging, "allocate", allocate), patch.object(host, "allocate", allocate):
         yield
     assert own_threads() == []
     # zarr's own thread keeps an exception that went through it, and the memory that this refers to, for a

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from oocgemm.kernels.sources import kernel_folder, kernel_path
+from oocgemm.kernels.compile import kernel_folder, kernel_path
 from tests.support import SUPPORT
 
 BUILDS = "OOCGEMM_TEST_BUILDS"  # names the folder of libraries, which all processes of a test run share

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from oocgemm.backends.encoding import Strip, batches
+from oocgemm.kernels.launches import Strip, batches
 from oocgemm.planning.cost.coding import Division, frames_bytes
 from oocgemm.stores.compressors import index_of
 from tests.support.decoding import Array

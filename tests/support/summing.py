@@ -12,9 +12,8 @@ from unittest.mock import patch
 import numpy as np
 
 from oocgemm.backends.base import Array, DoneToken, HostBlock, Token, numpy_dtype
-from oocgemm.backends.checksums import CutFields, DeviceChecksums, Multiplied, Summed
+from oocgemm.backends.checksums import CutFields, DeviceChecksums, Multiplied, Summed, random_words
 from oocgemm.backends.host.backend import HostBackend, HostSession
-from oocgemm.backends.random_words import random_words
 from oocgemm.integrity.rounding import norms, wide_dtype
 from oocgemm.jobs import operands
 from oocgemm.kernels.spec import C_TYPES

@@ -1,5 +1,5 @@
 """The CUDA backend. Only this package imports cupy.
 
-`backend` opens a device, `session` runs operations on it, `multiplier` chooses cuBLAS or one of our own
+`gpu` opens a device, `session` runs operations on it, `multiplier` chooses cuBLAS or one of our own
 kernels. `repeated` keeps a session for the next run of its plan.
 """

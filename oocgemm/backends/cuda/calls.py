@@ -1,20 +1,29 @@
-"""Call functions of the CUDA driver and of cuBLAS without releasing the GIL.
+"""Call functions of the CUDA driver and of cuBLAS without releasing the GIL, and prepare copies.
 
 CuPy releases the GIL during each call. The call takes microseconds, but afterwards the thread may wait for
 the GIL a hundred times as long. That would also falsify the measured time of operations.
+
+Copies are of blocks of a matrix, between device memory and pinned host memory. In device memory, the rows of
+a block follow each other without gaps. A copy must not cross a border between pinned ranges.
 """
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from operator import call
 from time import perf_counter_ns
 from typing import Any
 
 import cupy
-from cupy.cuda import driver
+import numpy as np
+from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends.base import Array
+from oocgemm.errors import BackendError
+from oocgemm.planning.units import format_size
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
@@ -278,3 +287,107 @@ def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
         *integers,
     ]
     return library
+
+
+def array_copy(device: int, array: Array, stream: Any, *, uploading: bool) -> Launch:
+    """Prepare the copy of a block that is a view of a pinned array, whose rows are contiguous."""
+    height, width = array.shape[0], array.shape[1] * array.itemsize
+    pitch = max(width, array.strides[0])
+    if pitch == width or height == 1:
+        to, source = (device, array.ctypes.data)[:: 1 if uploading else -1]
+        return copy(to, source, height * width, stream)
+    onto, origin = ((device, width), (array.ctypes.data, pitch))[:: 1 if uploading else -1]
+    return copy_rows(onto, origin, width, height, stream)
+
+
+def slot_copies(
+    device: int, host: Sequence[Array], borders: Sequence[int], stream: Any, *, uploading: bool
+) -> list[Launch]:
+    """Prepare the copies of a block in a host slot: CUDA refuses copies that cross borders of pinned ranges.
+
+    Args:
+        device: address of the block in device memory.
+        host: the contiguous arrays in the slot, each of some columns of the block.
+        borders: the start of the slot's first pinned range, the borders between ranges, and the end of the
+            last one.
+        stream: the stream of the copies.
+        uploading: copy from host to device if true, from device to host if false.
+    """
+    launches: list[Launch] = []
+    if len(host) == 1:
+        start, size = host[0].ctypes.data, host[0].nbytes
+        for begin, end in pairwise(borders):
+            part = min(end, start + size) - begin
+            if part > 0:
+                to, source = (device + begin - start, begin)[:: 1 if uploading else -1]
+                launches.append(copy(to, source, part, stream))
+        return launches
+    row = sum(group.shape[1] * group.itemsize for group in host)
+    for group in host:
+        for rows in cut(group, borders):
+            width = rows.shape[1] * rows.itemsize
+            top, left = divmod(rows.ctypes.data - group.ctypes.data, group.strides[0])
+            ends = (device + top * row + left, row), (rows.ctypes.data, max(width, rows.strides[0]))
+            onto, origin = ends[:: 1 if uploading else -1]
+            launches.append(copy_rows(onto, origin, width, len(rows), stream))
+        device += group.shape[1] * group.itemsize
+    return launches
+
+
+def upload(address: int, array: Array, stream: Any) -> None:
+    """Copy an array to the device; return when it is there."""
+    pinned = cupy.cuda.alloc_pinned_memory(max(1, array.nbytes))
+    np.frombuffer(pinned, array.dtype, array.size).reshape(array.shape)[...] = array
+    make(copy(address, pinned.ptr, array.nbytes, stream))
+    stream.synchronize()
+
+
+def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:
+    """Cut an array in memory order, so that every address in `borders` is on the border between two pieces.
+
+    A piece is some whole rows, or a part of one row.
+    """
+    (height, width), low = block.shape, block.ctypes.data
+    high = low + (height - 1) * block.strides[0] + width * block.itemsize
+    places = [divmod(border - low, block.strides[0]) for border in borders if low < border < high]
+    columns = [(r, inside // block.itemsize) for r, inside in places]
+    row, col = 0, 0
+    for r, c in [*((r, c) if c < width else (r + 1, 0) for r, c in columns), (height, 0)]:
+        if row < r and col:
+            yield block[row : row + 1, col:]
+            row, col = row + 1, 0
+        if row < r:
+            yield block[row:r]
+            row = r
+        if c > col:
+            yield block[row : row + 1, col:c]
+            col = c
+
+
+# Memory that could not be unpinned. It is never freed: CUDA refuses to pin other memory at its addresses.
+_still_pinned: list[Array] = []
+
+
+def pin(device: Any, address: int, size: int, flags: int = 0) -> None:
+    """Pin memory for copies from and to a device.
+
+    Raises:
+        BackendError: the system refuses.
+    """
+    try:
+        with device:
+            runtime.hostRegister(address, size, flags)
+    except runtime.CUDARuntimeError as error:
+        raise BackendError(
+            f"the system refuses to pin {format_size(size)} of host memory ({error}): "
+            "pass a smaller --host-memory (or --memory), or raise ulimit -l"
+        ) from error
+
+
+def unpin(device: Any, memory: Array) -> None:
+    """Unpin memory that a device has pinned as a whole. If that raises, as after a failed launch, keep it."""
+    try:
+        with device:
+            runtime.hostUnregister(memory.ctypes.data)
+    except Exception:
+        _still_pinned.append(memory)

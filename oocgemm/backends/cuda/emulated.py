@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.cuda.launch import Kernels, encoded
-from oocgemm.kernels.emulation import (
+from oocgemm.kernels.launches import (
     combine_options,
     multiply_launch,
     multiply_options,

@@ -1,22 +1,99 @@
-"""Casts sums to C's dtype, and applies alpha and beta, where the accumulator is wider than C."""
+"""What a CUDA device makes of a strip of C when its products have been added up.
+
+`FINISHERS` has the class that launches the kernels of the Finish operations, by the sink of the product
+(`oocgemm.planning.sinks`). They apply alpha and beta and cast to C's dtype, or select elements of C, or
+reduce its rows. A `Chain` runs the epilogue before that. The `Turner` transposes strips of a Gram matrix
+before they are downloaded without host slots.
+"""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import Finishing
+from oocgemm.backends.base import (
+    SEGMENTS,
+    SELECTED,
+    Array,
+    Finishing,
+    Found,
+    Numbers,
+    Pageable,
+    Token,
+    too_large,
+)
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import int8
-from oocgemm.backends.cuda.chain import Chain
+from oocgemm.backends.cuda.calls import upload
+from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
+from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
-from oocgemm.backends.integers import too_large
-from oocgemm.planning import Kind, Operation, Plan, Region
-from oocgemm.planning.expansion import correction_bytes
-from oocgemm.planning.tiling import length
+from oocgemm.backends.cuda.multiplier import int8_finish, int8_finisher
+from oocgemm.backends.cuda.pageable import Ring, Turn
+from oocgemm.kernels.launches import (
+    ChainNumbers,
+    chain_grid,
+    chain_options,
+    columns_launch,
+    reduce_grid,
+    reduce_options,
+    threshold_launch,
+    threshold_options,
+    topk_launch,
+    topk_options,
+)
+from oocgemm.kernels.spec import C_TYPES, blocks
+from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Tier
+from oocgemm.planning.expansion import correction_bytes, number_offsets, scale_bytes
+from oocgemm.planning.schedule.operation import slot_of
+from oocgemm.planning.schedule.operations import mirrored_columns
+from oocgemm.planning.selection import COUNTER_BYTES, NONE, found_layout
+from oocgemm.planning.sinks import Applied, AtLeast, Largest, Reduced, Sink, Stored
+from oocgemm.planning.tiling import Range, length
+
+
+class Chain:
+    """The kernel of a chain of steps, and where their numbers are on the device."""
+
+    def __init__(self, plan: Plan, kernels: Any) -> None:
+        """Load the kernel. If C is not stored, it changes elements of the accumulator."""
+        problem = plan.problem
+        self._problem = problem
+        self._offsets, _ = number_offsets(problem.epilogue, problem.m, problem.n)
+        self._address = 0
+        self.in_place = not problem.sink.stores_c
+        result = problem.acc_dtype if self.in_place else problem.c_dtype
+        self._kernel = kernels.plain("chain", "chain", chain_options(problem, result))
+
+    def use(self, numbers: Sequence[Numbers], address: int, stream: Any) -> None:
+        """Copy the numbers of the steps to the device, to `address`."""
+        self._address = address
+        for offsets, given in zip(self._offsets, numbers, strict=True):
+            for offset, array in zip(offsets, given, strict=True):
+                if array is not None:
+                    upload(address + offset, array, stream)
+
+    def launch(self, op: Operation, source: int, result: int) -> None:
+        """Launch the kernel for the strip of a Finish, from its sums at `source`."""
+        problem, chain = self._problem, ChainNumbers()
+        for number, (step, offsets) in enumerate(zip(problem.epilogue, self._offsets, strict=True)):
+            at = [
+                self._address + offset + 8 * span[0] if offset >= 0 else None
+                for offset, span in zip(offsets, (op.m, op.n), strict=True)
+            ]
+            chain.steps[number] = (*at, step.value)
+        rows, cols = length(op.m), length(op.n)
+        scalars = (1.0, 0.0) if self.in_place else (problem.applied_alpha.real, problem.beta.real)
+        self._kernel(
+            chain_grid(rows, cols),
+            *map(ctypes.c_longlong, (rows, cols)),
+            ctypes.c_void_p(source),
+            *map(ctypes.c_double, scalars),
+            chain,
+            ctypes.c_void_p(result),
+        )
 
 
 class Finisher:
@@ -41,7 +118,7 @@ class Finisher:
         if problem.exact:
             self._flags = cupy.cuda.alloc_pinned_memory(max(1, slots) * 4)
             np.frombuffer(self._flags, np.int32)[:] = 0
-            int8.finisher(kernels, self._dtypes)
+            int8_finisher(kernels, self._dtypes)
         else:
             kernels.finisher(self._dtypes)
 
@@ -55,7 +132,7 @@ class Finisher:
             return
         if self._problem.exact:
             flag, real = self._flags.ptr + 4 * op.writes[0].slot.index, (alpha.real, beta.real)
-            int8.finish(self._kernels, self._dtypes, real, elements, source, result, flag)
+            int8_finish(self._kernels, self._dtypes, real, elements, source, result, flag)
         else:
             self._kernels.finish(self._dtypes, (alpha, beta), elements, source, result)
         if self._correction is not None:
@@ -101,3 +178,269 @@ class Finisher:
         """Raise `ExecutionError` if the strip in a slot has an element outside C's integer dtype."""
         if np.frombuffer(self._flags, np.int32)[slot]:
             raise too_large(self._problem.c_dtype)
+
+
+class Scaled:
+    """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
+        """Load the kernel. `address` returns the device address of a region."""
+        self._problem, self._address, self._scales = plan.problem, address, 0
+        self._kernel = self._load(kernels)
+        self._chain = Chain(plan, kernels) if plan.problem.epilogue else None
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        raise NotImplementedError
+
+    def _changed(self, op: Operation) -> int:
+        """Apply the epilogue to the strip of a Finish in its accumulator. Return the strip's address."""
+        strip = self._address(op.reads[0])
+        if self._chain is not None:
+            self._chain.launch(op, strip, strip)
+        return strip
+
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        """Copy what rows and columns of C are multiplied by, and the numbers of the epilogue, to the device.
+
+        They are copied to `address`, one after the other.
+        """
+        if self._chain is not None:
+            self._chain.use(finishing.numbers, address + scale_bytes(self._problem), stream)
+        if finishing.scales is not None:
+            dtype = SELECTED[self._problem.c_dtype]["score"]
+            upload(address, finishing.scales.astype(dtype), stream)
+            self._scales = address
+
+    def check_of(self, op: Operation) -> None:
+        """Return the check of an operation when it has ended: there is none."""
+
+
+class Selector(Scaled):
+    """The kernels of the Finish operations of one product of which the largest elements are kept."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        options = topk_options(self._problem)
+        self._of_columns = kernels.plain("topk", "topk_columns", options)
+        return kernels.plain("topk", "topk", options)
+
+    def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
+        super().use(finishing, address, stream, measurer)
+        size = self._problem.m * self._problem.sink.per_row * self._problem.itemsizes["C"]
+        kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0), 0, 0))
+        cuda_calls.make(cuda_calls.fill(kept, size, stream, NONE))
+        stream.synchronize()
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernels for the strip of a Finish."""
+        problem, rows, elements = self._problem, length(op.m), self._changed(op)
+        sink = problem.sink
+        assert isinstance(sink, Largest)
+        columns = length(mirrored_columns(op.m, op.n)) if problem.b.shares else 0
+        strip = rows, length(op.n), op.m[0], op.n[0]
+        launches = [(self._kernel, topk_launch(problem, rows), (sink.topk, int(sink.excludes_self)))]
+        if columns:
+            launches.append((self._of_columns, columns_launch(problem, columns), (columns, sink.topk)))
+        for (kernel, how, more), kept in zip(launches, op.writes, strict=True):
+            kernel(
+                how,
+                ctypes.c_void_p(elements),
+                *map(ctypes.c_longlong, (*strip, *more)),
+                *map(ctypes.c_void_p, (self._scales, self._address(kept))),
+            )
+
+
+class Sifter(Scaled):
+    """The kernel of the Finish operations of one product of which elements above a threshold are kept."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("threshold", "threshold", threshold_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        problem, rows, to = self._problem, length(op.m), self._address(op.writes[0])
+        sink, room = problem.sink, found_layout(problem, rows, length(op.n))
+        assert isinstance(sink, AtLeast)
+        numbers = rows, length(op.n), op.m[0], op.n[0], sink.excludes_self
+        cuda_calls.make(cuda_calls.fill(to, COUNTER_BYTES, cupy.cuda.get_current_stream()))
+        self._kernel(
+            threshold_launch(rows),
+            ctypes.c_void_p(self._changed(op)),
+            *map(ctypes.c_longlong, numbers),
+            ctypes.c_double(sink.threshold),
+            *map(ctypes.c_void_p, (self._scales, to, to + room.segments, to + room.elements)),
+        )
+
+    def copy(
+        self, op: Operation, found: Found, ring: Ring, after: Sequence[Token], clock: Clock
+    ) -> CudaToken:
+        """Copy the elements of the strip of a Download, and pass them to `found`; return when it has them.
+
+        Waits for the operations in `after`: how much is copied is known when they have ended.
+        """
+        for token in after:
+            token.synchronize()
+        address = self._address(op.reads[0])
+        room = found_layout(self._problem, length(op.m), length(op.n))
+        counters = np.zeros(2, np.uint64)
+        work = _copied(ring, address, counters)
+        elements = np.empty(int(counters[0]), SELECTED[self._problem.c_dtype])
+        segments = np.empty(int(counters[1]), SEGMENTS)
+        for offset, array in ((room.segments, segments), (room.elements, elements)):
+            if array.size:
+                work = _copied(ring, address + offset, array)
+        found.put(segments, elements)
+        size = counters.nbytes + segments.nbytes + elements.nbytes
+        return CudaToken(RING, work, work.end, clock, bytes=size)
+
+
+def _copied(ring: Ring, address: int, array: Array) -> Work:
+    """Copy an array from the device; return when it has been copied."""
+
+    def move(rows: tuple[int, int], cols: tuple[int, int], part: Array) -> None:
+        array[slice(*cols)] = part[0]
+
+    work = ring.download(address, Pageable((1, array.size), array.dtype, move, memory=array[None]), ())()
+    assert work.finish is not None
+    work.finish()
+    return work
+
+
+class Reducer(Scaled):
+    """The kernel of the Finish operations of one product of which rows are reduced."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return kernels.plain("reduce", "reduce", reduce_options(self._problem))
+
+    def finish(self, op: Operation) -> None:
+        """Launch the kernel for the strip of a Finish."""
+        rows = length(op.m)
+        self._kernel(
+            reduce_grid(rows),
+            ctypes.c_void_p(self._changed(op)),
+            *map(ctypes.c_longlong, (rows, length(op.n), op.first)),
+            ctypes.c_void_p(self._address(op.writes[0])),
+        )
+
+
+class Applier(Scaled):
+    """Applies the epilogue before `AppliedSession` multiplies the strip by V."""
+
+    def _load(self, kernels: Kernels) -> Callable[..., None]:
+        return lambda *_: None
+
+    def finish(self, op: Operation) -> None:
+        """Change the strip of a Finish in its accumulator."""
+        self._changed(op)
+
+
+AnyFinisher = Finisher | Selector | Sifter | Reducer | Applier
+
+
+# The class for the Finish operations of a product, by its sink.
+FINISHERS: dict[type[Sink], type[AnyFinisher]] = {
+    Stored: Finisher,
+    Largest: Selector,
+    AtLeast: Sifter,
+    Reduced: Reducer,
+    Applied: Applier,
+}
+
+
+# Elements along both sides of the squares that a thread block transposes, and the maximum number of blocks.
+_SIDE, _MAX_GRID = 32, 1024
+Copy = Callable[[int, Pageable, Sequence[Any], Turn | None], Callable[[], Work]]
+
+
+class Turner:
+    """The kernels for one product, and the buffers on the device for what they transpose."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, buffers: int, streams: Mapping[str, Any]) -> None:
+        """Load the kernels if the plan needs them. This waits for an idle device, so it precedes the run.
+
+        `buffers` is the device address of the buffers. There is one per pinned buffer of the ring. Diagonal
+        blocks are completed on one of `streams`, by name.
+        """
+        problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
+        self._size, self._upper = problem.itemsizes["C"], problem.cover.upper
+        in_memory = plan.setting.routes["C"].streams
+        self._completes = in_memory and problem.cover.square and problem.sink.stores_c
+        if self._completes:
+            options = turn_options(problem)
+            self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))
+
+    def download(
+        self, op: Operation, copy: Copy, strip: int, block: Pageable, waits: Sequence[Any]
+    ) -> Callable[[], Work]:
+        """Begin a Download with `copy`, the method of the ring, which gets the following arguments.
+
+        Args:
+            op: the Download.
+            copy: `Ring.download`.
+            strip: the device address of the strip.
+            block: where the strip is stored.
+            waits: events that the Download waits for.
+        """
+        if not self._completes:
+            return copy(strip, block, waits, None)
+        if op.turned:
+            return copy(strip, block, waits, self._turn_of(op))
+        return copy(strip, block, self._completed(op, strip, waits), None)
+
+    def _completed(self, op: Operation, strip: int, waits: Sequence[Any]) -> Sequence[Any]:
+        """Complete the diagonal block of a strip, in place. Return the events to wait for instead."""
+        launches = self.launches(op, strip)
+        if not launches:
+            return waits
+        for event in waits:
+            cuda_calls.wait(self._stream, event)
+        for launch in launches:
+            cuda_calls.make(launch)
+        done = cupy.cuda.Event(block=True, disable_timing=True)
+        cuda_calls.record(done, self._stream)
+        return [done]
+
+    def launches(self, op: Operation, strip: int) -> list[cuda_calls.Launch]:
+        """Prepare the launch that completes the diagonal block of a strip, if it has one.
+
+        It is made on the stream of Downloads. `strip` is the device address of the strip.
+        """
+        if op.kind is not Kind.DOWNLOAD or not self._completes or not self._grid.is_staircase(op.tile):
+            return []
+        return [cuda_calls.in_python(partial(self._launch, strip, length(op.m), length(op.n)))]
+
+    def _launch(self, strip: int, extent: int, pitch: int) -> None:
+        first = 0 if self._upper else pitch - extent
+        with self._stream:
+            self._complete(
+                (min(_MAX_GRID, blocks(extent, _SIDE) ** 2), 1, 1),
+                *(_pointer(strip + first * self._size), *map(ctypes.c_longlong, (pitch, extent))),
+            )
+
+    def _turn_of(self, op: Operation) -> Turn:
+        """Return the function that transposes pieces of the strip of a Download."""
+        pitch = length(self._grid.span(op.tile, op.strip))
+
+        def turn(strip: int, rows: Range, cols: Range, offset: int, stream: Any) -> int:
+            source = strip + (cols[0] * pitch + rows[0]) * self._size
+            result, extents = self._buffers + offset, (pitch, length(rows), length(cols))
+            squares = blocks(extents[1], _SIDE) * blocks(extents[2], _SIDE)
+            with stream:
+                self._turn(
+                    (min(_MAX_GRID, squares), 1, 1),
+                    *(_pointer(source), *map(ctypes.c_longlong, extents), _pointer(result)),
+                )
+            return result
+
+        return turn
+
+
+def turn_options(problem: GemmProblem) -> tuple[str, ...]:
+    """Return the compiler options of the kernels."""
+    return (
+        f"-DOOC_STORED={C_TYPES[problem.c_dtype]}",
+        f"-DOOC_UPPER={int(problem.cover.upper)}",
+        f"-DOOC_MIRROR={int(not problem.triangle)}",
+    )
+
+
+_pointer = ctypes.c_void_p

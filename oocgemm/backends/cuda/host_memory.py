@@ -14,19 +14,15 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.arena import slot_offsets
-from oocgemm.backends.base import Array
-from oocgemm.backends.cuda.decoder import Decoder
+from oocgemm.backends.base import Array, slot_offsets
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.codecs import Decoder, Packer
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.packer import Packer
-from oocgemm.backends.cuda.pinned import unpin
-from oocgemm.backends.cuda.ring import Ring
-from oocgemm.errors import BackendError
+from oocgemm.backends.cuda.pageable import Ring
 from oocgemm.planning import Plan
 from oocgemm.planning.cost.coding import decoding_shape
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, RingShape, ring_shape
 from oocgemm.planning.tiling import round_up
-from oocgemm.planning.units import format_size
 from oocgemm.system.resources import allocate
 
 # Maximum number of bytes of a host slot that one call of the driver pins.
@@ -53,7 +49,7 @@ class Kept:
     def free(self, device: Any) -> None:
         """Unpin and free the memory of a device, and join the threads."""
         if self.arena is not None:
-            unpin(device, self.arena)
+            cuda_calls.unpin(device, self.arena)
             self.arena = None
         if self.ring is not None:
             ring, self.ring = self.ring, None
@@ -168,14 +164,8 @@ class HostMemory:
         return borders
 
     def _register(self, address: int, size: int) -> None:
-        try:
-            with self.submitting(), self._device:
-                runtime.hostRegister(address, size, PORTABLE)
-        except runtime.CUDARuntimeError as error:
-            raise BackendError(
-                f"the system refuses to pin {format_size(size)} of host memory ({error}): "
-                "pass a smaller --host-memory (or --memory), or raise ulimit -l"
-            ) from error
+        with self.submitting():
+            cuda_calls.pin(self._device, address, size, PORTABLE)
 
     def close(self, *, keep: bool) -> None:
         """Keep what `take` returned for the next run if `keep`, otherwise free it. Unpin all other slots.

@@ -6,6 +6,7 @@ thread is blocked. The exceptions are a Prepare that splits panels for emulated 
 elements of a sparse C: their threads wait for results of the device.
 """
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -13,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import cupy
-from cupy.cuda import driver, runtime
+from cupy.cuda import Device, driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.arena import areas, device_offsets
 from oocgemm.backends.base import (
     Array,
+    Compressed,
     Finishing,
     Found,
     HostBlock,
@@ -27,29 +28,88 @@ from oocgemm.backends.base import (
     Stream,
     Token,
     Transforms,
+    areas,
+    device_offsets,
     step_scalars,
 )
 from oocgemm.backends.checksums import DeviceChecksums, DeviceStripSums
-from oocgemm.backends.compressed import Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import sums
-from oocgemm.backends.cuda.copies import array_copy, slot_copies
+from oocgemm.backends.cuda.calls import array_copy, slot_copies, upload
 from oocgemm.backends.cuda.events import RING, STREAMS, SUMS, CudaToken, Work, own_tokens, spins
 from oocgemm.backends.cuda.expander import Expander
+from oocgemm.backends.cuda.finisher import FINISHERS, AnyFinisher, Sifter, Turner
 from oocgemm.backends.cuda.host_memory import HostMemory
-from oocgemm.backends.cuda.loading import Loading
-from oocgemm.backends.cuda.multiplier import Multiplier
-from oocgemm.backends.cuda.peers import Places, connected
-from oocgemm.backends.cuda.selector import FINISHERS, AnyFinisher, Sifter
-from oocgemm.backends.cuda.turner import Turner
+from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.multiplier import Loading, Multiplier
 from oocgemm.backends.cuda.warm import take
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.kernels.spec import Call
-from oocgemm.planning import DTYPES, Kind, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning import DTYPES, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
 from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
+from oocgemm.planning.expansion import factor_bytes
+from oocgemm.planning.problem import Operand, Updated
+from oocgemm.planning.sinks import Applied, Sink
 from oocgemm.planning.tiling import Shape, length
 from oocgemm.planning.units import format_size
+
+# The addresses of the slots on all devices of a run. Its sessions share one such dict.
+Places = dict[Slot, int]
+
+
+def connected(device: int, others: Sequence[tuple[int, Places]]) -> Places:
+    """Let a device and others access each other's memory, if the hardware can. Return their common `Places`.
+
+    `others` are the numbers of the devices whose sessions have been opened, with their `Places`. If two
+    devices cannot access each other's memory, the driver stages copies between them in host memory.
+    """
+    for other in {number for number, _ in others} - {device}:
+        for reader, owner in ((device, other), (other, device)):
+            # An error says that an earlier run has enabled the access, or that the system refuses it.
+            with Device(reader), suppress(runtime.CUDARuntimeError):
+                if runtime.deviceCanAccessPeer(reader, owner):
+                    runtime.deviceEnablePeerAccess(owner)
+    return others[0][1] if others else {}
+
+
+def sums_taken(
+    plan: Plan, address: Callable[[Region], int], kernels: Kernels
+) -> tuple[DeviceChecksums | None, DeviceStripSums | None]:
+    """Load the kernels for the sums that a run needs. Return the checksums, and the sums of strips.
+
+    `address` returns the device address of a region of a device slot.
+    """
+    device, checksums, strip_sums = SumsDevice(kernels), None, None
+    if plan.problem.checked == "device":
+        checksums = DeviceChecksums(plan, address, device)
+    if plan.problem.checks_sums:
+        strip_sums = DeviceStripSums(plan, address, device, cupy.cuda.alloc_pinned_memory)
+    return checksums, strip_sums
+
+
+class SumsDevice:
+    """Launches the checksum kernels and copies device memory, on cupy's current stream.
+
+    Implements `oocgemm.backends.checksums.Device`.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def load(self, entry: str, macros: tuple[str, ...]) -> None:
+        self._kernels.plain("check_sums", entry, macros)
+
+    def launch(
+        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
+    ) -> None:
+        self._kernels.plain("check_sums", entry, macros)(grid, given)
+
+    def zero(self, address: int, size: int) -> None:
+        cuda_calls.make(cuda_calls.fill(address, size, cupy.cuda.get_current_stream()))
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
+
 
 # Maximum k of the product that is computed before the run, only to make cuBLAS load its kernels.
 LOADED_DEPTH = 64
@@ -94,7 +154,7 @@ class CudaSession:
                 self._places |= {slot: self._arena + at for slot, at in offsets.items()}
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
                 self._streams = {name: self._warm.stream(name, rank) for name, rank in priorities.items()}
-                self.checksums, self.strip_sums = sums.opened(plan, self._address, self._multiplier.kernels)
+                self.checksums, self.strip_sums = sums_taken(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
                     self._finisher = FINISHERS[type(self._problem.sink)](
                         plan, self._multiplier.kernels, self._address
@@ -401,3 +461,66 @@ class CudaSession:
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
+
+
+class AppliedSession(CudaSession):
+    """A session whose Finish changes a strip of C in its accumulator, and multiplies it and V."""
+
+    def use_factor(self, factor: Array) -> None:
+        self._factor = self._arena + self._work - factor_bytes(self._problem)
+        with self._device:
+            upload(self._factor, factor, self._streams["compute"])
+
+    def _launches(
+        self, op: Operation, host: Sequence[Array] | Pinned, stream: object
+    ) -> list[cuda_calls.Launch]:
+        launches = super()._launches(op, host, stream)
+        if op.kind is Kind.FINISH:
+            launches.append(self._multiplier.choose(self._product(op)))
+        return launches
+
+    def _product(self, op: Operation) -> Call:
+        """Return the product of the strip and its rows of V, which is added to what is kept of its rows."""
+        problem, count = self._problem, self._problem.sink.per_row
+        itemsize = problem.itemsizes["acc"]
+        strip, kept = self._address(op.reads[0]), self._address(op.writes[0])
+        factor = self._factor + op.n[0] * count * itemsize
+        kind, extents = (problem.acc_dtype, Op.N, Op.N), (length(op.m), count, length(op.n))
+        how = "native", self._multiplier.kernels.device, self._arena + self._work
+        beta = 0.0 if op.first else 1.0
+        return Call(*kind, *extents, 1.0, strip, length(op.n), factor, count, beta, kept, count, *how)
+
+
+class ChainedSession(CudaSession):
+    """A session whose Multiply first adds the product of its panel's adjoint and Q to the panel of B.
+
+    Both products are on the stream of the Multiply, so that the first one ends before the second one begins.
+    """
+
+    def use_factor(self, factor: Array) -> None:
+        # Q is behind the numbers of the transform, just before the workspace. Its rows are as long as those
+        # of C, so that they are aligned alike.
+        self._factor = self._arena + self._work - factor_bytes(self._problem)
+        with self._device:
+            upload(self._factor, factor, self._streams["compute"])
+
+    def _launches(
+        self, op: Operation, host: Sequence[Array] | Pinned, stream: Any
+    ) -> list[cuda_calls.Launch]:
+        launches = super()._launches(op, host, stream)
+        if op.kind is Kind.MULTIPLY:
+            launches.insert(0, self._multiplier.choose(self._first_product(op)))
+        return launches
+
+    def _first_product(self, op: Operation) -> Call:
+        problem, depth, (a, b) = self._problem, length(op.k), self._addresses(op.reads)
+        adjoint, lda = (Op.N, problem.m) if problem.trans_a.swaps else (Op.T, depth)
+        kind, extents = (problem.a_dtype, adjoint, Op.N), (depth, problem.b.changed_columns, problem.m)
+        how = problem.compute, self._multiplier.kernels.device, self._arena + self._work
+        n = problem.n
+        return Call(*kind, *extents, 1.0, a, lda, self._factor, n, 1.0, b, n, *how)
+
+
+# The class of the session of a product, by the kind of B or by the kind of the sink. All other products have a
+# `CudaSession`.
+SESSIONS: dict[type[Operand | Sink], type[CudaSession]] = {Updated: ChainedSession, Applied: AppliedSession}

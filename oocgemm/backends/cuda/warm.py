@@ -15,10 +15,24 @@ from typing import Any, Protocol
 import cupy
 from cupy.cuda import runtime
 
-from oocgemm.backends.cuda.device_memory import allocate
 from oocgemm.backends.cuda.events import Clock
 from oocgemm.backends.cuda.launch import Kernels, properties
+from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning import Plan
+from oocgemm.planning.units import format_size
+
+
+def allocate(size: int) -> int:
+    """Allocate `size` bytes on the current device, and return their address. Raises `OutOfMemoryError`."""
+    try:
+        return int(runtime.malloc(max(size, 1)))
+    except runtime.CUDARuntimeError as error:
+        free = runtime.memGetInfo()[0]
+        raise OutOfMemoryError(
+            f"the device refuses {format_size(size)}, {format_size(free)} are free: "
+            "pass a smaller --device-memory"
+        ) from error
+
 
 # Maximum number of idle `Warm` objects per device.
 MAX_IDLE = 2

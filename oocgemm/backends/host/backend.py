@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from oocgemm.backends.arena import device_offsets
 from oocgemm.backends.base import (
     Array,
+    Checksums,
     DoneToken,
     Finishing,
     Found,
@@ -24,17 +24,16 @@ from oocgemm.backends.base import (
     Pinned,
     Session,
     Stream,
+    SumsOfStrips,
     Token,
     Transforms,
+    device_offsets,
     numpy_dtype,
     step_scalars,
 )
 from oocgemm.backends.host.blas import blas_name, gemm, syrk
-from oocgemm.backends.host.epilogue import run_chain
+from oocgemm.backends.host.finish import KEEPERS, Keeper, finish, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
-from oocgemm.backends.host.sinks import KEEPERS, Keeper
-from oocgemm.backends.integers import finish
-from oocgemm.backends.sums import Checksums, SumsOfStrips
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.emulation import describe_steps, plane_offsets

@@ -36,10 +36,9 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import Array, HostBlock, Pageable, Pinned, numpy_dtype, stored_shape
-from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
-from oocgemm.backends.sums import Checksums
-from oocgemm.engine.blocks import stored_block
+from oocgemm.backends.base import Array, Checksums, HostBlock, Pageable, Pinned, numpy_dtype, stored_shape
+from oocgemm.backends.checksums import ROW_WEIGHTS, WORD_WEIGHTS, random_words
+from oocgemm.engine.host_blocks import stored_block
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.host import StripSums
 from oocgemm.integrity.rounding import wide_dtype

@@ -15,7 +15,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from oocgemm.backends.base import Array, HostBlock, numpy_dtype
-from oocgemm.backends.random_words import signs
+from oocgemm.backends.checksums import signs
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot

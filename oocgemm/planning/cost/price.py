@@ -140,7 +140,7 @@ class Prices:
         flops = problem.step_flops(rows, n, k)
         seconds = factor * machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
         if problem.exact and rows < of_rows and not machine.unified and not problem.trans_b.swaps:
-            # Each Multiply copies a panel of B that is not contiguous along k (`oocgemm.backends.cuda.int8`).
+            # Each Multiply copies a panel of B that is not contiguous along k (`cuda.multiplier`).
             # The rate of the kernel includes one copy per step.
             seconds += (1 - rows / of_rows) * k * n / DEVICE_COPY
         return seconds

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.host.epilogue import reduce_rows, run_chain
-from oocgemm.kernels.epilogue import ChainNumbers
+from oocgemm.backends.host.finish import reduce_rows, run_chain
+from oocgemm.kernels.launches import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
 from oocgemm.planning.epilogue import REDUCTIONS, Step
 from tests.support.fake_cuda import measuring, packer, selecting, unpacker

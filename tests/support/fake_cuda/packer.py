@@ -41,7 +41,7 @@ def assemble(memory: Memory, _macros: Macros, pointers: list[int]) -> Work:
 
 
 def _batch(pointers: list[int]) -> Any:
-    from oocgemm.backends.encoding import EncodingBatch
+    from oocgemm.kernels.launches import EncodingBatch
 
     return EncodingBatch.from_buffer_copy(EncodingBatch.from_address(pointers[0]))
 

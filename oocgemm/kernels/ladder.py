@@ -1,29 +1,49 @@
-"""Kernels for speed: `--kernel simt` uses ordinary multiply-adds, `--kernel tensor` the tensor cores.
+"""The ladder: oocgemm's own GEMM kernels, simplest first, and the choice of one for a product.
 
-Several `Kernel` objects have the name `tensor`: they use different instructions, and need different
-alignments of A and B. `registry.choose` takes the first one in `FAST` that accepts a product. The last one
-for each dtype and precision accepts every product, unless its grid would need 2^31 thread blocks or more.
+This module needs no GPU and does not import cupy, so that plans and tests can list the kernels on any
+machine. To add a kernel, add its CUDA source to `kernels/plain` or `kernels/fast`, and one `Kernel` to
+`PLAIN` or `FAST`.
 
-The CUDA sources explain the parameters. On an H200, a kernel's first set of parameters (`variants`) was the
-fastest for most shapes, and each other set for some.
+The kernels of `PLAIN` are for study, from one thread per element to register tiling. Each shows one idea.
+They run for every dtype on every device.
+
+The kernels of `FAST` are for speed: `--kernel simt` uses ordinary multiply-adds, `--kernel tensor` the tensor
+cores. Several have the name `tensor`: they use different instructions, and need different alignments of A and
+B. `choose` takes the first one that accepts a product. The last one for each dtype and precision accepts
+every product, unless its grid would need 2^31 thread blocks or more. The CUDA sources explain the parameters.
+On an H200, a kernel's first set of parameters (`variants`) was the fastest for most shapes, and each other
+set for some.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 
-from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
-from oocgemm.planning import DTYPES, Op
-
-_FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-# A CUDA grid has fewer thread blocks than this along x. Kernels that use TMA need m, n and k below this.
-_LIMIT = 2**31
-
-
-def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
-    return {"OOC_FORMAT": _FORMATS[dtype]}
+from oocgemm.errors import InputError
+from oocgemm.kernels.launches import check_sink
+from oocgemm.kernels.spec import (
+    H200,
+    Access,
+    Call,
+    Device,
+    Kernel,
+    Launch,
+    Params,
+    TensorMap,
+    blocks,
+    conflicts,
+    stores,
+    tiles_sectors,
+    warps_sectors,
+)
+from oocgemm.planning import DTYPES, Op, Plan
 
 
 def _tiled(
-    rows: str, cols: str, threads: Callable[[Params], int], shared: Callable[[Call, Params], int]
+    rows: str,
+    cols: str,
+    threads: Callable[[Params], int],
+    shared: Callable[[Call, Params], int] = lambda call, params: 0,
 ) -> Callable[[Call, Params], Launch]:
     """Return a function that computes the launch of a kernel from a call and its parameters.
 
@@ -36,6 +56,185 @@ def _tiled(
         return Launch((tiles, 1, 1), (threads(params), 1, 1), shared(call, params))
 
     return launch
+
+
+def _tile_model(
+    rows: str, cols: str, depth: str, reads: Callable[[Params], tuple[Callable[[int], int], ...]]
+) -> Callable[[Call, Params], Access]:
+    """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
+
+    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time.
+
+    Args:
+        rows, cols, depth: the names of the kernel's parameters that have these extents.
+        reads: returns, for the kernel's parameters, the patterns in which a warp reads shared memory (see
+            `conflicts`).
+    """
+
+    def model(call: Call, params: Params) -> Access:
+        stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+        r, c, d = params[rows], params[cols], params[depth]
+        loaded = tiles_sectors(call.m, call.n, call.k, stored, r, c)
+        old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+        writes: list[Callable[[int], int]] = []
+        if call.op_a.swaps:
+            writes.append(lambda lane: lane % r * (d + 1) + lane // r)
+        if call.op_b.swaps:
+            writes.append(lambda lane: lane % d * (c + 1) + lane // d)
+        return Access(loaded + old, new, conflicts(accumulated, *reads(params), *writes))
+
+    return model
+
+
+def _naive_model(call: Call, params: Params) -> Access:
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    loaded = warps_sectors(call.m, call.n, call.k, stored, params["BLOCK_X"])
+    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+    return Access(loaded + old, new)
+
+
+def _liang_opt_model(call: Call, params: Params) -> Access:
+    """Predict the memory accesses of liang_opt.
+
+    Only A is copied to shared memory, where all threads of a warp read the same element at a time. Each
+    thread reads its column of B from device memory.
+    """
+    return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
+
+
+def _single_block_model(call: Call, params: Params) -> Access:
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    loaded = tiles_sectors(call.m, call.n, call.k, stored, max(1, call.m), max(1, call.n))
+    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+    n, k = max(1, call.n), call.k
+    return Access(
+        loaded + old, new, conflicts(accumulated, lambda lane: lane // n * k, lambda lane: lane % n)
+    )
+
+
+def _naive(call: Call, params: Params) -> Launch:
+    x, y = params["BLOCK_X"], params["BLOCK_Y"]
+    return Launch((blocks(call.n, x), blocks(call.m, y), 1), (x, y, 1))
+
+
+def _naive_refuses(call: Call, params: Params) -> str | None:
+    limit = 65535 * params["BLOCK_Y"]
+    if call.m <= limit:
+        return None
+    return f"its grid covers at most {limit} rows, but C has {call.m}: use naive_grid"
+
+
+def _cover(call: Call, params: Params) -> Iterator[Call]:
+    """Split a product into products for COVER_M x COVER_N elements of C, so that one grid can cover each."""
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    for i in range(0, call.m, params["COVER_M"]):
+        for j in range(0, call.n, params["COVER_N"]):
+            yield replace(
+                call,
+                m=min(params["COVER_M"], call.m - i),
+                n=min(params["COVER_N"], call.n - j),
+                a=call.a + i * (1 if call.op_a.swaps else call.lda) * stored,
+                b=call.b + j * (call.ldb if call.op_b.swaps else 1) * stored,
+                c=call.c + (i * call.ldc + j) * accumulated,
+            )
+
+
+def _single_block_bytes(call: Call) -> int:
+    return (call.m + call.n) * call.k * DTYPES[call.accumulator].itemsize
+
+
+def _single_block(call: Call, params: Params) -> Launch:
+    return Launch((1, 1, 1), (params["THREADS"], 1, 1), _single_block_bytes(call))
+
+
+def _single_block_refuses(call: Call, params: Params) -> str | None:
+    needed, limit = _single_block_bytes(call), call.device.shared_bytes
+    if needed <= limit:
+        return None
+    return (
+        f"it stores op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in the shared "
+        f"memory of one block, {limit} bytes: pass a smaller --tile, such as 64x64x64"
+    )
+
+
+_ALL = ("float32", "float64", "float16", "bfloat16", "int8", "complex64", "complex128")
+
+PLAIN: tuple[Kernel, ...] = (
+    Kernel(
+        name="naive",
+        source="naive",
+        dtypes=_ALL,
+        variants=tuple({"BLOCK_X": x, "BLOCK_Y": y} for x, y in ((32, 8), (8, 8), (16, 16), (32, 32))),
+        launch=_naive,
+        refuses=_naive_refuses,
+        model=_naive_model,
+    ),
+    Kernel(
+        name="naive_grid",
+        source="naive_grid",
+        dtypes=_ALL,
+        variants=({"COVER_M": 32768, "COVER_N": 32768, "BLOCK_X": 32, "BLOCK_Y": 8},),
+        launch=_naive,
+        parts=_cover,
+        model=_naive_model,
+    ),
+    Kernel(
+        name="single_block",
+        source="single_block",
+        dtypes=_ALL,
+        variants=({"THREADS": 1024}, {"THREADS": 256}),
+        launch=_single_block,
+        refuses=_single_block_refuses,
+        model=_single_block_model,
+    ),
+    Kernel(
+        name="tiled",
+        source="tiled",
+        dtypes=_ALL,
+        variants=({"TILE": 16}, {"TILE": 8}, {"TILE": 32}),
+        launch=_tiled("TILE", "TILE", lambda p: p["TILE"] ** 2),
+        model=_tile_model(
+            "TILE",
+            "TILE",
+            "TILE",
+            lambda p: (lambda lane: lane // p["TILE"] * p["TILE"], lambda lane: lane % p["TILE"]),
+        ),
+    ),
+    Kernel(
+        name="register",
+        source="register",
+        entry="register_kernel",
+        dtypes=_ALL,
+        variants=tuple({"TILE": 32, "RESULTS": results} for results in (8, 1, 2, 4, 16, 32)),
+        launch=_tiled("TILE", "TILE", lambda p: p["TILE"] ** 2 // p["RESULTS"]),
+        model=_tile_model("TILE", "TILE", "TILE", lambda p: (lambda lane: lane,)),
+    ),
+    Kernel(
+        name="liang_normal",
+        source="liang_normal",
+        dtypes=_ALL,
+        variants=({"W": 32, "H": 64, "R": 16, "THREADS": 512},),
+        launch=_tiled("W", "H", lambda p: p["THREADS"]),
+        model=_tile_model("W", "H", "R", lambda p: (lambda lane: lane,)),
+    ),
+    Kernel(
+        name="liang_opt",
+        source="liang_opt",
+        dtypes=_ALL,
+        variants=({"W": 16, "H": 64, "R": 16},),
+        launch=_tiled("W", "H", lambda p: p["H"]),
+        model=_liang_opt_model,
+    ),
+)
+
+
+_FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
+# A CUDA grid has fewer thread blocks than this along x. Kernels that use TMA need m, n and k below this.
+_LIMIT = 2**31
+
+
+def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
+    return {"OOC_FORMAT": _FORMATS[dtype]}
 
 
 def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Params], str | None]:
@@ -328,3 +527,53 @@ FAST: tuple[Kernel, ...] = (
     _mma_entry(("float32",), "tf32", _mma_params(64, 4, 16, 2), _mma_params(128, 8, 16, 1)),
     _mma_entry(("float32",), "tf32", _mma_params(128, 8, 4, 1)),
 )
+
+
+LADDER: tuple[Kernel, ...] = (*PLAIN, *FAST)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `--kernel` accepts for oocgemm's own kernels, simplest first."""
+    return tuple(dict.fromkeys(kernel.name for kernel in LADDER))
+
+
+def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
+    """Return a kernel named `name` that can run a call, and the parameters to run it with.
+
+    Several kernels can have the same name. First, those that have the parameters `wanted` (one of their
+    `Kernel.variants`) are tried with them. Then all are tried with their default parameters. The first kernel
+    that can run the call is returned.
+
+    Raises:
+        InputError: no kernel with this name accepts the call; the message has the reasons.
+    """
+    entries = [kernel for kernel in LADDER if kernel.name == name]
+    candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
+    reasons: list[str] = []
+    for kernel, params in (*candidates, *((kernel, kernel.variants[0]) for kernel in entries)):
+        refusal = kernel.refusal(call, params)
+        if refusal is None:
+            return kernel, params
+        reasons.append(refusal)
+    raise InputError(f"kernel {name} cannot do this product: {'; or '.join(dict.fromkeys(reasons))}")
+
+
+def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
+    """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
+
+    So does a plan that selects more elements per row than any kernel can.
+
+    The smaller steps at the edges of the matrices are checked too. If `name` is not a kernel of the ladder,
+    for example "cublas", nothing is checked. `device` is the GPU that shall run the plan.
+    """
+    problem, tile = plan.problem, plan.tile
+    check_sink(problem.sink)
+    if name not in names():
+        return
+    extents = ((problem.m, tile.m), (problem.n, tile.n), (problem.depth, tile.k))
+    sizes = [{min(extent, nominal), extent % nominal or nominal} for extent, nominal in extents]
+    for m, n, k in product(*sizes):
+        lda, ldb = (m if problem.trans_a.swaps else k), (k if problem.trans_b.swaps else n)
+        shape = problem.a_dtype, problem.trans_a, problem.trans_b, m, n, k
+        if k:
+            choose(name, Call(*shape, 1.0, 0, lda, 0, ldb, 1.0, 0, n, problem.compute, device))

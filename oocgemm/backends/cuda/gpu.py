@@ -8,16 +8,15 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.base import Session
 from oocgemm.backends.cuda import calls as cuda_calls
-from oocgemm.backends.cuda import pcie
-from oocgemm.backends.cuda.applied import SESSIONS
 from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
 from oocgemm.backends.cuda.repeated import RepeatedSession, is_repeatable, reopened
-from oocgemm.backends.cuda.session import CudaSession
+from oocgemm.backends.cuda.session import SESSIONS, CudaSession
 from oocgemm.backends.cuda.warm import idle_bytes
+from oocgemm.backends.registry import pci_limit
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.kernels import tuning
-from oocgemm.kernels.registry import check_plan
+from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.units import format_size
 
@@ -85,7 +84,7 @@ class CudaBackend:
             # A device that uses the host's page tables is connected by NVLink-C2C, not by PCI Express. The
             # system does not report the rate of NVLink-C2C.
             return None
-        return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
+        return pci_limit(runtime.deviceGetPCIBusId(self._device))
 
     def describe(self) -> dict[str, str]:
         return dict(_described(self._device))

@@ -1,14 +1,21 @@
-"""Decodes compressed chunks of an operand on the device, into its panels.
+"""Decodes and encodes compressed chunks on the device.
 
-Each lane has a thread, a stream and memory for a batch of chunks, in pinned host memory and on the device.
-The thread reads the stored chunks of a batch into host memory. It enqueues the copy of the chunks to the
-device, the kernels that decode them (`oocgemm.backends.cuda.unpacker`), and the kernel `place`, which
-composes the panel. The lanes work at the same time, so that reads, copies and decoding overlap, and enough
-streams are decoded at once.
+*Decoding* an operand: each lane has a thread, a stream and memory for a batch of chunks, in pinned host
+memory and on the device. The thread reads the stored chunks of a batch into host memory. It enqueues the copy
+of the chunks to the device, the kernels of `kernels/decoding`, which decode zstd, blosc-zstd and blosc-lz4,
+and the kernel `place`, which composes the panel. The lanes work at the same time, so that reads, copies and
+decoding overlap, and enough streams are decoded at once.
 
-A lane waits for its batch and checks what the decoder reports. So no operation starts that uses a panel with
-damaged data. The host decodes the chunks for which the decoder reports an error, and those whose frames it
-could not have decoded: this raises the error of a damaged chunk.
+The kernels check all that they read. (nvCOMP never ends on many damaged streams of zstd, and does not see all
+damage of LZ4.) They find the streams of a batch, which would take the host as long as reading them, and
+decode the blocks of a stream of zstd at the same time. A lane waits for its batch and checks what the decoder
+reports. So no operation starts that uses a panel with damaged data. The host decodes the chunks for which the
+decoder reports an error, and those whose frames it could not have decoded: this raises the error of a damaged
+chunk.
+
+*Encoding* C: the kernels of `kernels/encoding` compress the chunks of a strip. They run on the stream of
+Downloads, instead of a copy, and write the frames to the pinned host slot of the strip. So only compressed
+bytes cross the link, and the host need not know their number before.
 """
 
 import ctypes
@@ -25,19 +32,103 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from oocgemm.backends.base import Array
-from oocgemm.backends.compressed import Compressed
+from oocgemm.backends.base import Array, Compressed
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.events import RING, Clock, CudaToken, Work
 from oocgemm.backends.cuda.launch import Kernels
-from oocgemm.backends.cuda.pinned import unpin
-from oocgemm.backends.cuda.unpacker import Unpacker
 from oocgemm.errors import BackendError
-from oocgemm.planning.cost.coding import DecodingShape
-from oocgemm.planning.tiling import Range, ceil_div
-from oocgemm.planning.units import format_size
-from oocgemm.stores.compressors import NO_ROOM, Fetched
+from oocgemm.kernels.launches import Strip, batches, shuffle_blocks
+from oocgemm.kernels.spec import Launch
+from oocgemm.planning import Operation, Plan, division_of
+from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape
+from oocgemm.planning.tiling import Range, ceil_div, length
+from oocgemm.stores.compressors import NO_ROOM, NUMBERS, Codec, Fetched
 from oocgemm.system.resources import allocate
+
+# Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.
+_STREAM, _BLOCK, _COUNTERS, _MIN_BLOCK = 40, 112, 32, 2 << 10
+# Warps per multiprocessor that decode, and bytes of content that keep one busy.
+_WARPS, _PER_WARP = 24, 32 << 10
+# Blocks of the kernel `crc32c` per chunk.
+_PARTS = 8
+_KERNELS = (
+    *(
+        ("crc32c", "crc32c"),
+        ("frames", "frames"),
+        ("zstd", "zstd_walk"),
+        ("zstd", "zstd_entropy"),
+        ("lz4", "lz4_parse"),
+    ),
+    ("execute", "execute"),
+)
+
+
+class Batch(ctypes.Structure):
+    """The argument of the kernels, `batch_t` of `streams.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "chunks", "statuses", "counters", "pointers", "streams", "blocks", "sequences", "literals",
+            "content", "max_sequences", "max_literals",
+        )),
+        *((name, ctypes.c_uint32) for name in (
+            "count", "max_streams", "max_blocks", "chunk", "itemsize", "compressor",
+        )),
+    )  # fmt: skip
+
+
+class Unpacker:
+    """The kernels on one device, and how lanes of a shape divide their memory for them."""
+
+    def __init__(self, kernels: Kernels, shape: DecodingShape) -> None:
+        """Compile and load the kernels. The device must be the current one."""
+        self._shape = shape
+        self._warps = _WARPS * kernels.device.processors
+        self._kernels = {entry: kernels.plain(source, entry, ()) for source, entry in _KERNELS}
+
+    def decode(
+        self,
+        codec: Codec,
+        chunks: tuple[int, int, bool],
+        chunk: int,
+        lane: tuple[int, int, int],
+        stream: Any,
+    ) -> tuple[int, int]:
+        """Enqueue on a stream, which is the current one, to decode a batch.
+
+        Args:
+            codec: how the chunks are compressed.
+            chunks: the device address of their table, their number, and whether some have checksums.
+            chunk: bytes of a decoded chunk.
+            lane: device addresses of the lane's content, temporary memory and tables.
+
+        Returns:
+            The device addresses of the content of each stream, and of the status of each chunk, four bytes.
+        """
+        shape, (content, temporary, tables) = self._shape, lane
+        table, count, checksums = chunks
+        most = shape.streams
+        streams = tables + 8 * most
+        counters = streams + _STREAM * most
+        statuses = counters + _COUNTERS
+        blocks = shape.batch // _MIN_BLOCK + count
+        literals = temporary + _BLOCK * blocks
+        sequences = literals + ceil_div(shape.batch, 8) * 8
+        given = Batch(
+            *(table, statuses, counters, tables, streams, temporary, sequences, literals, content),
+            *((temporary + shape.temporary - sequences) // 8, shape.batch),
+            *(count, most, blocks, chunk, codec.itemsize, NUMBERS[codec.compressor] if codec.blosc else 0),
+        )
+        cuda_calls.make(cuda_calls.fill(counters, _COUNTERS + 4 * count, stream))
+        warps = max(1, min(self._warps, ceil_div(count * chunk, _PER_WARP)))
+        finding = {"lz4_parse": warps} if codec.compressor == "lz4" else {
+            "zstd_walk": ceil_div(warps, 4), "zstd_entropy": warps,
+        }  # fmt: skip
+        verifying = {"crc32c": _PARTS * count} if checksums else {}
+        for name, grid in {**verifying, "frames": count, **finding, "execute": warps}.items():
+            self._kernels[name](Launch((grid, 1, 1), (32, 1, 1)), given)
+        return tables, statuses
+
 
 # Fields of a chunk in the table for the kernel `place`, of eight bytes each. Maximum chunks of a batch.
 FIELDS, MAX_CHUNKS = 14, 8192
@@ -46,7 +137,7 @@ _ELEMENTS = 16 << 10
 PAGE = 4096
 
 
-class Lane:
+class DecodingLane:
     """The memory and the stream of one thread."""
 
     def __init__(self, shape: DecodingShape, memory: Array, device: int) -> None:
@@ -77,21 +168,18 @@ class Decoder:
         size = shape.frames + shape.tables
         self._memory = allocate(shape.lanes * size)
         self._pool = ThreadPoolExecutor(shape.lanes, thread_name_prefix="oocgemm-decode")
-        self._lanes: SimpleQueue[Lane] = SimpleQueue()
+        self._lanes: SimpleQueue[DecodingLane] = SimpleQueue()
         self._on_host_turn = threading.Lock()
         self._join, self._joining = cupy.cuda.Stream(non_blocking=True), threading.Lock()
         try:
             list(self._pool.map(partial(self._touch, size), range(shape.lanes)))
-            runtime.hostRegister(self._memory.ctypes.data, self._memory.nbytes, 0)
-        except runtime.CUDARuntimeError as error:
+            cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
+        except BackendError:
             self._pool.shutdown()
-            raise BackendError(
-                f"the system refuses to pin {format_size(self._memory.nbytes)} of host memory ({error}): "
-                "pass a smaller --host-memory (or --memory), or raise ulimit -l"
-            ) from error
+            raise
         for i in range(shape.lanes):
             part = self._memory[i * size : (i + 1) * size]
-            self._lanes.put(Lane(shape, part, address + i * shape.lane_bytes))
+            self._lanes.put(DecodingLane(shape, part, address + i * shape.lane_bytes))
 
     def _touch(self, size: int, lane: int) -> None:
         self._memory[lane * size : (lane + 1) * size : PAGE] = np.uint8(0)
@@ -146,7 +234,13 @@ class Decoder:
             self._lanes.put(lane)
 
     def _decode_by(
-        self, lane: Lane, address: int, block: Compressed, waits: Sequence[Any], rows: Range, cols: Range
+        self,
+        lane: DecodingLane,
+        address: int,
+        block: Compressed,
+        waits: Sequence[Any],
+        rows: Range,
+        cols: Range,
     ) -> int:
         fetched, stream = block.fetch(rows, cols, lane.frames), lane.stream
         if len(fetched) > 1 and any(each.size == NO_ROOM for each in fetched):
@@ -161,7 +255,12 @@ class Decoder:
         return size
 
     def _unpack(
-        self, lane: Lane, block: Compressed, fetched: Sequence[Fetched], address: int, waits: Sequence[Any]
+        self,
+        lane: DecodingLane,
+        block: Compressed,
+        fetched: Sequence[Fetched],
+        address: int,
+        waits: Sequence[Any],
     ) -> Array:
         """Decode chunks, which are on the device as they are stored, into the panel.
 
@@ -183,7 +282,7 @@ class Decoder:
         found: Array = failed.view(np.int32) != 0
         return found
 
-    def _fill(self, lane: Lane, fetched: Sequence[Fetched], block: Compressed) -> int:
+    def _fill(self, lane: DecodingLane, fetched: Sequence[Fetched], block: Compressed) -> int:
         """Enqueue to copy the table of the chunks to the device. Return its address there.
 
         The kernel `frames` completes it.
@@ -200,7 +299,7 @@ class Decoder:
         return to
 
     def _on_host(
-        self, lane: Lane, address: int, block: Compressed, part: Fetched, waits: Sequence[Any]
+        self, lane: DecodingLane, address: int, block: Compressed, part: Fetched, waits: Sequence[Any]
     ) -> int:
         """Decode a chunk on the host, in the memory of an idle lane, and copy it to the device."""
         (r0, r1), (c0, c1) = part.rows, part.cols
@@ -222,7 +321,7 @@ class Decoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
         with suppress(Exception):  # after an error on the device, every call raises
             runtime.deviceSynchronize()
-        unpin(self._device, self._memory)
+        cuda_calls.unpin(self._device, self._memory)
 
 
 def _cuts(extent: int, origin: int, step: int) -> list[Range]:
@@ -249,3 +348,31 @@ def _halves(block: Compressed, rows: Range, cols: Range) -> list[tuple[Range, Ra
 
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_longlong
+
+
+class Packer:
+    """The kernels on one device, and the memory for a batch of chunks."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, work: tuple[int, int]) -> None:
+        """Compile and load the kernels. The device must be the current one.
+
+        `work` are the address and the size of the memory on the device.
+        """
+        division = division_of(plan.setting, plan.tile)
+        assert division is not None
+        self._division, self._chunk, self._work = division, plan.chunks, work
+        compress = "lz4_compress" if division.compressor == COMPRESSORS["blosc-lz4"] else "zstd_compress"
+        self._kernels = {
+            entry: kernels.plain(entry, entry, ()) for entry in ("shuffle", compress, "locate", "assemble")
+        }
+
+    def launch(self, op: Operation, address: int, host: int, stream: Any) -> None:
+        """Compress the strip at a device address on a stream, into the host slot at the address `host`."""
+        strip = Strip(address, (length(op.m), length(op.n)), self._chunk)
+        with stream:
+            for given in batches(self._division, strip, self._work, host):
+                streams = given.count * given.streams
+                for entry, kernel in self._kernels.items():
+                    grid = {"shuffle": (shuffle_blocks(given), given.count), "locate": (1, 1)}
+                    x, y = grid.get(entry, (streams, 1))
+                    kernel(Launch((x, y, 1), (32, 1, 1)), given)

@@ -1,0 +1,688 @@
+"""Copies blocks between pageable host memory and the device, piece by piece through a ring of pinned buffers.
+
+Several threads work on one block. To upload, a thread copies a piece of the block into one of its pinned
+buffers, and issues the copy to the device. While the device copies, the thread fills its next buffer. A
+download goes the other way. So the memory of a run does not depend on the size of its blocks, and copies on
+the host and over the link overlap within a block.
+
+The copies of a block are on one stream, and blocks that are copied at the same time have different streams.
+With more streams, copies would wait for each other: a GPU has 8 queues, by default, and streams share them.
+
+Arrays with contiguous rows, and blocks of files, are copied by compiled threads (`CompiledThreads`). They
+need no GIL. So pieces may be small: the device gets the first one sooner, and the last one of a download
+takes the host less time. Other blocks are moved by Python's threads, which take pieces from one queue per
+direction. To hand over a piece and to take the GIL again after a copy costs tens of microseconds. So these
+pieces are large, and no other call of a piece releases the GIL.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from itertools import count, cycle
+from queue import Empty, SimpleQueue
+from time import perf_counter_ns
+from typing import Any
+
+import cupy
+import numpy as np
+
+from oocgemm.backends.base import Array, Pageable
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda.events import Work
+from oocgemm.planning.cost.footprint import (
+    BUFFERS,
+    MARKS,
+    MAX_COMPILED_PIECE,
+    MIN_BUSY_PIECE,
+    MIN_COMPILED_PIECE,
+    MIN_PIECE,
+    MIN_STORED_PIECE,
+    PAGE,
+    RingShape,
+)
+from oocgemm.planning.tiling import Range, ceil_div, round_up
+from oocgemm.system.pool import (
+    DRIVER,
+    Block,
+    Pool,
+    available,
+    error_of,
+    memory_block,
+    row_pieces,
+    stored_block,
+)
+from oocgemm.system.resources import allocate
+from oocgemm.system.threads import start
+
+# A piece has at least this many bytes of every chunk that it contains a part of, or the whole chunk. To open
+# and to look up a file takes about as long as to read a tenth of it.
+MIN_PART = 512 << 10
+# If a row of a chunk has at least MIN_ROW bytes, and the chunk MIN_APART, a piece has columns of one chunk
+# only: it is read from one place of one file, by one call. The link copies shorter rows more slowly.
+MIN_ROW, MIN_APART = 4 << 10, 2 << 20
+# A piece of a block: its rows, its columns, and the byte at which it starts in the block.
+Piece = tuple[Range, Range, int]
+
+
+def pieces(block: Pageable, size: int) -> list[Piece]:
+    """Cut a block into pieces of at most `size` bytes, which has room for an element.
+
+    Of large chunks, a piece has whole rows of one chunk, or of several that are below one another. Otherwise
+    pieces consist of whole rows of the block, if at least `MIN_PART` bytes of each chunk fit into a piece
+    then. If not, they are cut between chunks in both directions.
+    """
+    (rows, cols), itemsize = block.shape, block.dtype.itemsize
+    row = cols * itemsize
+    (high, wide), (down, along) = block.chunk, block.origin
+    line = wide * itemsize
+    least = max(1, min(high, MIN_PART // line, size // itemsize))
+    if wide < cols and MIN_ROW <= line <= size and min(high * line, size) >= MIN_APART:
+        height, width = min(high, size // line), wide
+        if height < high:
+            height = ceil_div(high, ceil_div(high, height))
+            bands = _cuts(rows, high, down)
+            heights = [(top + i, top + j) for top, end in bands for i, j in _cuts(end - top, height, 0)]
+            return _located(heights, _cuts(cols, width, along), row, itemsize)
+        height = size // line // high * high
+    elif least * row <= size:
+        height, width = size // row, cols
+        if height >= high:
+            height -= height % high
+    else:
+        height, width = least, size // (least * itemsize)
+        if width >= wide:
+            width -= width % wide
+    return _located(
+        _cuts(rows, height, down if height % high == 0 else 0),
+        _cuts(cols, width, along if width % wide == 0 else 0),
+        *(row, itemsize),
+    )
+
+
+def _located(rows: Sequence[Range], cols: Sequence[Range], row: int, itemsize: int) -> list[Piece]:
+    """Return the pieces with these rows and columns of a block whose rows have `row` bytes."""
+    return [
+        ((top, end), (left, right), top * row + left * itemsize) for top, end in rows for left, right in cols
+    ]
+
+
+def _cuts(extent: int, step: int, start: int) -> list[Range]:
+    """Cut an axis at multiples of `step`, where its first index counts as `start`.
+
+    >>> _cuts(10, 4, 0), _cuts(10, 4, 7)
+    ([(0, 4), (4, 8), (8, 10)], [(0, 1), (1, 5), (5, 9), (9, 10)])
+    """
+    first = -(start % step)
+    return [(max(0, at), min(extent, at + step)) for at in range(first, extent, step)]
+
+
+class Buffer:
+    """A pinned buffer of a lane, and the event after the latest copy from or to it.
+
+    `offset` is its distance in bytes from the first buffer of its direction.
+    """
+
+    def __init__(self, memory: Array, offset: int) -> None:
+        self.address: int = memory.ctypes.data
+        self.offset = offset
+        self._memory = memory
+        self._event = cupy.cuda.Event(block=True, disable_timing=True)
+        self._query = cuda_calls.query(self._event)
+        self._array, self._form = memory, (memory.dtype, 0, 0)
+
+    def array(self, dtype: np.dtype[Any], height: int, width: int) -> Array:
+        """Return the first bytes of the buffer as an array."""
+        form = dtype, height, width
+        if form != self._form:  # most pieces of a block have the same shape
+            self._array = self._memory[: height * width * dtype.itemsize].view(dtype).reshape(height, width)
+            self._form = form
+        return self._array
+
+    def record(self, stream: Any) -> Any:
+        """Record the event on a stream, and return it."""
+        cuda_calls.record(self._event, stream)
+        return self._event
+
+    def wait(self) -> None:
+        """Wait for the event. The thread keeps the GIL if the event has completed."""
+        if self._query():
+            self._event.synchronize()
+
+
+class Lane:
+    """The pinned buffers of one thread, and its stream for pieces that the device transposes."""
+
+    def __init__(self, memory: Array, start: int, end: int) -> None:
+        """Divide the bytes from `start` to `end` of a direction's memory into buffers."""
+        self.block = -1  # number of the block that the stream has waited for
+        size = (end - start) // BUFFERS
+        parts = range(start, end, size)
+        self._buffers = [Buffer(memory[at : at + size], at) for at in parts]
+        self._turns = cycle(self._buffers)
+        self.pending: Callable[[], None] | None = None  # finishes the latest piece
+
+    @cached_property
+    def stream(self) -> Any:
+        """The lane's stream. While it copies a piece, those of other lanes transpose theirs.
+
+        A kernel that transposes a piece starts before the thread blocks of products that are queued.
+        """
+        return cupy.cuda.Stream(non_blocking=True, priority=-1)
+
+    def finish(self) -> None:
+        """Finish the latest piece, if that is left to do."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+    def drain(self) -> None:
+        """Wait until all copies from and to the buffers have ended."""
+        for buffer in self._buffers:
+            buffer.wait()
+
+    def next_buffer(self) -> Buffer:
+        """Return a buffer, when the latest copy from or to the buffer has ended."""
+        buffer = next(self._turns)
+        buffer.wait()
+        return buffer
+
+
+# Issues the copy of one piece on a stream, by the means of a lane. Returns the event after the copy, and what
+# is left to do when the thread has issued its next copy; None if nothing is.
+Move = Callable[[Lane, Piece, Any], tuple[Any, Callable[[], None] | None]]
+
+
+class Copying:
+    """A block that is being copied.
+
+    Attributes:
+        number: of the block, unique in the process.
+        move: issues the copy of one piece.
+        waits: events that the copies wait for.
+        stream: of the copies. If `apart`, each lane uses its own stream, and this one waits for the copies.
+        error: the first error of a piece. No further piece is copied then.
+    """
+
+    _numbers = count()
+
+    def __init__(
+        self,
+        move: Move,
+        waits: Sequence[Any],
+        stream: Any,
+        pieces: int,
+        ended: Callable[[], object],
+        *,
+        apart: bool,
+    ) -> None:
+        """Prepare to copy a number of pieces. `ended` is called when all of them have been copied."""
+        self.number = next(self._numbers)
+        self.move, self.waits, self.stream, self.apart = move, waits, stream, apart
+        for event in () if apart else waits:
+            cuda_calls.wait(stream, event)
+        self.error: BaseException | None = None
+        self._start, self._end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+        self._unstarted, self._issued = iter([self._start]), 0
+        self._counting, self._when_ended = threading.Lock(), ended
+        self._unissued = self._unfinished = pieces
+        # They are held until all copies have been issued, and until all pieces are finished.
+        self._issuing, self._finishing = threading.Lock(), threading.Lock()
+        self._issuing.acquire()
+        self._finishing.acquire()
+
+    def copy(self, lane: Lane, piece: Piece) -> None:
+        """Copy one piece, by the thread of a lane. `Lane.finish` must be called afterwards."""
+        late = None
+        try:
+            if self.error is None:
+                event, late = self.move(lane, piece, self._stream_of(lane))
+                if self.apart:
+                    cuda_calls.wait(self.stream, event)
+        except BaseException as error:
+            self.error = self.error or error
+        self._count_issued()
+        if lane.pending is not None:
+            lane.finish()  # of the piece before this one
+        if late is None:
+            self._count_finished()
+        else:
+            lane.pending = partial(self._finish, late)
+
+    def _stream_of(self, lane: Lane) -> Any:
+        """Return the stream for a piece that a lane copies. The first lane records the start."""
+        stream = self.stream
+        if self.apart:
+            stream = lane.stream
+            for event in self.waits if lane.block != self.number else ():
+                cuda_calls.wait(stream, event)
+            lane.block = self.number
+        for start_event in self._unstarted:  # in the first thread only
+            self._issued = perf_counter_ns()
+            cuda_calls.record(start_event, stream)
+        return stream
+
+    def _finish(self, late: Callable[[], None]) -> None:
+        """Do what is left to do for a piece."""
+        try:
+            if self.error is None:
+                late()
+        except BaseException as error:
+            self.error = self.error or error
+        self._count_finished()
+
+    def _count_issued(self) -> None:
+        """Count a piece as issued. After the last one, record the end of the copies."""
+        with self._counting:
+            self._unissued -= 1
+            if self._unissued:
+                return
+        # Now, not when `work` is called: by then the stream may wait for the copies of a later block, too.
+        try:
+            cuda_calls.record(self._end, self.stream)
+        except BaseException as error:
+            self.error = self.error or error
+        self._issuing.release()
+
+    def _count_finished(self) -> None:
+        with self._counting:
+            self._unfinished -= 1
+            if self._unfinished:
+                return
+        self._when_ended()
+        self._finishing.release()
+
+    def work(self) -> Work:
+        """Wait until the last piece has been handed to the device; raise the first error.
+
+        The host may still have to write pieces: the returned `Work.finish` waits for that.
+        """
+        with self._issuing:
+            if self.error is not None:
+                self._wait()
+            return Work(self._start, self._issued, self._end, self._wait)
+
+    def _wait(self) -> None:
+        """Wait until all pieces are finished; raise the first error."""
+        with self._finishing:
+            if self.error is not None:
+                raise self.error
+
+
+# A block is cut into FEW_PIECES pieces per thread, if these have at most LARGE_PIECE bytes, so that the link
+# copies soon. Else it is cut into MANY_PIECES per thread, but not into smaller pieces than that.
+FEW_PIECES, LARGE_PIECE, MANY_PIECES = 2, 1 << 20, 8
+# Maximum number of pieces of a thread that are in flight. Downloads drain a strip of C from the device, while
+# threads still write the one before.
+UPLOADING, DOWNLOADING = 2, 8
+# Maximum number of blocks per direction that have streams of their own while they are copied.
+MAX_STREAMS = 4
+
+
+class CompiledThreads:
+    """The compiled threads of one direction, and the blocks that they copy."""
+
+    def __init__(self, memory: Array, shape: RingShape, *, uploads: bool) -> None:
+        """Start all threads but the last one of a ring with one direction.
+
+        `memory` is pinned. It begins with the buffers, and ends with their marks. The device of the copies
+        must be the current one.
+        """
+        driver = [cuda_calls.address(name) for name in DRIVER]
+        lane, start = BUFFERS * shape.piece, memory.ctypes.data
+        self._most = min(shape.piece, MAX_COMPILED_PIECE)
+        size = 2 * self._most if uploads else lane
+        places = start, lane, size, start + shape.lanes * lane
+        threads = shape.lanes - 1, UPLOADING if uploads else DOWNLOADING
+        self._pool = Pool(driver, cuda_calls.context(), places, threads, uploads=uploads)
+        self.take, self.give = self._pool.take, self._pool.give
+        self._threads, self._uploads = threads[0], uploads
+        self._copied = list[PooledCopying]()  # blocks that may still be being copied
+        self._streams, self._choosing = list[Any](), threading.Lock()
+
+    @staticmethod
+    def possible(memory: Array, stream: Any) -> bool:
+        """Return whether there is compiled code, and the device can write marks to the end of `memory`."""
+        if not (available() and cuda_calls.writes_values(memory[-MARKS:].ctypes.data, stream)):
+            return False
+        stream.synchronize()  # the memory is unpinned at once if the threads cannot be started
+        return True
+
+    def begin(self, address: int, given: Pageable, waits: Sequence[Any]) -> "PooledCopying":
+        """Begin to copy a block to or from a device address, once the events in `waits` have completed.
+
+        The block is in memory with contiguous rows, or it is uploaded from files that compiled code reads.
+        """
+        with self._choosing:
+            # What is being copied must stay in memory, even if nobody waits for it.
+            self._copied = [copying for copying in self._copied if not copying.ended]
+            block, stream = self._block(address, given), self._stream()
+            copying = PooledCopying(self._pool, block, stream, waits, uploads=self._uploads)
+            self._copied.append(copying)
+        return copying
+
+    def _block(self, address: int, given: Pageable) -> Block:
+        """Cut a block into pieces."""
+        itemsize = given.dtype.itemsize
+        row_bytes = given.shape[1] * itemsize
+        if given.memory is not None:
+            cut = row_pieces(given.shape[0], row_bytes, self._piece(given.nbytes))
+            return memory_block(given.memory, cut, address, uploads=self._uploads)
+        assert given.stored is not None
+        chunks, corner = given.stored.chunks, (given.stored.row, given.stored.left)
+        size = round_up(max(MIN_STORED_PIECE, ceil_div(given.nbytes, FEW_PIECES * self._threads)), PAGE)
+        found = [
+            (top, end - top, left * itemsize, (right - left) * itemsize)
+            for (top, end), (left, right), _ in pieces(given, min(self._most, size))
+        ]
+        block = stored_block(chunks.address, corner, np.array(found, np.uintp), address, row_bytes)
+        block.owned += (chunks,)
+        return block
+
+    def _piece(self, size: int) -> int:
+        """Return the maximum bytes of a piece of a block of `size` bytes."""
+        small = ceil_div(size, FEW_PIECES * self._threads)
+        piece = min(small, max(LARGE_PIECE, ceil_div(size, MANY_PIECES * self._threads)))
+        return min(self._most, round_up(max(MIN_COMPILED_PIECE, piece), PAGE))
+
+    def _stream(self) -> Any:
+        """Return the stream of the fewest blocks.
+
+        On a stream that another block uses, copies wait for the events of both blocks.
+        """
+        used = [sum(copying.stream is stream for copying in self._copied) for stream in self._streams]
+        if min(used, default=1) and len(used) < MAX_STREAMS:
+            self._streams.append(cupy.cuda.Stream(non_blocking=True, priority=-1))
+            return self._streams[-1]
+        return self._streams[used.index(min(used))]
+
+    def close(self) -> None:
+        """End the threads. No block may be in flight."""
+        self._pool.close()
+        self._copied.clear()
+
+
+class PooledCopying:
+    """A block that the threads of a pool are copying.
+
+    Attributes:
+        stream: of the copies.
+        end: the event after the last one.
+    """
+
+    def __init__(self, pool: Pool, block: Block, stream: Any, waits: Sequence[Any], *, uploads: bool) -> None:
+        """Begin to copy a block once the events in `waits` have completed."""
+        self.stream, self._pool, self._uploads = stream, pool, uploads
+        for event in waits:
+            cuda_calls.wait(stream, event)
+        self._start, self.end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
+        cuda_calls.record(self._start, stream)
+        self._block = block
+        pool.begin(self._block, stream.ptr, self.end.ptr)
+
+    def work(self) -> Work:
+        """Wait until the last copy has been issued; raise the first error.
+
+        After a download, `Work.finish` waits until the array has been written.
+        """
+        self._pool.wait_issued(self._block)
+        if self._uploads or self._block.error:
+            self._finish()
+        return Work(self._start, self._block.issued_at, self.end, self._finish)
+
+    def _finish(self) -> None:
+        self._pool.wait_finished(self._block)
+        self._block.owned = ()  # the copying is remembered until the next one
+        if error := error_of(self._block):
+            raise error
+        cuda_calls.check(self._block.error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all pieces have been copied."""
+        return self._pool.is_finished(self._block)
+
+
+# Transposes a piece of a block on the device. Takes the address of the strip, the rows and the columns of the
+# piece in the transposed block, the offset of its pinned buffer, and a stream; returns the address of the
+# result.
+Turn = Callable[[int, Range, Range, int, Any], int]
+
+
+class Direction:
+    """The threads and lanes for copies in one direction. One more lane is for blocks of a single piece."""
+
+    def __init__(self, device: Any, shape: RingShape, name: str) -> None:
+        self._device = device
+        self._memory = allocate(shape.bytes // 2)
+        with ThreadPoolExecutor(shape.lanes) as pool:  # faults in the pages
+            list(pool.map(partial(_touch, self._memory, shape.lanes), range(shape.lanes)))
+        cuda_calls.pin(device, self._memory.ctypes.data, self._memory.nbytes)
+        self._streams: list[Any] = []  # those that no block uses
+        self._more = iter(range(MAX_STREAMS))  # one number for each stream that may still be created
+        self._queue: SimpleQueue[tuple[Copying, Piece] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.compiled: CompiledThreads | None = None
+        try:
+            self._start(shape, name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, shape: RingShape, name: str) -> None:
+        """Create the lanes, and start the compiled threads, if there are any, or Python's."""
+        size = BUFFERS * shape.piece
+        with self._device:
+            self._join = cupy.cuda.Stream(non_blocking=True)
+            self._lanes = [Lane(self._memory, i * size, (i + 1) * size) for i in range(shape.lanes)]
+        self._piece, self._name, self._starting = shape.piece, name, threading.Lock()
+        self._blocks: list[Pageable] = []  # as many as Python's threads are copying, in any order
+        self._single, self._using_single = self._lanes.pop(), threading.Lock()
+        with self._device:
+            if CompiledThreads.possible(self._memory, self._join):
+                self.compiled = CompiledThreads(self._memory, shape, uploads=name == "upload")
+        if self.compiled is None:
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Start the threads for blocks that Python moves, if they do not run yet."""
+        with self._starting:
+            for i in range(len(self._threads), len(self._lanes)):
+                serve, name = partial(self._serve, i), f"oocgemm-{self._name}-{i}"
+                thread = threading.Thread(target=serve, name=name, daemon=True)
+                start(thread)
+                self._threads.append(thread)
+
+    def begin(
+        self, block: Pageable, move: Move, waits: Sequence[Any], *, apart: bool = False
+    ) -> Callable[[], Work]:
+        """Begin to copy the pieces of a block. The returned function waits until the last copy is issued.
+
+        `waits` are events that the copies wait for. If `apart`, each lane uses its own stream. The device
+        must be the current one of this thread.
+        """
+        self._blocks.append(block)
+        try:
+            stream = self._free_stream()
+            least = MIN_BUSY_PIECE if len(self._blocks) > 1 else MIN_PIECE
+            parts = pieces(block, min(self._piece, max(least, ceil_div(block.nbytes, len(self._lanes)))))
+            join = self._join if stream is None else stream
+            ended, apart = partial(self._ended, stream), apart or stream is None
+            copying = Copying(move, waits, join, len(parts), ended, apart=apart)
+        except BaseException:
+            self._blocks.pop()
+            raise
+        if len(parts) == 1 and self._using_single.acquire(blocking=False):
+            try:
+                copying.copy(self._single, parts[0])
+                self._single.finish()
+            finally:
+                self._using_single.release()
+        else:
+            self._start_threads()
+            for piece in parts:
+                self._queue.put((copying, piece))
+        return copying.work
+
+    def _ended(self, stream: Any) -> None:
+        """Note that a block has been copied, whose copies were on a stream; None if on those of the lanes."""
+        self._blocks.pop()
+        if stream is not None:
+            self._streams.append(stream)
+
+    def _free_stream(self) -> Any:
+        """Return a stream that no block uses; None if there are too many blocks.
+
+        On a stream that another block uses, its copies would wait for the events of both blocks.
+        """
+        with suppress(IndexError):
+            return self._streams.pop()
+        for _ in self._more:
+            return cupy.cuda.Stream(non_blocking=True, priority=-1)
+        return None
+
+    def _serve(self, number: int) -> None:
+        lane = self._lanes[number]
+        with self._device:
+            while (item := self._queue.get()) is not None:
+                with self._using(number):
+                    while item is not None:
+                        copying, piece = item
+                        copying.copy(lane, piece)
+                        del copying  # while it waits, the thread shall keep no block alive
+                        try:
+                            item = self._queue.get_nowait()
+                        except Empty:
+                            break
+                    lane.finish()
+                if item is None:
+                    break
+                del item
+
+    @contextmanager
+    def _using(self, lane: int) -> Iterator[None]:
+        """Use the buffers of a lane, which the lane's compiled thread does not use meanwhile."""
+        if self.compiled is None:
+            yield
+            return
+        self.compiled.take(lane)
+        try:
+            yield
+        finally:
+            with suppress(Exception):  # the device has failed: the next copy raises the error, too
+                self._lanes[lane].drain()
+            self.compiled.give(lane)
+
+    def close(self) -> None:
+        """Join the threads, and unpin and free the buffers. No copy may be in flight."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self.compiled is not None:
+            self.compiled.close()
+        cuda_calls.unpin(self._device, self._memory)
+
+
+class Ring:
+    """The pinned buffers and the threads of one device. A direction gets them with its first copy."""
+
+    def __init__(self, device: Any, shape: RingShape) -> None:
+        self.shape = shape
+        self._device = device
+        self._opening = threading.Lock()
+        self._directions: dict[str, Direction] = {}
+
+    def upload(self, address: int, block: Pageable, waits: Sequence[Any]) -> Callable[[], Work]:
+        """Begin to copy a block to a device address, once the events in `waits` have completed.
+
+        The returned function waits until the block has been read. It raises the errors of `block.move`.
+        """
+        direction, dtype = self._direction("upload"), block.dtype
+        copied = None
+        if direction.compiled is not None and (block.memory is not None or block.stored is not None):
+            copied = direction.compiled.begin(address, block, waits)
+        row = block.shape[1] * dtype.itemsize
+
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, None]:
+            rows, cols, at = piece
+            buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
+            block.move(rows, cols, buffer.array(dtype, height, width))
+            size = width * dtype.itemsize
+            _copy((address + at, row), (buffer.address, size), height, size, stream)
+            return buffer.record(stream), None
+
+        if copied is None:
+            return direction.begin(block, move, waits)
+        return copied.work if block.stored is None else partial(self._work, copied, direction, block, move)
+
+    def _work(self, copied: PooledCopying, direction: Direction, block: Pageable, move: Move) -> Work:
+        """Wait until an upload from files is issued. If compiled code cannot read a piece, Python reads all.
+
+        Python can read more. Or it raises an error that says what is wrong.
+        """
+        try:
+            return copied.work()
+        except OSError:
+            if block.stored is not None:
+                block.stored.chunks.incomplete = True
+            with self._device:
+                return direction.begin(block, move, [copied.end])()
+
+    def download(
+        self, address: int, block: Pageable, waits: Sequence[Any], turn: Turn | None = None
+    ) -> Callable[[], Work]:
+        """Begin to copy a block from a device address, once the events in `waits` have completed.
+
+        With `turn`, the device transposes each piece first. The returned function waits until the last copy
+        to the ring is issued. `Work.finish` of its result waits until the block has been written, and raises
+        the errors of `block.move`. So the device may overwrite the block while the host still writes.
+        """
+        direction, dtype = self._direction("download"), block.dtype
+        if block.memory is not None and turn is None and direction.compiled is not None:
+            return direction.compiled.begin(address, block, waits).work
+        row = block.shape[1] * dtype.itemsize
+
+        def move(lane: Lane, piece: Piece, stream: Any) -> tuple[Any, Callable[[], None]]:
+            rows, cols, at = piece
+            buffer, height, width = lane.next_buffer(), rows[1] - rows[0], cols[1] - cols[0]
+            size = width * dtype.itemsize
+            if turn is None:
+                source = address + at, row
+            else:  # the last copy from the same place has ended, since it was one to this buffer
+                source = turn(address, rows, cols, buffer.offset, stream), size
+            _copy((buffer.address, size), source, height, size, stream)
+            event = buffer.record(stream)
+
+            def write() -> None:
+                buffer.wait()
+                block.move(rows, cols, buffer.array(dtype, height, width))
+
+            return event, write
+
+        return direction.begin(block, move, waits, apart=turn is not None)
+
+    def _direction(self, name: str) -> Direction:
+        with self._opening:
+            if name not in self._directions:
+                self._directions[name] = Direction(self._device, self.shape, name)
+            return self._directions[name]
+
+    def close(self) -> None:
+        """Join the threads, and unpin and free the buffers. No copy may be in flight."""
+        while self._directions:
+            self._directions.popitem()[1].close()
+
+
+def _copy(to: tuple[int, int], source: tuple[int, int], height: int, size: int, stream: Any) -> None:
+    """Copy `height` rows of `size` bytes. Both places consist of an address and a pitch in bytes."""
+    if height == 1 or to[1] == source[1]:
+        cuda_calls.make(cuda_calls.copy(to[0], source[0], height * size, stream))
+    else:
+        cuda_calls.make(cuda_calls.copy_rows(to, source, size, height, stream))
+
+
+def _touch(memory: Array, parts: int, part: int) -> None:
+    size = memory.nbytes // parts
+    memory[part * size : (part + 1) * size : PAGE] = np.uint8(0)
