@@ -15,24 +15,24 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
 2. *Dispatch.* `executor.Run._dispatch` iterates over the schedule.
    `planning.schedule.hazards.HazardTracker.admit` compares regions to find the earlier operations that each
    operation must wait for. The operation is then queued. If too many operations are unfinished, the iteration
-   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`inline.is_short`), has
-   no queues and no threads: `inline.InlineRun` starts its operations one after the other. If all arrays are
-   pinned, and where those of the last run were, the session starts the operations again by itself
+   pauses (backpressure). A short product in memory, and a longer one of pinned arrays (`inline.is_short`),
+   has no queues and no threads: `inline.InlineRun` starts its operations one after the other. If all arrays
+   are pinned, and where those of the last run were, the session starts the operations again by itself
    (`backends.cuda.repeated`).
 
 3. *Read* (lanes `read`, `decode`). `executor.Run._transfer` runs in a thread of the stream.
    `staging.Transfers.read` cuts the panel into parts (`host_blocks.parts`). The reader threads read them from
-   the store into a host slot (`staging.HostSlots`), which is then pinned. If host and device share one memory,
-   the store reads into the device slot, and a panel in the caller's memory is not read at all
+   the store into a host slot (`staging.HostSlots`), which is then pinned. If host and device share one
+   memory, the store reads into the device slot, and a panel in the caller's memory is not read at all
    (`Layout.in_place`). A GPU needs no Read for an array in host memory, unless the host computes checksums.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory to `Session.submit` of the
    backend: its host slot, or its block of an array in memory (`host_blocks.host_block`). On CUDA,
    `backends.cuda.session` enqueues the copies from host slots and from arrays that their owner has pinned,
    and makes the h2d stream wait for the events of earlier operations. Blocks of pageable arrays are copied
-   through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own. Their
-   first Uploads begin before C is created (`prefetch.Prefetch`), and in a product like a recent one before
-   the rest is prepared (`jobs.run.run_again`). `submit` returns a token, the handle of the submitted
+   through a ring of pinned buffers (`backends.cuda.pageable`), which has threads and streams of its own.
+   Their first Uploads begin before C is created (`prefetch.Prefetch`), and in a product like a recent one
+   before the rest is prepared (`jobs.run.run_again`). `submit` returns a token, the handle of the submitted
    operation. If beta != 0, the old C of the tile is read and uploaded in the same way, strip by strip.
 
 5. *Prepare* (lane `prepare`; emulated and transformed products only). The two panels of a step are split into

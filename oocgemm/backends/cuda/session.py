@@ -521,6 +521,6 @@ class ChainedSession(CudaSession):
         return Call(*kind, *extents, 1.0, a, lda, self._factor, n, 1.0, b, n, *how)
 
 
-# The class of the session of a product, by the kind of B or by the kind of the sink. All other products have a
+# The class of the session of a product, by the kind of B or by the kind of the sink. All others have a
 # `CudaSession`.
 SESSIONS: dict[type[Operand | Sink], type[CudaSession]] = {Updated: ChainedSession, Applied: AppliedSession}
