@@ -42,7 +42,7 @@ def built(name: str) -> ctypes.CDLL:
 
 
 def launcher(source: str, entry: str, macros: Sequence[str] = ()) -> Launch:
-    """Return a function that runs a kernel on the processor, with a thread of the system per CUDA thread."""
+    """Return a function that runs a kernel on the processor, with a fiber per CUDA thread."""
     return launchers(source, (entry,), tuple(macros))[entry]
 
 
@@ -56,7 +56,7 @@ def launchers(source: str, entries: tuple[str, ...], macros: tuple[str, ...]) ->
         (new := place.with_suffix(f".{os.getpid()}")).write_text(text, encoding="utf-8")
         new.replace(place)
     names = f'-DSOURCE="{place}"', f"-DRUNS={runs}", "-x", "c++", str(SUPPORT / "lockstep.hpp")
-    loaded = _library("-std=c++20", "-O1", "-pthread", *macros, *names)
+    loaded = _library("-std=c++20", "-O1", "-U_FORTIFY_SOURCE", *macros, *names)
 
     def launch(entry: str, grid: Sequence[int], block: Sequence[int], *values: Any) -> None:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
