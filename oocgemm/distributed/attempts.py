@@ -246,6 +246,7 @@ class AttemptTarget(Target):
     """C while a child process computes a part: its tiles go to redo files in the attempt's folder."""
 
     matrix: ResumableMatrix
+    whole = False
 
     def __init__(self, job: PreparedRun, folder: Path) -> None:
         """Begin an attempt. Raises `ExecutionError` if its folder has been removed."""

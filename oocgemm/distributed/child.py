@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm.distributed import processes
 from oocgemm.distributed.attempts import FenceGuard, machine
-from oocgemm.distributed.tasks import PartSpec, request_of
+from oocgemm.distributed.tasks import Given, PartSpec
 from oocgemm.errors import BackendError, ExecutionError, InputError, OocGemmError
 from oocgemm.system.installed import __version__
 from oocgemm.system.threads import Cancel, start
@@ -101,10 +101,11 @@ class Watch:
 def probe(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a worker has, as plain data: see `survey.WorkerFacts`. Open A and B, and the device.
 
-    `task` has the request, and the path of a file that only machines with the coordinator's storage can see.
+    `task` has the path of a file that only machines with the coordinator's storage can see, and what it says.
     Raises what `oocgemm.gemm` raises for operands and devices.
     """
     from oocgemm import backends
+    from oocgemm.jobs.findings import keeping
     from oocgemm.jobs.operands import open_operands
     from oocgemm.system.resources import available_memory
 
@@ -113,13 +114,19 @@ def probe(task: Mapping[str, Any]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": machine(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "sees": _content(task["nonce"]),
+        "sees": None,
     }
-    if found["version"] != task["version"] or found["sees"] != task["content"]:
+    if found["version"] != task["version"]:
         return found
-    request = request_of(task["request"])
+    with suppress(OSError):
+        given = Given.unpacked(task["nonce"])
+        found["sees"] = given.nonce
+    if found["sees"] != task["content"]:
+        return found
+    request = given.request
     engine = backends.open_backend(request.where.backend, request.where.device)
-    _, _, problem = open_operands(request, engine.name)
+    with keeping(given.findings):
+        _, _, problem = open_operands(request, engine.name)
     return found | {
         "backend": engine.name,
         "kernel": engine.arithmetic(problem, request.where.kernel),
@@ -148,14 +155,6 @@ def _place(backend: str, device: int) -> str:
     return visible[device].strip() if device < len(visible) and visible[device] else str(device)
 
 
-def _content(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return None
-
-
 def compute(spec: PartSpec) -> dict[str, Any]:
     """Compute a part. Return plain data: its operations and what went wrong without failing.
 
@@ -166,14 +165,16 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     from oocgemm.engine.prefetch import Prefetch
     from oocgemm.jobs.budgets import check_memory
     from oocgemm.jobs.execute import execute
-    from oocgemm.jobs.prepare import prepare_part
+    from oocgemm.jobs.findings import keeping
+    from oocgemm.jobs.prepare import prepare
     from oocgemm.machine import info
 
     cancel = Cancel()
     guard = FenceGuard(Path(spec.fence), spec.epoch, spec.attempt)
     folder = Path(spec.folder)
     watch = Watch(sys.stdin.fileno(), cancel, guard.reason_to_end, partial(clean_up, folder))
-    request = request_of(dict(spec.request) | {"timeline": str(folder / LOG)})
+    given = Given.unpacked(spec.given)
+    request = replace(given.request, timeline=str(folder / LOG))
     sliced: dict[str, Any] = {}
     if request.slicing is not None:
         tile, rows = spec.header["candidate"]["tile"]["m"], request.slicing.rows
@@ -186,7 +187,8 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     engine = backends.open_backend(request.where.backend, request.where.device)
     if (library := library_of(engine)) != spec.library:
         raise BackendError(f"{library} multiplies here, the run was planned for {spec.library}")
-    job = prepare_part(request, engine, _earlier(spec))
+    with keeping(given.findings):
+        job = prepare(request, engine, running=True, earlier=_earlier(spec))
     engine.check(job.plan, request.where.kernel)
     check_memory(job.plan, request)
     prefetch = Prefetch(engine.open(job.plan, request.where.kernel)) if job.plan.steps else None

@@ -18,13 +18,14 @@ from oocgemm.distributed import processes as in_worker
 from oocgemm.distributed.attempts import LOG, AttemptId, Fence, Tail, old_attempts, remove_attempts
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.survey import WorkerFacts
-from oocgemm.distributed.tasks import PartSpec
+from oocgemm.distributed.tasks import Given, PartSpec
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.journal import COORDINATOR, REDO
+from oocgemm.jobs.journal import COORDINATOR, GIVEN, REDO
 from oocgemm.jobs.output import Journaled
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.tiling import Tile
+from oocgemm.system.cache import write_whole
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline.log import WorkerLog
 
@@ -175,6 +176,7 @@ class Coordinator:
         crew: Crew,
         found: Mapping[str, WorkerFacts],
         meet: Welcome,
+        given: Given,
         specify: Callable[[str], dict[str, Any]],
         finished: Callable[[Tile], None],
     ) -> None:
@@ -187,6 +189,7 @@ class Coordinator:
             crew: the workers.
             found: the workers that take part from the beginning, by name.
             meet: surveys the workers that join during the run.
+            given: what the workers are given.
             specify: returns the fields of `PartSpec` that are the same for all parts of a worker, and the
                 environment of its child processes.
             finished: called with each tile that is in C.
@@ -204,7 +207,7 @@ class Coordinator:
         self._meet = meet
         self._asked: dict[str, Task] = {}  # workers that have joined, and were asked what they have
         self._refused: set[str] = set()
-        self._specify = specify
+        self._given, self._specify = given, specify
         self._finished = finished
         self._running: dict[str, _Running] = {}
         self._tails: dict[AttemptId, Tail] = {}
@@ -221,6 +224,7 @@ class Coordinator:
         Raises the first error: of the input, of a part that failed too often, or that of `cancel`.
         """
         self._take_over()
+        write_whole(self._sidecar / GIVEN, self._given.packed())
         fence = Fence(self._sidecar / COORDINATOR)
         try:
             with cancel.calling(self._stop):
@@ -297,6 +301,7 @@ class Coordinator:
             environment = common.pop("environment")
             spec = PartSpec(
                 **common,
+                given=str(self._sidecar / GIVEN),
                 rows=part.rows,
                 cols=part.cols,
                 done=tuple(sorted(self._tiles[number] - self._window.left(number))),

@@ -29,16 +29,18 @@ from oocgemm.distributed.survey import (
     sharers,
     with_shares,
 )
-from oocgemm.distributed.tasks import shared_request
+from oocgemm.distributed.tasks import Given
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OocGemmError
 from oocgemm.jobs import output, support
-from oocgemm.jobs.execute import check_log, check_log_apart, disk_errors, recorder
+from oocgemm.jobs.execute import check_log, check_log_apart, conclude, disk_errors, recorder
+from oocgemm.jobs.findings import Findings, keeping
 from oocgemm.jobs.journal import ATTEMPTS
 from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination, Kind, Request
 from oocgemm.jobs.result import Result
+from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind
 from oocgemm.planning import Lane, Plan
@@ -61,14 +63,16 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
     origin, started = perf_counter_ns(), time()
     with crew_of(request) as crew:
         _check_places(request)
-        request = _absolute(request.with_options(workers=None, client=None, executor=None))
+        request = _absolute(request.with_options(workers=1, client=None, executor=None))
         stores.load(request.a.given, request.b.given, request.c.source)
-        _, _, problem = open_operands(request, "host")
-        survey = Survey(crew, shared_request(request, problem.c_dtype))
-        found = survey.run()
-        check_alike(found.values())
-        engine = planning_engine(found.values())
-        job, parts = _plan(request.with_options(backend=engine.name), engine, found.values())
+        findings: Findings = {}
+        with keeping(findings):
+            open_operands(request, "host")
+            survey = Survey(crew, request, findings)
+            found = survey.run()
+            check_alike(found.values())
+            engine = planning_engine(found.values())
+            job, parts = _plan(request.with_options(backend=engine.name), engine, found.values())
         described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
         known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described}
         noted = {
@@ -76,7 +80,7 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
             "k_slices": 1 + max((part.k_slice for part in parts), default=0),
         }
         job = replace(job, output=replace(job.output, noted=noted))
-        return _run(job, parts, engine, crew, survey, found, known, origin, progress, cancel)
+        return _run(job, parts, engine, crew, survey, found, findings, known, origin, progress, cancel)
 
 
 def crew_of(request: Request) -> Crew:
@@ -95,7 +99,7 @@ def crew_of(request: Request) -> Crew:
 
 def _check_places(request: Request) -> None:
     """Raise `InputError` unless A, B and C are at places that other processes can open."""
-    for name, operand in (("A", request.a.given), ("B", request.b.given)):
+    for name, operand in _places(request).items():
         if not stores.is_path(operand):
             kind = type(operand).__name__
             raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
@@ -108,14 +112,25 @@ def _check_places(request: Request) -> None:
         check_log(request.timeline)
 
 
+def _places(request: Request) -> dict[str, Any]:
+    """Return what the caller passed for A and B, and for D if the epilogue reads it."""
+    d = further(request.epilogue)
+    return {"A": request.a.given, "B": request.b.given} | ({} if d is None else {"D": stores.located("D", d)})
+
+
 def _absolute(request: Request) -> Request:
     """Return the request with absolute paths: workers have other working directories."""
-    a, b, c = (
-        path if "://" in path else os.path.abspath(path)
-        for path in (request.a.given, request.b.given, request.c.path)
-    )
+
+    def absolute(path: str) -> str:
+        return path if "://" in path else os.path.abspath(path)
+
+    places = {name: absolute(path) for name, path in _places(request).items()}
     return replace(
-        request, a=replace(request.a, given=a), b=replace(request.b, given=b), c=Destination.parse(c)
+        request,
+        a=replace(request.a, given=places["A"]),
+        b=replace(request.b, given=places["B"]),
+        c=Destination.parse(absolute(request.c.path)),
+        epilogue=with_further(request.epilogue, places.get("D")),
     )
 
 
@@ -130,7 +145,8 @@ def _plan(
         if job.output.resumed is not None:
             parts = parts_again(job.plan, len(found), job.output.resumed.header.get("k_slices", 1))
         else:
-            chosen = partition(job.plan, len(found), keep_tile=request.tile is not None)
+            keep_tile, whole_k = request.tile is not None, not request.divides_k
+            chosen = partition(job.plan, len(found), keep_tile=keep_tile, whole_k=whole_k)
             logger.info("%s", chosen)
             if chosen.plan.tile != job.plan.tile:
                 job = prepare(replace(shared, tile=chosen.plan.tile), engine, running=True)
@@ -158,6 +174,7 @@ def _run(
     crew: Crew,
     survey: Survey,
     found: dict[str, WorkerFacts],
+    findings: Findings,
     known: dict[str, Any],
     origin: int,
     progress: Progress | None,
@@ -170,6 +187,7 @@ def _run(
         log = recorder(job, target.matrix, known)
         results: list[dict[str, Any]] = []
         logs: list[WorkerLog] = []
+        facts: dict[str, Any] = {"checks": None, "retried": []}
 
         def compute(job: PreparedRun, target: output.Journaled, parts: tuple[Part, ...]) -> None:
             """Compute all tiles of parts that are not done."""
@@ -180,6 +198,7 @@ def _run(
                 crew,
                 found,
                 _Welcome(survey, job, found),
+                _given(job, findings),
                 partial(_specify, job, found, target.header),
                 _observer(job, progress, origin),
             )
@@ -208,11 +227,12 @@ def _run(
                         with closing(adding):
                             add_slices(products, slicing, plan, target, adding, begun, cancel)
                             adding.finish(perf_counter_ns() - begun, {})
+                conclude(job, target.matrix, facts, origin, cancel)
                 target.seal()
                 wall = perf_counter_ns() - origin
             finally:
                 merged = merge(log, logs)
-            log.finish(wall, merged | _held(results))
+            log.finish(wall, _together(merged, facts) | _held(results))
         finally:
             log.close()
     logger.info("C is done in %s", format_time(log.wall / 1e9))
@@ -236,6 +256,14 @@ def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLo
 def _sum_log(path: str, part: int) -> WorkerLog:
     """Describe the log of the sum of partial products. The process that adds them is the coordinator."""
     return WorkerLog("coordinator", socket.gethostname(), "host", 0, 0, path, part, 1, lost=False)
+
+
+def _together(merged: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of the workers (`merge`) and those of the coordinator, as one run has them."""
+    facts = own | merged | {"retried": [*merged["retried"], *own["retried"]]}
+    return (
+        facts if own["checks"] is None else facts | {"checks": own["checks"] | (merged.get("checks") or {})}
+    )
 
 
 def _held(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -318,17 +346,18 @@ def _check_cores(found: Collection[WorkerFacts], threads: int) -> None:
             )
 
 
+def _given(job: PreparedRun, findings: Findings) -> Given:
+    """Return what workers need for any part."""
+    budgets = job.plan.budgets
+    request = job.request.with_options(memory=None, device_memory=budgets.device, host_memory=budgets.host)
+    return Given.of(request, findings)
+
+
 def _specify(
     job: PreparedRun, found: dict[str, WorkerFacts], header: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """Return what a worker needs for any part: see `Coordinator`."""
-    plan, one = job.plan, found[name]
+    one = found[name]
     # On a GPU, the process that has answered the survey computes the part.
     threads = job.output.noted["threads"] if one.backend == "host" else None
-    budgets = plan.budgets.device, plan.budgets.host
-    return {
-        "request": shared_request(job.request, plan.problem.c_dtype, *budgets),
-        "header": header,
-        "library": one.library,
-        "environment": environment_of(threads),
-    }
+    return {"header": header, "library": one.library, "environment": environment_of(threads)}

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from oocgemm.backends import Backend, Session, open_backend
@@ -23,8 +22,10 @@ from oocgemm.distributed import processes as in_worker
 from oocgemm.distributed.attempts import machine
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.processes import DIED
+from oocgemm.distributed.tasks import Given
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.jobs.budgets import budgets_of
+from oocgemm.jobs.findings import Findings
 from oocgemm.jobs.request import Request
 from oocgemm.kernels.ladder import check_plan
 from oocgemm.planning import Budgets, GemmProblem, Plan
@@ -79,19 +80,19 @@ class WorkerFacts:
 class Survey:
     """Asks workers what they have.
 
-    `request` is the product as plain data. The survey creates a file next to C for a moment, to learn which
-    workers see the same storage as this process.
+    The survey creates a file next to C for a moment. It has what the workers are given, and it shows which of
+    them see the same storage as this process.
     """
 
-    def __init__(self, crew: Crew, request: Mapping[str, Any]) -> None:
+    def __init__(self, crew: Crew, request: Request, findings: Findings) -> None:
         self._crew = crew
-        self._request = request
         self._content = uuid4().hex
+        self._given = Given.of(request, findings, self._content)
 
     @contextmanager
     def nonce(self) -> Iterator[Path]:
         """Create a file that workers must see, and delete it at the end of the context."""
-        folder = Path(self._request["c"])
+        folder = Path(self._given.request.c.path)
         while not folder.is_dir():
             folder = folder.parent
         if not os.access(folder, os.W_OK):
@@ -114,14 +115,13 @@ class Survey:
 
     def write(self, path: Path) -> None:
         """Write the file that workers must see. `path` is on the storage of C."""
-        path.write_text(self._content)
+        path.write_bytes(self._given.packed())
 
     def ask(self, name: str, nonce: Path) -> Task:
         """Ask one worker. `read` returns the answer when the task is done."""
         task = {
             "task": "probe",
             "version": __version__,
-            "request": self._request,
             "nonce": str(nonce),
             "content": self._content,
             "environment": environment_of(None),

@@ -1,24 +1,35 @@
-"""What is sent to workers and their child processes: plain data, never arrays."""
+"""What is sent to workers and their child processes.
 
+A task is a line of JSON. What the product needs beside it, the request with its arrays and the results of
+passes over the operands, is in a file that all workers see (`packed`).
+"""
+
+import importlib
+import io
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from oocgemm.jobs.operands import op_of
-from oocgemm.jobs.request import Destination, Request
-from oocgemm.planning.parts.slicing import Slicing
-from oocgemm.planning.serialize import recorded_scalar
-from oocgemm.planning.tiling import Range, Tile
+import numpy as np
 
-# Fields of a request that every process of a run shares and that are plain data.
-_SHARED = ("backend", "kernel", "compute", "verify", "device", "trust_operands", "requests", "decode")
+from oocgemm.jobs.findings import Findings
+from oocgemm.jobs.request import Durability, Request, Where
+from oocgemm.planning.tiling import Range, Tile
+from oocgemm.stores import Array
+from oocgemm.stores.base import named_dtype
+
+# The package whose dataclasses may be sent.
+_PACKAGE = "oocgemm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartSpec:
     """A part, for a child process.
 
-    - `request`: the product, as `shared_request` returns it, with the memory budgets of the child process.
+    - `given`: the path of a file with the `Given` of the run.
     - `header`: the header of the master journal: identity, plan and version of the run.
     - `rows`, `cols`, `done`: the tile rows and tile columns of the part, and its tiles that are done already.
     - `library`: the library and device that must multiply (`survey.WorkerFacts.library`).
@@ -26,7 +37,7 @@ class PartSpec:
     - `fence`, `epoch`, `attempt`: the coordinator's file and epoch, and the name of the attempt.
     """
 
-    request: Mapping[str, Any]
+    given: str
     header: Mapping[str, Any]
     rows: Range
     cols: Range
@@ -49,39 +60,97 @@ class PartSpec:
         return cls(**values | made | {"done": tuple((i, j) for i, j in data["done"])})
 
 
-def shared_request(
-    request: Request, out_dtype: str, device_memory: int | None = None, host_memory: int | None = None
-) -> dict[str, Any]:
-    """Return the request of a product as plain data, for processes on other machines.
+@dataclass(frozen=True)
+class Given:
+    """What every process of a run is given.
 
-    Args:
-        request: has A, B and C as absolute paths, or A and B as URLs.
-        out_dtype: dtype of C.
-        device_memory, host_memory: budgets of one process, in bytes.
+    `request` has absolute paths, and the memory budgets of one process. `findings` are the results of passes
+    over its operands. `nonce` tells the files of several runs apart.
     """
-    return {
-        **{"a": request.a.given, "b": request.b.given, "c": request.c.path},
-        **{name: request.option(name) for name in _SHARED},
-        "alpha": _plain(request.alpha),
-        "beta": _plain(request.beta),
-        "trans_a": str(op_of("trans_a", request.a.op)),
-        "trans_b": str(op_of("trans_b", request.b.op)),
-        "out_dtype": out_dtype,
-        "device_memory": device_memory,
-        "host_memory": host_memory,
-        "slicing": None if request.slicing is None else asdict(request.slicing),
-    }
+
+    request: Request
+    findings: Findings
+    nonce: str = ""
+
+    @classmethod
+    def of(cls, request: Request, findings: Findings, nonce: str = "") -> "Given":
+        """Leave out of a request what only the process that coordinates its run uses."""
+        where = Where(request.where.backend, request.where.kernel, request.where.device, workers=1)
+        request = replace(
+            request,
+            where=where,
+            durability=Durability(resume=True, trust_operands=request.durability.trust_operands),
+            out_dtype=None if request.out_dtype is None else named_dtype(request.out_dtype),
+            tile=None,
+            chunks=None,
+            compressor=None,
+            timeline=None,
+            progress=None,
+            planned=None,
+        )
+        return cls(request, findings, nonce)
+
+    def packed(self) -> bytes:
+        """Return the content of a file, from which `unpacked` makes an equal value."""
+        arrays: list[Array] = []
+        text = json.dumps(_plain(self, arrays)).encode()
+        file = io.BytesIO()
+        np.savez(file, np.frombuffer(text, np.uint8), *arrays, allow_pickle=False)
+        return file.getvalue()
+
+    @classmethod
+    def unpacked(cls, path: str | Path) -> "Given":
+        """Read a file that `packed` made. Raises `OSError` or `ValueError` if that is impossible."""
+        with np.load(path, allow_pickle=False) as file:
+            text, *arrays = (file[name] for name in file.files)
+        found: Given = _rebuilt(json.loads(text.tobytes()), arrays)
+        return found
 
 
-def request_of(data: Mapping[str, Any]) -> Request:
-    """Rebuild the request from the result of `shared_request`."""
-    scalars = {name: recorded_scalar(data[name]) for name in ("alpha", "beta")}
-    slicing = data["slicing"]
-    if slicing is not None:
-        slicing = Slicing(tuple((start, stop) for start, stop in slicing["ranges"]), slicing["rows"])
-    return Request.of(**{**data, **scalars, "c": Destination.parse(data["c"]), "slicing": slicing})
+def _plain(value: Any, arrays: list[Array]) -> Any:  # noqa: PLR0911  # one per kind of value
+    """Return a value as plain data. Arrays are appended to `arrays`, and replaced by their numbers."""
+    match value:
+        case Enum():
+            return {"class": _name(value), "value": value.value}
+        case None | bool() | int() | float() | str():
+            return value
+        case complex():
+            return {"real": value.real, "imaginary": value.imag}
+        case np.ndarray() if value.dtype.hasobject is False:
+            arrays.append(value)
+            return {"array": len(arrays) - 1}
+        case np.generic():
+            return _plain(value.item(), arrays)
+        case tuple() | list():
+            return [_plain(one, arrays) for one in value]
+        case Mapping():
+            return {"items": [[_plain(one, arrays) for one in pair] for pair in value.items()]}
+    if is_dataclass(value) and type(value).__module__.partition(".")[0] == _PACKAGE:
+        kept = {one.name: _plain(getattr(value, one.name), arrays) for one in fields(value) if one.init}
+        return {"class": _name(value), "fields": kept}
+    return _plain(np.asarray(value), arrays)
 
 
-def _plain(value: complex) -> list[str]:
-    number = complex(value)
-    return [repr(number.real), repr(number.imag)]
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _rebuilt(data: Any, arrays: list[Array]) -> Any:  # noqa: PLR0911  # one per kind of value
+    """Return the value that `_plain` has described. Sequences become tuples."""
+    if isinstance(data, list):
+        return tuple(_rebuilt(one, arrays) for one in data)
+    if not isinstance(data, dict):
+        return data
+    if "array" in data:
+        return arrays[data["array"]]
+    if "real" in data:
+        return complex(data["real"], data["imaginary"])
+    if "items" in data:
+        return dict(_rebuilt(pair, arrays) for pair in data["items"])
+    module, _, name = data["class"].partition(":")
+    if module.partition(".")[0] != _PACKAGE:
+        raise ValueError(f"{data['class']} is no class of {_PACKAGE}")
+    made: type[Any] = getattr(importlib.import_module(module), name)
+    if "value" in data:
+        return made(data["value"])
+    return made(**{field: _rebuilt(one, arrays) for field, one in data["fields"].items()})

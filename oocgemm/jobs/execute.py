@@ -179,26 +179,13 @@ def execute(
             _note(staging.retried, facts["retried"])
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
-            if needs_samples(job):
+            if target.whole and needs_samples(job):
                 staging.close()
                 opened.close()  # its memory is free for the samples
             elif not (is_short(job.plan) or _frees_little(job.plan)):
                 cleanup.enter_context(_freeing(staging, opened))
-        if isinstance(target.matrix, Collecting):
-            retries = Retries()
-            settle(job, target.matrix, retries, cancel)
-            _note(retries.made, facts["retried"])
-        # Also if no tile was left to compute: the earlier run may have ended before its samples were checked,
-        # or because they were wrong.
-        if needs_samples(job):
-            sampling, retries = perf_counter_ns(), Retries()
-            if job.request.chain is None:
-                sampled = check_samples(job, target.matrix, retries, cancel)
-                facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
-            else:
-                check_pass(job, target.matrix, retries, cancel)
-            _note(retries.made, facts["retried"])
-            facts["sampling"] = [sampling - origin, perf_counter_ns() - origin]
+        if target.whole:
+            conclude(job, target.matrix, facts, origin, cancel)
         target.seal()
         facts |= {
             "backend": known["backend"] | {"multiplied by": kernels},
@@ -206,6 +193,26 @@ def execute(
         }
         log.finish(perf_counter_ns() - origin, facts)
         return target.matrix, log
+
+
+def conclude(job: PreparedRun, result: Matrix, facts: dict[str, Any], origin: int, cancel: Cancel) -> None:
+    """Do what follows when all tiles are finished: settle what is undecided, and check samples.
+
+    Also call this if no tile was left to compute: the earlier run may have ended before its samples were
+    checked, or because they were wrong. What is found is added to `facts`.
+    """
+    retries = Retries()
+    if isinstance(result, Collecting):
+        settle(job, result, retries, cancel)
+    if needs_samples(job):
+        begun = perf_counter_ns()
+        if job.request.chain is None:
+            sampled = check_samples(job, result, retries, cancel)
+            facts["checks"] = (facts["checks"] or NOTHING_SUMMED) | sampled
+        else:
+            check_pass(job, result, retries, cancel)
+        facts["sampling"] = [begun - origin, perf_counter_ns() - origin]
+    _note(retries.made, facts["retried"])
 
 
 def _note(retried: list[str], facts: list[str]) -> None:

@@ -88,8 +88,9 @@ _abandoned: set[str] = set()
 FORMAT = 2
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
-# by which the coordinator shows its workers that it is alive, and the partial products of slices of k.
-ATTEMPTS, COORDINATOR, PARTIAL = "attempts", "coordinator", "partial"
+# by which the coordinator shows its workers that it is alive, what all workers are given, and the partial
+# products of slices of k.
+ATTEMPTS, COORDINATOR, GIVEN, PARTIAL = "attempts", "coordinator", "given", "partial"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
 # Number of attempts to lock, and seconds between them. An attempt also fails while `owner` tests the lock in

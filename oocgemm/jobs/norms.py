@@ -16,6 +16,7 @@ import numpy as np
 
 from oocgemm.backends.base import Correction
 from oocgemm.errors import InputError
+from oocgemm.jobs.findings import once
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem, Op
 from oocgemm.planning.tiling import Range
@@ -119,6 +120,7 @@ def identities(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple
     return numbers[: len(rows)], numbers[len(rows) :]
 
 
+@once
 def squares(matrix: Matrix, axis: int, memory: int) -> Array:
     """Return the sums of squares along an axis of a matrix, by a pass over it."""
     logger.info("reading %s for the norms of its %s", matrix.name, ("columns", "rows")[axis])
@@ -129,6 +131,7 @@ def squares(matrix: Matrix, axis: int, memory: int) -> Array:
     return found
 
 
+@once
 def _hashes(matrix: Matrix, axis: int, memory: int) -> Array:
     """Return a hash of the elements along an axis of a matrix, by a pass over it.
 
@@ -161,6 +164,7 @@ def _hashes_of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
     return found
 
 
+@once
 def largest(matrix: Matrix, axis: int, memory: int) -> Array:
     """Return the largest magnitudes along an axis of a matrix, by a pass over it; NaN where it has NaN."""
     found = np.zeros(matrix.shape[1 - axis])
@@ -228,6 +232,7 @@ def _centers(matrix: Matrix) -> Array | None:
     return None if vectors is None else vectors.corrected
 
 
+@once
 def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
     """Return the products of a vector of length k and the rows (`k_axis` 1) or columns (0) of a matrix."""
     stored, code = (matrix.stored, matrix.code) if isinstance(matrix, TransformedMatrix) else (matrix, None)

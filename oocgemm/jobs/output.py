@@ -17,7 +17,17 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import ExecutionError, InputError, OocGemmError
-from oocgemm.jobs.journal import ATTEMPTS, COORDINATOR, JOURNAL, LOCK, PARTIAL, REDO, Journal, ObjectJournal
+from oocgemm.jobs.journal import (
+    ATTEMPTS,
+    COORDINATOR,
+    GIVEN,
+    JOURNAL,
+    LOCK,
+    PARTIAL,
+    REDO,
+    Journal,
+    ObjectJournal,
+)
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import Committer, Earlier
 from oocgemm.planning.tiling import Tile
@@ -38,11 +48,13 @@ class Target(ABC):
     """C while a run writes it.
 
     As a context manager, it calls `abandon` if the `with` block raises, and `close` in any case. `matrix` is
-    C. `written` tells whether the run has begun to write to C.
+    C. `written` tells whether the run has begun to write to C. `whole` tells whether C has all tiles when the
+    run of this process ends.
     """
 
     matrix: Matrix
     written = False
+    whole = True
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +255,8 @@ class Journaled(Target):
         if isinstance(folder, Path):
             for name in (ATTEMPTS, PARTIAL):
                 remove_shared(folder / name)
-            (folder / COORDINATOR).unlink(missing_ok=True)
+            for name in (COORDINATOR, GIVEN):
+                (folder / name).unlink(missing_ok=True)
 
 
 def remove_shared(folder: Path) -> None:

@@ -142,7 +142,8 @@ def _decided(
     record = read(folder) if folder is not None else None
     if record is not None:
         return bool(record.header["identity"]["problem"].get("measured") == "True")
-    if request.where.devices is not None or (tile is not None and tile.m < problem.m):
+    several = request.where.devices is not None or request.where.is_distributed
+    if several or (tile is not None and tile.m < problem.m):
         return False
     whole = TileShape(problem.m, problem.m, 1)
     grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))
@@ -246,7 +247,9 @@ class PreparedRun:
         return found if self.d is None else found | {"D": self.d}
 
 
-def prepare(request: Request, engine: Backend | None, *, running: bool) -> PreparedRun:
+def prepare(
+    request: Request, engine: Backend | None, *, running: bool, earlier: Earlier | None = None
+) -> PreparedRun:
     """Open and check everything, and plan. Nothing is written.
 
     Args:
@@ -254,6 +257,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Prepa
         engine: the backend that the job runs on; None to plan for cuda without a device.
         running: whether the job will run. If False, the job is only planned: C may exist, and journals are
             ignored.
+        earlier: the run of which the job computes a part, if another process coordinates it. Tiles outside
+            of the part are among its finished tiles.
 
     Raises:
         InputError: operands, destination or options cannot be used.
@@ -266,22 +271,27 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Prepa
     if engine is None or engine.name == "cuda":
         problem = measured(request, problem, a, tile, None if engine is None else engine.free_memory)
     if engine is not None and running:
-        check_complete(*(x for x in (a, b, d) if x is not None))
-        _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
-        request.c.check_place(partial(_bytes_of_c, request, problem))
+        if earlier is None:
+            check_complete(*(x for x in (a, b, d) if x is not None))
+            _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
+            request.c.check_place(partial(_bytes_of_c, request, problem))
         a, b = readable_both(request, problem, a, b)
-        if request.a.standardize == "scale":
+        if request.a.standardize == "scale" and earlier is None:
             check_constant(a, request.a.constant)
         if request.selection is not None and request.selection.cosine:
             a, scales = cosine_scales(problem, a, memory_of(request))
             b = a  # rows of E are compared with each other
-        output = _find_output(request, problem, Operands(a, b, d), tile, engine)
+        read = Operands(a, b, d)
+        if earlier is None:
+            output = _find_output(request, problem, read, tile, engine)
+        else:
+            output = _output_of_part(request, problem, read, engine, earlier)
     else:
         matrix = _existing(request.c, problem, None, overwrite=True)
         output = Output(matrix, request.chunks, request.compressor, None, {})
     _check_output(request.c, output, *(x for x in (a, b, d) if x is not None))
     plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
-    if running and engine is not None and take_probe(engine, plan):
+    if running and engine is not None and earlier is None and take_probe(engine, plan):
         plan = _plan(request, problem, Operands(a, b, d), output, tile, engine)
     if running and output.matrix is None and output.resumed is None:
         chosen = plan.chunks if request.chunks else None
@@ -295,27 +305,25 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Prepa
     return PreparedRun(request, a, b, output, plan, d, finishing)
 
 
-def prepare_part(request: Request, engine: Backend, earlier: Earlier) -> PreparedRun:
-    """Return the job that computes a part of a run that another process coordinates. Nothing is written.
+def _output_of_part(
+    request: Request, problem: GemmProblem, read: Operands, engine: Backend, earlier: Earlier
+) -> Output:
+    """Open C, of which another process has begun to compute a part (`prepare`).
 
-    Args:
-        request: the request of that run, with the budgets of this process.
-        engine: the backend that the part runs on.
-        earlier: the header of the run's journal. Tiles outside the part are among its finished tiles.
-
-    Raises:
-        InputError: the operands, C or the arithmetic differ from those in the header.
-        BudgetError: a budget is too small for the plan of the run.
+    Raises `InputError` if the operands, C or the arithmetic differ from those in the header of its journal.
     """
-    a, b, problem = open_operands(request, engine.name)
     c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
-    arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
-    identity = identify(problem, a, b, c, arithmetic)
+    identity = _identity(request, problem, read, c, engine)
     check_same(earlier, identity, c, None, None, None, trust_operands=request.durability.trust_operands)
-    output = Output(c, None, None, earlier, identity)
-    return PreparedRun(
-        request, a, b, output, _plan(request, problem, Operands(a, b, None), output, None, engine)
-    )
+    return Output(c, None, None, earlier, identity)
+
+
+def _identity(
+    request: Request, problem: GemmProblem, read: Operands, c: Matrix | None, engine: Backend
+) -> dict[str, Any]:
+    """Return what identifies the run at C."""
+    arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
+    return identify(problem, read.a, read.b, c, arithmetic, read.d, digest_of(request.epilogue))
 
 
 def _warn_of_triangles(*operands: Matrix) -> None:
@@ -358,9 +366,7 @@ def _find_output(
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
     if earlier is not None:
-        arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.where.kernel)}
-        a, b, d = read
-        identity = identify(problem, a, b, existing, arithmetic, d, digest_of(request.epilogue))
+        identity = _identity(request, problem, read, existing, engine)
     if resumed is not None:
         trust = request.durability.trust_operands
         check_same(resumed, identity, existing, tile, chunks, compressor, trust_operands=trust)

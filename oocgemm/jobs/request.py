@@ -394,6 +394,11 @@ class Request:
         into = () if self.into is None else (self.into.feature,)
         return frozenset((*into, *(name for name, is_used in used.items() if is_used)))
 
+    @property
+    def divides_k(self) -> bool:
+        """Whether workers may compute slices of k, which are then added as they are."""
+        return not self.uses
+
     @classmethod
     def of(cls, a: Any, b: Any, c: Destination, **options: Any) -> "Request":
         """Return a request for operands, with options by their names in `oocgemm.gemm`, and other fields."""

@@ -212,7 +212,8 @@ class Plan(planning.Plan):
                 raise support.refusal(support.WORKERS, "planned in memory", name=operand)
         counts = [workers] if isinstance(workers, int) else list(workers)
         rate = None if storage_read is None else parse_rate(storage_read)
-        return scaling(self, counts, rate, keep_tile=self.request.tile is not None)
+        keep_tile = self.request.tile is not None
+        return scaling(self, counts, rate, keep_tile=keep_tile, whole_k=not self.request.divides_k)
 
     def __repr__(self) -> str:
         return f"<Plan {next(self._lines())}>"

@@ -17,6 +17,7 @@ import numpy as np
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.findings import once
 from oocgemm.jobs.options import Operand, Size
 from oocgemm.jobs.streaming import SCRATCH, Moments, moments, reduced
 from oocgemm.planning import Op
@@ -173,6 +174,7 @@ def stats(
     return stats_of(matrix, axis ^ op.swaps, transform, memory)
 
 
+@once
 def stats_of(matrix: Matrix, axis: int, transform: Transform, memory: int, *, extremes: bool = True) -> Stats:
     """Return the statistics of an open matrix along `axis`, from the cache or by a pass in `memory` bytes.
 

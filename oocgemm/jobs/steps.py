@@ -293,9 +293,19 @@ def _cast(step: Cast) -> str:
     return name
 
 
+def further(given: Epilogue) -> Any:
+    """Return what the caller passed for D, the further matrix that a step reads; None without one."""
+    return next((step.d for step in given if isinstance(step, Add | Divide)), None)
+
+
+def with_further(given: Epilogue, d: Any) -> tuple[AnyStep, ...]:
+    """Return the steps with another place for D."""
+    return tuple(replace(step, d=d) if isinstance(step, Add | Divide) else step for step in given)
+
+
 def open_further(problem: GemmProblem, given: Epilogue, *, decode: bool) -> Matrix | None:
-    """Open D, the further matrix that a step reads; None without one. Raises `InputError`."""
-    operand = next((step.d for step in given if isinstance(step, Add | Divide)), None)
+    """Open D; return None without one. Raises `InputError`."""
+    operand = further(given)
     if not problem.sink.merges:
         return None
     d = stores.open_matrix("D", stores.located("D", operand), decode=decode)

@@ -48,17 +48,6 @@ HOLES = (
     ),
     Hole(
         (WORKERS,),
-        "epilogue",
-        "workers run no epilogue: drop workers, client and executor, or the epilogue",
-    ),
-    Hole(
-        (WORKERS,),
-        "transform",
-        "workers compute with operands as they are stored: drop workers, client and executor, or the "
-        "transforms",
-    ),
-    Hole(
-        (WORKERS,),
         "operand in memory",
         "{name} is a {kind}, which other processes cannot read: store it in a zarr array or a .npy file that "
         "all workers see, and pass its path",

@@ -360,11 +360,6 @@ def test_rows_are_named_where_k_is_along_rows() -> None:
         oocgemm.gemm(b.T, b, transform_b=Transform(scale="k"), backend="host")
 
 
-def test_workers_refuse_transforms() -> None:
-    with pytest.raises(InputError, match="workers compute with operands as they are stored"):
-        oocgemm.gemm("a.zarr", "b.zarr", "c.zarr", workers=2, transform_a=Transform(log1p=True))
-
-
 def test_the_default_dtypes_are_those_of_the_documentation() -> None:
     expected = {"int8": "float32", "int32": "float64", "int64": "float64"}
     for stored in (*known_dtypes(), "int32", "int64"):

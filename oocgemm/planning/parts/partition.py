@@ -1,6 +1,6 @@
 """Choose how many workers are worth using, and the parts of the plan that they compute."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -94,7 +94,12 @@ class Partition:
 
 
 def partition(
-    plan: Plan, workers: int, storage_read: float | None = None, *, keep_tile: bool = False
+    plan: Plan,
+    workers: int,
+    storage_read: float | None = None,
+    *,
+    keep_tile: bool = False,
+    whole_k: bool = False,
 ) -> Partition:
     """Divide a plan among at most `workers` equal workers. Use fewer if that is predicted to be no slower.
 
@@ -107,15 +112,21 @@ def partition(
             worker reads.
         keep_tile: divide the plan as it is. Otherwise, its tiles may be made smaller, so that there are
             enough for all workers.
+        whole_k: do not divide k.
 
     Raises:
         InputError: the number of workers or the rate is out of range.
     """
-    return scaling(plan, [workers], storage_read, keep_tile=keep_tile)[0]
+    return scaling(plan, [workers], storage_read, keep_tile=keep_tile, whole_k=whole_k)[0]
 
 
 def scaling(
-    plan: Plan, counts: Sequence[int], storage_read: float | None = None, *, keep_tile: bool = False
+    plan: Plan,
+    counts: Sequence[int],
+    storage_read: float | None = None,
+    *,
+    keep_tile: bool = False,
+    whole_k: bool = False,
 ) -> tuple[Partition, ...]:
     """Return the partition for each number of workers in `counts`. The other arguments are as above."""
     for count in counts:
@@ -124,7 +135,7 @@ def scaling(
     if storage_read is not None and not 0 < storage_read < inf:
         raise InputError(f"the rate of the storage must be positive, not {storage_read:g} bytes per second")
     known = storage_read is not None or plan.machine.write != _default_write(plan.machine)
-    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile, known)
+    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile, whole_k, known)
     return tuple(choice.partition(count) for count in counts)
 
 
@@ -150,8 +161,9 @@ class _Choice:
     `known` tells that somebody has measured or given the rate of writes.
     """
 
-    def __init__(self, plan: Plan, storage: Storage, keep_tile: bool, known: bool) -> None:
-        self._plan, self._storage, self._keep_tile, self._known = plan, storage, keep_tile, known
+    def __init__(self, plan: Plan, storage: Storage, keep_tile: bool, whole_k: bool, known: bool) -> None:
+        self._plan, self._storage, self._known = plan, storage, known
+        self._keep_tile, self._whole_k = keep_tile, whole_k
         self._bounded: dict[int, list[tuple[float, Division]]] = {}
         self._best: dict[int, _Priced | None] = {}
 
@@ -186,6 +198,14 @@ class _Choice:
             self._why(used, available, chosen.seconds),
         )
 
+    def _divisions(self, grid: Grid) -> Iterator[Division]:
+        divides_k = grid[2] > 1
+        return (
+            iter(())
+            if divides_k and self._whole_k
+            else divisions(self._plan, grid, keep_tile=self._keep_tile)
+        )
+
     @cached_property
     def _one(self) -> _Priced:
         return self._price(Division(self._plan, (1, 1, 1)), 1)
@@ -196,7 +216,7 @@ class _Choice:
             found = [
                 (least_seconds(division, self._storage, workers), division)
                 for grid in grids(workers)
-                for division in divisions(self._plan, grid, keep_tile=self._keep_tile)
+                for division in self._divisions(grid)
             ]
             self._bounded[workers] = sorted(found, key=lambda item: item[0])
         found = self._bounded[workers]
@@ -246,7 +266,7 @@ class _Choice:
             division
             for down, across in FINER
             if (coarse.seconds - coarse.sum) / (down * across) >= MIN_PART_SECONDS
-            for division in divisions(self._plan, (p_m * down, p_n * across, p_k), keep_tile=self._keep_tile)
+            for division in self._divisions((p_m * down, p_n * across, p_k))
         ]
         if not tried:
             return None
