@@ -45,7 +45,7 @@ from grid_cases import (
 from grid_data import Files, Operands, evict, files_of, is_right, read_array, sync
 from grid_loop import multiplier, slice_product, stream_product
 from grid_runs import (
-    Other,
+    Tree,
     commands,
     free_memory,
     in_core,
@@ -67,6 +67,9 @@ OWN_SECONDS = 1.5  # oocgemm runs at least twice, and no more once its calls too
 IN_CORE_BYTES = 4 << 30  # CuPy copies larger pageable arrays for many seconds, and is never the fastest
 LINK_BYTES = 2 << 30  # copied for each sample of the rate of a link
 COMMAND_SIZES = (2048, 16384)
+# The samples of two trees, each in a process of its own: one beside the process that checks results would
+# be 3 to 4% slower than the same tree in another.
+THIS_TREE, OTHER_TREE = "this_tree", "other_tree"
 Turn = Callable[[], object]
 
 
@@ -74,9 +77,9 @@ class Bench:
     """The products of one backend: their operands, the links of the machine, and the results so far."""
 
     def __init__(
-        self, backend: str, folder: Path, repeats: int, skip_loop: bool, other: "Other | None"
+        self, backend: str, folder: Path, repeats: int, skip_loop: bool, trees: tuple[Tree, ...]
     ) -> None:
-        self.backend, self.repeats, self.skip_loop, self.other = backend, repeats, skip_loop, other
+        self.backend, self.repeats, self.skip_loop, self.trees = backend, repeats, skip_loop, trees
         self.operands, self.files = Operands(), Files(folder)
         self.rates: dict[str, Any] = {}
         self._kernels: dict[Any, tuple[float, str] | None] = {}
@@ -88,7 +91,7 @@ class Bench:
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure one product."""
         a, b, c = self.operands.make(case)
-        found: dict[str, Any] = {"case": asdict(case), "samples": {}, "right": {}}
+        found: dict[str, Any] = {"case": asdict(case), "samples": {}, "first_of_tree": {}, "right": {}}
         rates = dict(self.rates)
         paths = self.files.store(case, a, b) if case.source not in IN_MEMORY else None
         if self.on_gpu:
@@ -134,21 +137,26 @@ class Bench:
         def call() -> Any:
             return oocgemm.gemm(left, right, str(place) if paths else c, **options)
 
-        samples = []
+        samples: list[float] = []
         for repeat in range(self.repeats + 1):
-            prepare(case, paths)
-            seconds, result = timed(call)
-            if repeat:
+            if self.on_gpu and len(samples) > 1 and sum(samples) > OWN_SECONDS:
+                break
+            for tree in self.trees:
+                tree.sample(case, paths, found)
+            if not repeat or not self.trees:
+                prepare(case, paths)
+                seconds, result = timed(call)
+            if self.trees and repeat:
+                samples = found["samples"].get(THIS_TREE, [])
+            elif repeat:
                 samples.append(seconds)
-                if self.on_gpu and len(samples) > 1 and sum(samples) > OWN_SECONDS:
-                    break
             else:
                 found["first"] = seconds
                 found["right"]["oocgemm"] = is_right(case, read_array(place) if paths else c)
                 plan = result.plan
                 found["plan"] = {"tile": str(plan.tile), "steps": plan.steps}
-            if self.other:
-                self.other.sample(case, paths, found)
+                if self.trees:
+                    release()
             for name, (turn, out) in turns.items():
                 self._take_turn(name, case, paths, found, turn, out)
         for name, first in found.get("firsts", {}).items():
@@ -157,8 +165,8 @@ class Bench:
         found["T"] = spread(samples)
         found["exposed"] = result.report.exposed
         release()
-        if self.other:
-            self.other.release()
+        for tree in self.trees:
+            tree.release()
 
     def _take_turn(
         self, name: str, case: Case, paths: Any, found: dict[str, Any], turn: Turn, result: Any
@@ -301,7 +309,9 @@ def device_name(backend: str) -> str:
 @click.option("--commands", "with_commands", is_flag=True, help="Time whole processes instead of products.")
 @click.option("--shrink", default=1, help="Divide all extents by this number: to try the script.")
 @click.option(
-    "--compare", type=click.Path(exists=True, path_type=Path), help="Another source tree to time in turns."
+    "--compare",
+    type=click.Path(exists=True, path_type=Path),
+    help="Another source tree. It and this one are timed in turns, each in a process.",
 )
 @click.option("--key", help="Key of the results.  [default: the name of the device and the kind]")
 @click.option("--add", is_flag=True, help="Keep the products that --output has, and measure only the others.")
@@ -340,8 +350,9 @@ def main(
             return
         all_cases = SMALL if kind == "small" else CUDA if backend == "cuda" else HOST
         cases = [shrunk(case, shrink) for case in chosen(all_cases, only, large)]
-        other = Other(compare.absolute(), backend) if compare else None
-        bench = Bench(backend, folder, repeats, skip_loop, other)
+        here_too = {THIS_TREE: Path(__file__).parents[2], OTHER_TREE: compare.absolute()} if compare else {}
+        trees = tuple(Tree(name, tree, backend) for name, tree in here_too.items())
+        bench = Bench(backend, folder, repeats, skip_loop, trees)
         result: dict[str, Any] = here() | {"cases": kept_cases(output, key) if add else {}}
         cases = [case for case in cases if "samples" not in result["cases"].get(case.name, {})]
         if kind == "grid" and backend == "cuda":
@@ -363,15 +374,15 @@ def main(
             except Exception as error:  # the others are measured all the same
                 done[case.name] = {"case": asdict(case), "error": repr(error)}
                 release()
-                if other:
-                    other.release()
+                for tree in trees:
+                    tree.release()
                 free_memory()
             spent = done[case.name]["spent_seconds"] = time.perf_counter() - before
             result["summary"] = summary(done)
             write(output, key, result)
             print(f"{[*rows({case.name: done[case.name]})][1]}  ({spent:.1f} s)", flush=True)
-        if other:
-            other.close()
+        for tree in trees:
+            tree.close()
     print()
     for line in rows(done):
         print(line)

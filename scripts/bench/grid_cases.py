@@ -263,7 +263,9 @@ def summary(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     of_bound = {name: one["bound"] for name, one in measured.items() if "bound" in one}
     big = {name: ratio for name, ratio in of_bound.items() if cases[name]["bound"] > BIG_SECONDS}
     more = [ratio for name, ratio in of_bound.items() if cases[name]["bound"] > TINY_SECONDS]
-    in_core = [one["in_core"] for one in measured.values() if "in_core" in one]
+    in_core, trees = (
+        [one[other] for one in measured.values() if other in one] for other in ("in_core", "other_tree")
+    )
 
     def worst(ratios: dict[str, float]) -> list[Any] | None:
         return [(name := min(ratios, key=ratios.__getitem__)), ratios[name]] if ratios else None
@@ -273,6 +275,7 @@ def summary(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "geometric_mean": geometric_mean(of_bound.values()) if of_bound else None,
         "geometric_mean_above_0.001_s": geometric_mean(more) if more else None,
         "in_core_geometric_mean": geometric_mean(in_core) if in_core else None,
+        "other_tree_geometric_mean": geometric_mean(trees) if trees else None,
         "worst": worst(of_bound),
         "worst_above_0.1_s": worst(big),
         "slower": [

@@ -26,10 +26,11 @@ COMMAND_REPEATS = 3
 IMPORTED = ("oocgemm", "click", "numpy", "ml_dtypes", "cupy", "cupy_backends", "cuda", "nvtx")
 
 
-class Other:
-    """A process that runs the same calls with another source tree."""
+class Tree:
+    """A process that runs the calls with a source tree. `name` is that of its samples."""
 
-    def __init__(self, tree: Path, backend: str) -> None:
+    def __init__(self, name: str, tree: Path, backend: str) -> None:
+        self._name = name
         # The script of that tree imports what that tree has.
         script = min(tree.glob("scripts/**/bench_grid.py"), default=Path(__file__).with_name("bench_grid.py"))
         line = [sys.executable, str(script), "--worker", "--backend", backend]
@@ -45,11 +46,11 @@ class Other:
         self._ask({"case": asdict(case), "paths": [str(path) for path in paths or ()]})
         answer = json.loads(self._process.stdout.readline())
         if "error" in answer:
-            found.setdefault("contender_errors", {})["other_tree"] = answer["error"]
-        elif "other_first" not in found:
-            found["other_first"] = answer["seconds"]
+            found.setdefault("contender_errors", {})[self._name] = answer["error"]
+        elif self._name not in found["first_of_tree"]:
+            found["first_of_tree"][self._name] = answer["seconds"]
         else:
-            found["samples"].setdefault("other_tree", []).append(answer["seconds"])
+            found["samples"].setdefault(self._name, []).append(answer["seconds"])
 
     def release(self) -> None:
         """Let it unpin the operands, and free the memory that it keeps between calls."""
@@ -66,9 +67,9 @@ class Other:
 
 
 def serve(backend: str) -> None:
-    """Answer the requests of `Other`: run each call once, and print its seconds.
+    """Answer the requests of `Tree`: run each call once, and print its seconds.
 
-    The operands of a case stay pinned, and oocgemm keeps its memory, until `Other.release`.
+    The operands of a case stay pinned, and oocgemm keeps its memory, until `Tree.release`.
     """
     operands, held = Operands(), ExitStack()
     arrays: dict[Case, Any] = {}  # of the current case, if it is in memory
