@@ -166,7 +166,8 @@ class DevicesSession:
             session.use_transforms(transforms, finishing)
 
     def use_factor(self, factor: Array) -> None:
-        raise AssertionError("one device runs such products")
+        for session in self._each:
+            session.use_factor(factor)
 
     def kernels_used(self) -> list[str]:
         return list(dict.fromkeys(name for session in self._each for name in session.kernels_used()))

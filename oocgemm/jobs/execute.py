@@ -26,7 +26,7 @@ from oocgemm.jobs.transforming import on_device
 from oocgemm.machine.info import versions
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
-from oocgemm.stores import Collecting, Matrix
+from oocgemm.stores import Collecting, Matrix, Merging
 from oocgemm.stores.base import Retries
 from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
@@ -184,6 +184,8 @@ def execute(
                 opened.close()  # its memory is free for the samples
             elif not (is_short(job.plan) or _frees_little(job.plan)):
                 cleanup.enter_context(_freeing(staging, opened))
+        if isinstance(target.matrix, Merging):
+            target.matrix = target.matrix.merged()
         if target.whole:
             conclude(job, target.matrix, facts, origin, cancel)
         target.seal()

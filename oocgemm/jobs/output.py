@@ -36,6 +36,7 @@ from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.capabilities import Durable, ResumableMatrix
 from oocgemm.stores.durable import DATA, SIDECAR, sync_path
+from oocgemm.stores.ranked import RankedMatrix
 from oocgemm.stores.sparse import Rule, SparseMatrix
 from oocgemm.system.installed import __version__
 from oocgemm.system.resources import available_for, available_memory
@@ -301,6 +302,8 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
             f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "
             "available: pass a path for C, to store it on disk"
         )
+    if job.plan.merges_rows:
+        return RankedMatrix("C", np.empty(shape, dtype))
     # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
     make = np.zeros if problem.triangle or problem.sink.begins_with_zeros else np.empty
     return stores.open_matrix("C", make(shape, dtype), writable=True)

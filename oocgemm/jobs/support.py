@@ -36,10 +36,9 @@ HOLES = (
         "a Gram matrix is computed by one process: drop workers, client and executor",
     ),
     Hole(
-        (SEVERAL, WORKERS),
+        (WORKERS,),
         "selection",
-        "elements of tiles are selected and reduced by one device: drop workers, client, executor and "
-        "devices",
+        "elements of tiles are selected and reduced by one process: drop workers, client and executor",
     ),
     Hole(
         (SEVERAL, WORKERS),

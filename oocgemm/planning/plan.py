@@ -16,7 +16,7 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.shares import estimate_shared_loads, part_of, predict_shared, predict_triangle
 from oocgemm.planning.layout import Layout, Layouts
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order
+from oocgemm.planning.schedule.dealing import arrangement, deal, deal_in_order, deal_rows
 from oocgemm.planning.schedule.hazards import Program
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.operations import Schedule
@@ -129,7 +129,22 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Number of rounds. In a round, each device computes one tile; in the last one, perhaps only some."""
+        schedule = self.schedule() if self.problem.keeps_rows else None
+        if isinstance(schedule, SharedSchedule):
+            return schedule.rounds
         return ceil_div(self.tiles.count, self.devices)
+
+    @property
+    def share(self) -> float:
+        """The largest part of the elements of C that a device computes."""
+        schedule = self.schedule()
+        largest = schedule.largest if isinstance(schedule, SharedSchedule) else schedule.elements
+        return largest / max(1, TileSet.of(self.grid).coverage.elements)
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether several devices find elements of the same rows of C, which the host merges."""
+        return self.devices > 1 and self.problem.sink.per_row > 0 and not self.problem.keeps_rows
 
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of C that are written for a tile, or for its row of tiles if elements are selected."""
@@ -222,7 +237,7 @@ class Plan:
         A resumed run takes the same fraction of the seconds of the whole run as it computes of C.
         """
         if self.devices > 1 and self.problem.cover.square:
-            return predict_triangle(self.setting, self.candidate, self.rounds)
+            return predict_triangle(self.setting, self.candidate, self.share)
         if self.devices > 1:
             return predict_shared(self.setting, self.candidate, self.loads, self.rounds)
         whole = predict(self.setting, self.candidate)
@@ -368,12 +383,20 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
         return deal(devices, grid.shape, traversal, arranged, tiles, apart=apart)
 
     ends = frozenset[Tile]()
-    if candidate.ends > 1:
+    if candidate.ends > 1 and problem.keeps_rows:
+        ends = frozenset(own[-1] for own in deal_rows(candidate.ends, grid.shape, traversal) if own)
+    elif candidate.ends > 1:
         whole = dealt(candidate.ends, None)
         ends = frozenset(whole[(len(whole) - 1) // candidate.ends * candidate.ends :])
     given = candidate.slots, encoded, end
     if setting.devices == 1:
         return Schedule(problem, grid, order, *given, ends=ends)
+    if problem.keeps_rows:
+        each = tuple(deal_rows(setting.devices, grid.shape, traversal, only))
+        tiles_of_all = [tile for own in each for tile in own]
+        return SharedSchedule(
+            problem, grid, tiles_of_all, *given, ends=ends, devices=setting.devices, each=each
+        )
     shared = dealt(setting.devices, only)
     return SharedSchedule(problem, grid, shared, *given, ends=ends, devices=setting.devices)
 

@@ -423,6 +423,14 @@ class GemmProblem:
         return (1 if self.sink.per_row else 2) if self.finishes else 0
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether what is kept of a row of C comes from the tiles of one tile row.
+
+        If so, one device computes all of these tiles.
+        """
+        return self.sink.per_row > 0 and not self.cover.square
+
+    @property
     def stored_shape(self) -> tuple[int, int]:
         """Rows and columns of the array that is stored: C, or the selected elements of its rows."""
         return self.m, self.sink.per_row or self.n

@@ -148,6 +148,14 @@ class Collecting(Protocol):
 
 
 @runtime_checkable
+class Merging(Protocol):
+    """A result to which several devices write what they have found of the same rows. It cannot be read."""
+
+    def merged(self) -> Matrix:
+        """Return the result, when all devices have ended."""
+
+
+@runtime_checkable
 class Genotypes(Matrix, Protocol):
     """Genotypes 0, 1 and 2, and `MISSING` ones, in two bits each as in a PLINK .bed file."""
 

@@ -9,7 +9,7 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import InputError, Scale
+from oocgemm import Scale
 from tests.support.backends_here import needs_gpu, running_on
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
@@ -158,8 +158,3 @@ def test_plans_and_commands_take_devices(tmp_path: Path) -> None:
     done = command("gram", tmp_path / "x.npy", tmp_path / "c.npy", "--backend", "host", "--devices", "0,0")
     assert done.code == 0
     np.testing.assert_allclose(np.load(tmp_path / "c.npy"), x @ x.T, rtol=1e-12)
-
-
-def test_selections_are_refused() -> None:
-    with pytest.raises(InputError, match="devices"):
-        oocgemm.similarity(np.ones((4, 3)), topk=1, devices="0,0")  # type: ignore[call-overload]

@@ -33,8 +33,10 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
     """
     contents, grid, extents = dict[Slot, object](), schedule.grid, (schedule.grid.m, schedule.grid.n)
     selected: dict[Range, set[int]] = defaultdict(set)  # tile columns that were searched, by ranges of rows
-    # Of a Gram matrix: the strips that were searched, and how many elements were, by tile rows.
+    # Of a Gram matrix: the strips that were searched, and how many elements were, by tile rows. Device and
+    # tile row of what is kept, and of what has been returned.
     searched, found = set[tuple[Range, Range]](), Counter[int]()
+    kept, returned = set[tuple[int, int]](), set[tuple[int, int]]()
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Range, list[Range]] = defaultdict(list)
     for op in schedule:
@@ -76,10 +78,13 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _require([length(x) > 0 for x in (op.m, mirrored)].count(True) == len(op.writes), op)
                 found[op.tile[0]] += length(op.m) * length(op.n)
                 found[op.tile[1]] += length(op.m) * length(mirrored)
+                kept |= {(op.device, line) for line in op.tile}
+                _require(not kept & returned, op)
             case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.sink.per_row and schedule.problem.b.shares:
                 _require(op.m == grid.rows(op.tile[0]), op)
-                _require(found[op.tile[0]] == length(op.m) * grid.n, op)
-                _note_written(op, written, chunks, extents)
+                _require((op.device, op.tile[0]) in kept, op)
+                kept.remove((op.device, op.tile[0]))
+                returned.add((op.device, op.tile[0]))
             case Kind.FINISH if schedule.problem.sink.per_row:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
@@ -107,6 +112,12 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
+    if schedule.problem.sink.per_row and schedule.problem.b.shares:
+        rows = sum(length(grid.rows(line)) for _, line in returned)
+        whole = all(found[line] == length(grid.rows(line)) * grid.n for line in range(grid.shape[0]))
+        if kept or not whole or schedule.problem.sink.count(rows, 0) != schedule.elements_stored:
+            raise ScheduleError("elements of C are not searched, or not returned")
+        return
     twice = schedule.problem.cover.mirrored and schedule.slots.streams("C")
     stored = schedule.elements_written if twice else schedule.elements
     _check_area(written, schedule.elements_stored if schedule.problem.sink.per_row else stored)

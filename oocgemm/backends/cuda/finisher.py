@@ -102,10 +102,10 @@ class Finisher:
     If C has an integer dtype, the kernel sets a flag in pinned memory per slot if an element does not fit.
     """
 
-    def __init__(self, plan: Plan, kernels: Any, address: Callable[[Region], int]) -> None:
+    def __init__(self, plan: Plan, kernels: Any, address: Callable[[Region], int], device: int) -> None:
         """Load the kernel. This waits for an idle device, so it is done before the run.
 
-        `address` returns the device address of a region.
+        `address` returns the device address of a region. `device` is the number of the run's device.
         """
         problem, slots = plan.problem, plan.slots.finish
         self._problem, self._kernels, self._address = problem, kernels, address
@@ -183,9 +183,13 @@ class Finisher:
 class Scaled:
     """What the kernels have in common: an epilogue before them, and rows and columns of C that are scaled."""
 
-    def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
-        """Load the kernel. `address` returns the device address of a region."""
+    def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int], device: int) -> None:
+        """Load the kernel.
+
+        `address` returns the device address of a region. `device` is the number of the run's device.
+        """
         self._problem, self._address, self._scales = plan.problem, address, 0
+        self._device = device
         self._kernel = self._load(kernels)
         self._chain = Chain(plan, kernels) if plan.problem.epilogue else None
 
@@ -226,7 +230,7 @@ class Selector(Scaled):
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
         super().use(finishing, address, stream, measurer)
         size = self._problem.m * self._problem.sink.per_row * self._problem.itemsizes["C"]
-        kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0), 0, 0))
+        kept = self._address(Region(slot_of(Tier.DEVICE, "D", 0, self._device), 0, 0))
         cuda_calls.make(cuda_calls.fill(kept, size, stream, NONE))
         stream.synchronize()
 

@@ -157,7 +157,7 @@ class CudaSession:
                 self.checksums, self.strip_sums = sums_taken(plan, self._address, self._multiplier.kernels)
                 if self._problem.finishes:
                     self._finisher = FINISHERS[type(self._problem.sink)](
-                        plan, self._multiplier.kernels, self._address
+                        plan, self._multiplier.kernels, self._address, self._number
                     )
                 self._turner = Turner(plan, self._multiplier.kernels, self._arena + turned, self._streams)
                 self.host_arena = self._host.take(plan, self._multiplier.kernels, self._arena + decode)

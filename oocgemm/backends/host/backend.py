@@ -35,9 +35,8 @@ from oocgemm.backends.host.blas import blas_name, gemm, syrk
 from oocgemm.backends.host.finish import KEEPERS, Keeper, finish, run_chain
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.errors import InputError
-from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning import GemmProblem, Kind, Op, Operation, Plan, Region, Slot
 from oocgemm.planning.emulation import describe_steps, plane_offsets
-from oocgemm.planning.schedule.operation import slot_of
 from oocgemm.planning.tiling import Range, length
 from oocgemm.system.resources import RECENT, allocate, available_memory
 
@@ -239,7 +238,7 @@ class HostSession:
             if problem.epilogue:
                 self._run_chain(op, accumulator, (1.0, 0.0), accumulator)
             if self._keeper is None:
-                slot, dtype = slot_of(Tier.DEVICE, "D", 0), numpy_dtype(problem.c_dtype)
+                slot, dtype = op.writes[0].slot, numpy_dtype(problem.c_dtype)
                 kept = self._view(self._offsets[slot], (problem.m, problem.sink.per_row), dtype)
                 self._keeper = KEEPERS[type(problem.sink)](problem, kept, self._finishing, self._factor)
             self._keeper.keep(op, accumulator)

@@ -152,6 +152,18 @@ def finished_bytes(problem: GemmProblem, strip: int, n: int) -> int:
     return round_up(elements * problem.itemsizes["C"], DEVICE_ALIGNMENT)
 
 
+def line_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on a device of the numbers of rows and columns of C, and of what is kept of rows."""
+    kept = finished_bytes(problem, 1, 1) if problem.sink.per_row else 0
+    return (
+        kept
+        + sum(correction_bytes(problem))
+        + scale_bytes(problem)
+        + epilogue_bytes(problem)
+        + factor_bytes(problem)
+    )
+
+
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
     """Return the bytes of temporary host memory in which threads read and write chunks.
 

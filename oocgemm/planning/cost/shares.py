@@ -83,7 +83,7 @@ def slowed(machine: MachineModel, reading: float, devices: int) -> MachineModel:
     factors = {"read": 1 / reading, "decode": 1 / reading, "write": each}
     factors["issue"] = devices
     if machine.shares_cores:
-        return scaled(machine, factors | dict.fromkeys(("memory", *machine.kernels), each))
+        return scaled(machine, factors | dict.fromkeys(("memory", "select", *machine.kernels), each))
     # The threads of a device read only a part of its panels: it copies the others from other devices.
     threads = machine.copy_threads_of(devices) / machine.copy_threads
     factors["memory"] = min(1.0, threads * devices / reading)
@@ -134,12 +134,11 @@ def predict_shared(setting: Setting, candidate: Candidate, loads: Loads, rounds:
     return part_of(clock.predict(setting, share.candidate, last_drains=drains), part)
 
 
-def predict_triangle(setting: Setting, candidate: Candidate, rounds: int) -> Prediction:
-    """Predict the seconds of a triangle: those of one device's share, in which it computes `rounds` tiles."""
-    tiles = TileGrid.of(setting.problem, candidate.tile, candidate.slots.strip).count
+def predict_triangle(setting: Setting, candidate: Candidate, share: float) -> Prediction:
+    """Predict the seconds of a triangle, of which the device with the largest share computes this one."""
     machine = slowed(setting.machine, 1.0, setting.devices)
     whole = predict(replace(setting, machine=machine, devices=1), candidate)
-    return part_of(whole, rounds / max(1, tiles))
+    return part_of(whole, share)
 
 
 def part_of(whole: Prediction, share: float) -> Prediction:

@@ -14,6 +14,10 @@ The next round takes the tiles to the right of these. So a device keeps its pane
 
 Sessions on the CPU share no panels. They work *apart*: each takes a rectangle of C, so that it loads as few
 panels as possible.
+
+If something is kept of each row of C (`GemmProblem.keeps_rows`), a device takes whole tile rows
+(`deal_rows`). Then it alone adds what the tiles of a row contribute, in an order that does not depend on the
+other devices.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -71,6 +75,31 @@ def deal_in_order(
     return list((_pieces if apart else _rounds)(devices, found))
 
 
+def deal_rows(
+    devices: int, shape: tuple[int, int], traversal: Traversal, tiles: Container[Tile] | None = None
+) -> list[list[Tile]]:
+    """Deal whole tile rows of a grid. Return the tiles of each device in order: all, or those of `tiles`.
+
+    The devices visit the columns in the same order. The tile rows of a round have the same direction along k,
+    as long as there are two per device.
+
+    >>> deal_rows(2, (3, 2), Traversal(turns=False))
+    [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (1, 1)]]
+    >>> [sorted({i for i, _ in own}) for own in deal_rows(2, (7, 1), Traversal())]
+    [[0, 1, 4, 6], [2, 3, 5]]
+    """
+    whole = shape[0] // (2 * devices) * 2 * devices
+    lines = [*_lines(whole, devices)]
+    lines += [range(top, min(top + devices, shape[0])) for top in range(whole, shape[0], devices)]
+    found: list[list[Tile]] = [[] for _ in range(devices)]
+    band = max(1, traversal.band // (devices, 1)[traversal.axis])
+    for i, j in walk(replace(traversal, band=band), len(lines), shape[1]):
+        for own, row in zip(found, lines[i], strict=False):
+            if tiles is None or (row, j) in tiles:
+                own.append((row, j))
+    return found
+
+
 def arrangement(
     devices: int, problem: GemmProblem, grid: TileGrid, *, apart: bool = False
 ) -> tuple[int, int]:
@@ -80,6 +109,8 @@ def arrangement(
     as possible. They depend on the whole grid, not on the tiles that are left to compute. If the devices work
     `apart`, the numbers are those of rectangles, and the panels are those of a whole rectangle.
     """
+    if problem.keeps_rows:
+        return devices, 1
     if 0 in grid.shape:
         return 1, devices
     a, b = grid.tile.m * problem.itemsizes["A"], grid.tile.n * problem.itemsizes["B"]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+from itertools import zip_longest
 from typing import TypeVar
 
 from oocgemm.planning.schedule.operation import Operation
@@ -22,13 +23,20 @@ from oocgemm.planning.schedule.traversal import NextUse
 from oocgemm.planning.tiling import Tile, length
 
 T = TypeVar("T")
+# Not in any grid.
+NO_TILE: Tile = (-1, -1)
 
 
 @dataclass(frozen=True)
 class SharedSchedule(Schedule):
-    """The operations of a run on several devices. The tile at position p is for device p modulo `devices`."""
+    """The operations of a run on several devices.
+
+    `each` are the tiles of each device. If it is empty, the tile at position p is for device p modulo
+    `devices`.
+    """
 
     devices: int = 2
+    each: tuple[Sequence[Tile], ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
         batches = [
@@ -75,7 +83,32 @@ class SharedSchedule(Schedule):
         return all(map(self.slots.streams, self.problem.operands))
 
     def _tiles_of(self, device: int) -> Sequence[Tile]:
-        return self.tiles[device :: self.devices]
+        return self.each[device] if self.each else self.tiles[device :: self.devices]
+
+    @property
+    def rounds(self) -> int:
+        """The largest number of tiles of a device."""
+        return max(len(self._tiles_of(device)) for device in range(self.devices))
+
+    @property
+    def largest(self) -> int:
+        """The largest number of elements of C that a device computes."""
+        return max(sum(map(self.grid.elements, self._tiles_of(device))) for device in range(self.devices))
+
+    @property
+    def elements_stored(self) -> int:
+        """Elements that the devices return: each returns those of the rows that it has tiles of."""
+        if self.problem.keeps_rows or not self.problem.sink.per_row:
+            return super().elements_stored
+        lines = ({line for tile in self._tiles_of(device) for line in tile} for device in range(self.devices))
+        rows = sum(length(self.grid.rows(line)) for own in lines for line in own)
+        return self.problem.sink.count(rows, self.elements)
+
+    def _in_rounds(self) -> Sequence[Tile]:
+        """Return the tiles in rounds of one tile per device. `NO_TILE` stands for those that are missing."""
+        if not self.each:
+            return self.tiles
+        return [tile for found in zip_longest(*self.each, fillvalue=NO_TILE) for tile in found]
 
     def _of_device(self, device: int) -> Schedule:
         tiles = self._tiles_of(device)
@@ -89,7 +122,8 @@ class SharedSchedule(Schedule):
         pools: list[tuple[tuple[int, ...], int, int]] = [((0, 1), slots.a, slots.host_a)]
         if not self.problem.b.shares:
             pools = [((0,), slots.a, slots.host_a), ((1,), slots.b, slots.host_b)]
-        uses = [NextUse(self.tiles, steps, axes, self.devices) for axes, _, _ in pools]
+        in_rounds = self._in_rounds()
+        uses = [NextUse(in_rounds, steps, axes, self.devices) for axes, _, _ in pools]
         on_host = [0 if slots.unified else count for _, _, count in pools]
         caches = [SlotCache(count, spread=max(1, steps)) if count else None for count in on_host]
         everywhere = list[list[Panels]]()

@@ -37,6 +37,11 @@ class Traversal:
     band: int = 1
     turns: bool = True
 
+    @property
+    def ascends(self) -> bool:
+        """Whether the tiles of a tile row are visited in ascending order of their columns."""
+        return self.band == 1 if self.axis == 1 else not self.turns
+
     def __str__(self) -> str:
         if self.band == 1:
             how = "row by row" if self.axis == 0 else "column by column"

@@ -19,7 +19,7 @@ from operator import itemgetter
 
 from oocgemm.errors import BudgetError
 from oocgemm.planning.cost.clock import predict
-from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, scratch_bytes
+from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint, line_bytes, scratch_bytes
 from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.cost.shares import own_setting, slowed
@@ -225,7 +225,7 @@ class _Search:
         found = {
             (down, devices // down): problem.m / down + problem.n * down / devices
             for down in range(1, devices + 1)
-            if devices % down == 0
+            if devices % down == 0 and (down == devices or not problem.keeps_rows)
         }
         limit = MAX_PANELS * min(found.values())
         return [division for division, panels in found.items() if panels <= limit]
@@ -279,14 +279,17 @@ class _Search:
         # About as many panels are read for all devices in a step, per panel of one device.
         reading = sum(arranged) / 2
         machine = slowed(self.setting.machine, reading, devices)
+        # Each device has the numbers of all rows and columns of C, not only those of its share.
+        others = line_bytes(self.setting.problem) - line_bytes(own.problem)
+        given = Budgets(max(0, budgets.device - others), host)
         try:
-            return make_plan(own.problem, Budgets(budgets.device, host), machine, own.layouts, tile, effort)
+            return make_plan(own.problem, given, machine, own.layouts, tile, effort)
         except BudgetError as error:
             if error.needed is None:
                 raise
             device, on_host = error.needed
             host = once + devices * max(0, on_host - once)
-            raise _refusal(self.setting, device, host) from error
+            raise _refusal(self.setting, device + others, host) from error
 
 
 class _Shapes:

@@ -43,7 +43,7 @@ def triangle_plans(setting: Setting, tile: TileShape | None) -> list[Plan]:
         assert refused is not None
         raise refused
     # The prediction of a plan would count its loads first.
-    return sorted(found, key=lambda plan: predict_triangle(setting, plan.candidate, plan.rounds).total)
+    return sorted(found, key=lambda plan: predict_triangle(setting, plan.candidate, plan.share).total)
 
 
 def _shapes(setting: Setting) -> Iterator[TileShape]:

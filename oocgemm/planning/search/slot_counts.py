@@ -16,6 +16,7 @@ from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
+from oocgemm.planning.sinks import ORDERED
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
 # Target size in bytes of a strip, the rows of a tile that are downloaded together. Larger strips start to be
@@ -137,12 +138,15 @@ def slot_counts(
         0 if base.host_a == 0 else size["host", "A"] + checks[0],
         0 if base.host_b == 0 else size["host", "B"] + checks[1],
     )
-    room = free if machine.unified else host_free
+    room, ordered = free if machine.unified else host_free, problem.sink.merge == ORDERED
     for axis in (0, 1) if min(down, across) > 1 else (0,):
         # Numbers of slots for panels: a and b, host_a and host_b.
         found: dict[tuple[Traversal, tuple[int, int], tuple[int, int]], None] = {}
         for band in _bands(down, across, axis, steps, room, size, spills=caches):
-            traversal = Traversal(axis, band)
+            # Sums of rows are added in ascending order of columns, whatever computes them.
+            traversal = Traversal(axis, band, turns=axis == 1 or not ordered)
+            if ordered and not traversal.ascends:
+                continue
             panels = _filled(
                 base.a, base.b, free, *device, down, across, steps, traversal, 1 if machine.unified else AHEAD
             )
