@@ -128,7 +128,7 @@ def run_product(
     result: Result = getattr(found, "run", found)
     planned = result.plan
     # Not a selection, whose C is not stored.
-    has_triangle = planned.problem.cover.square and result.c is not None
+    has_triangle = planned.problem.cover.halves and result.c is not None
     if not quiet:
         note_clipped(options["tile"], planned)
     if live and planned.done:

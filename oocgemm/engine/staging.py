@@ -211,7 +211,7 @@ class Transfers:
             return
         blocks, work = list(located(self._plan, operation, columns)), list[Work]()
         write: OnMatrix = self.write_part
-        if self._plan.problem.cover.square and not self._plan.problem.sink.per_row:
+        if self._plan.problem.cover.halves and not self._plan.problem.sink.per_row:
             complete(self._plan, operation, columns)
             below = mirrored(self._plan, operation, blocks)
             work = self._parts(operation, below, self._write_adjoint, copied=True)

@@ -286,7 +286,7 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
     problem, selection = job.plan.problem, job.request.selection
     if selection is not None and not selection.topk:
         least, scales = selection.least(problem), job.finishing.scales
-        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.cover.square)
+        rule = Rule(least, selection.absolute, selection.excludes_self, scales, problem.cover.halves)
         score = numpy_dtype(problem.c_dtype)
         score = score["score"] if problem.sink.bounded else score
         limit = int(SPARSE_SHARE * available_memory())

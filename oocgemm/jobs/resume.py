@@ -307,7 +307,7 @@ def check_uplo(c: Matrix, problem: GemmProblem) -> None:
     """Raise `InputError` if a run needs old elements of C, and C stores only the other triangle of them."""
     uplo = recorded_uplo(c)
     needed = "upper" if problem.cover.upper else "lower"
-    if uplo in ("lower", "upper") and uplo != (needed if problem.cover.square else ""):
+    if uplo in ("lower", "upper") and uplo != (needed if problem.cover.halves else ""):
         raise InputError(
             f"beta = {problem.beta}, and C stores only the {uplo} triangle of a Gram matrix: update it by "
             f"gram with uplo = {uplo!r} (--uplo {uplo})"

@@ -174,7 +174,7 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
         return
     rows = np.searchsorted(starts, at, side="right") - 1
     exact, mirrored = np.empty(at.size), np.zeros(at.size, bool)
-    if problem.cover.square:  # a pair is computed once
+    if problem.cover.halves:  # a pair is computed once
         mirrored = cols[at] > rows
     once = np.flatnonzero(~mirrored)
     left, right = (

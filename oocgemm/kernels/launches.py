@@ -179,7 +179,7 @@ def threshold_options(problem: GemmProblem) -> tuple[str, ...]:
     """Return the compiler options of the kernel threshold."""
     sink = problem.sink
     assert isinstance(sink, AtLeast)
-    more = {"ABSOLUTE": int(sink.absolute), "TRIANGLE": int(problem.cover.square)}
+    more = {"ABSOLUTE": int(sink.absolute), "TRIANGLE": int(problem.cover.halves)}
     return _options(problem, {"ROOM": SEGMENT} | more)
 
 

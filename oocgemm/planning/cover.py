@@ -1,13 +1,29 @@
 """Which elements of C are computed and stored: all of them, or those of a triangle.
 
-Rows and columns of tiles are called lines here. Extents are numbers of elements, and ranges are half-open.
+A *line* is a tile row and the tile column with its number. Extents are numbers of elements, and ranges are
+half-open. The sides of square tiles are `side` elements long.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 # Start and stop of a range of indices along one axis.
 _Range = tuple[int, int]
+# Row and column of a tile in its grid.
+_Tile = tuple[int, int]
+
+
+class Alike(NamedTuple):
+    """Tiles of equal extents: their number, and whether they are in the last tile row or tile column.
+
+    The last line may have fewer rows than others.
+    """
+
+    number: int
+    last_row: bool = False
+    last_col: bool = False
+    staircase: bool = False
 
 
 @dataclass(frozen=True)
@@ -16,7 +32,8 @@ class Cover:
 
     Attributes:
         name: the cover's name in records, such as journals.
-        square: whether tiles and chunks must be square.
+        square: whether tiles and chunks must be square. B is A^H then, and the cover orders the tiles.
+        halves: whether of two elements (i, j) and (j, i) only one is computed, for both places.
         upper: whether only the upper triangle is computed.
         mirrored: whether each element outside of the diagonal is also stored on the other side of it.
         stored_triangle: the triangle of C that is stored, "lower" or "upper", with the diagonal; "" if all of
@@ -25,6 +42,7 @@ class Cover:
 
     name: ClassVar[str] = ""
     square: ClassVar[bool] = False
+    halves: ClassVar[bool] = False
 
     @property
     def upper(self) -> bool:
@@ -45,13 +63,68 @@ class Cover:
         """Count the elements of an m x n matrix C that are needed."""
         return m * n
 
-    def count(self, down: int, across: int) -> int:
+    def extent(self, n: int) -> int:
+        """Return the extent of a square of C, of n rows and columns, that has few elements to leave out."""
+        return n
+
+    def count(self, down: int, across: int, side: int) -> int:
         """Count the tiles that are computed, of `down` x `across` tiles."""
         return down * across
 
-    def columns(self, i: int, across: int) -> _Range:
+    def columns(self, i: int, across: int, side: int) -> _Range:
         """Return the tile columns of tile row i that are computed."""
         return 0, across
+
+    def order(self, lines: int, band: int, side: int) -> list[_Tile]:
+        """List the tiles of a square cover of `lines` lines, in bands of `band` tile rows.
+
+        A band is visited column by column, from left to right: so the tiles of a row are always in the same
+        order. Successive tiles of a band have a line in common.
+        """
+        found: list[_Tile] = []
+        for rows, (left, right) in self._bands(lines, band, side):
+            for number, col in enumerate(range(left, right)):
+                inside = [row for row in rows if self._has(row, col, lines, side)]
+                found += [(row, col) for row in (reversed(inside) if number % 2 else inside)]
+        return found
+
+    def _bands(self, lines: int, band: int, side: int) -> Iterator[tuple[Sequence[int], _Range]]:
+        """Yield the tile rows of each band, and the range of its tile columns."""
+        for top in range(0, lines, band):
+            rows = range(top, min(top + band, lines))
+            spans = [self.columns(row, lines, side) for row in rows]
+            yield rows, (min(start for start, _ in spans), max(stop for _, stop in spans))
+
+    def _has(self, row: int, col: int, lines: int, side: int) -> bool:
+        start, stop = self.columns(row, lines, side)
+        return start <= col < stop
+
+    def lines_loaded(self, lines: int, steps: int, slots: int, band: int, side: int) -> float:
+        """Estimate how many lines of `steps` panels `order` loads if `slots` panels are cached.
+
+        Successive tiles have a line in common, whose panels are found if they are cached. A band loads the
+        lines of its columns, and its own lines that are not cached again for each column. Slots that are left
+        over keep lines of the band before it.
+        """
+        if slots >= lines * steps:
+            return float(lines)
+        cached = (slots - 2) / steps  # two panels pass through
+        tiles = self.count(lines, lines, side)
+        if cached < 1:
+            return 2 * tiles - lines - (tiles - 1) * max(0.0, cached)
+        loaded, end = 0.0, 0
+        for rows, (left, right) in self._bands(lines, band, side):
+            missing, spare = max(0.0, len(rows) - cached), max(0.0, cached - len(rows))
+            loaded += right - left + missing * (right - left - 1) - min(max(0, end - left), spare)
+            end = right
+        return loaded
+
+    def alike(self, lines: int, side: int) -> list[Alike]:
+        """Divide the tiles of a square cover into those with equal extents."""
+        inside = self.count(lines - 1, lines - 1, side)
+        start, stop = self.columns(lines - 1, lines, side)
+        at_end = stop - start - 1
+        return [Alike(inside), Alike(at_end, True), Alike(at_end, False, True), Alike(1, True, True)]
 
     def is_staircase(self, i: int, j: int) -> bool:
         """Tell whether the strips of tile (i, j) differ in width."""
@@ -82,6 +155,7 @@ class Triangle(Cover):
     mirrored: bool = False
 
     square = True
+    halves = True
 
     @property
     def name(self) -> str:  # type: ignore[override]  # constant for other covers
@@ -97,13 +171,65 @@ class Triangle(Cover):
         """Count the elements of the triangle, with the diagonal."""
         return m * (m + 1) // 2
 
-    def count(self, down: int, across: int) -> int:
+    def count(self, down: int, across: int, side: int) -> int:
         """Count the tiles with an element of the triangle."""
         return down * (down + 1) // 2
 
-    def columns(self, i: int, across: int) -> _Range:
+    def columns(self, i: int, across: int, side: int) -> _Range:
         """Return the tile columns of tile row i in the triangle."""
         return (i, across) if self.upper else (0, i + 1)
+
+    def order(self, lines: int, band: int, side: int) -> list[_Tile]:
+        """List the tiles of a triangle of `lines` tile rows, in bands of `band` rows.
+
+        A band visits its columns from the diagonal to the left, and at last the tiles on its own diagonal. So
+        it starts with a column whose panels the band before it has used, and successive tiles have a line in
+        common. An upper triangle is visited as its transpose would be.
+
+        >>> Triangle().order(3, 1, 8)
+        [(0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (2, 2)]
+        >>> Triangle().order(4, 2, 8)
+        [(0, 0), (1, 0), (1, 1), (2, 1), (3, 1), (3, 0), (2, 0), (2, 2), (3, 2), (3, 3)]
+        >>> Triangle(upper=True).order(2, 1, 8)
+        [(0, 0), (0, 1), (1, 1)]
+        """
+        found: list[_Tile] = []
+        down = True
+        for top in range(0, lines, band):
+            bottom = min(top + band, lines)
+            for col in (*range(top - 1, -1, -1), *range(top, bottom)):
+                rows = range(max(top, col), bottom)
+                found += [(row, col) for row in (rows if down or col >= top else reversed(rows))]
+                down = not down
+            down = True
+        return [(col, row) for row, col in found] if self.upper else found
+
+    def lines_loaded(self, lines: int, steps: int, slots: int, band: int, side: int) -> float:
+        """Estimate how many lines of `steps` panels `order` loads if `slots` panels are cached.
+
+        A band loads its own lines, and per column the line of the column and those of its own lines that are
+        not cached. The column at which it starts is a line of the band before it. Slots that are left over
+        keep lines of other columns.
+
+        >>> [Triangle().lines_loaded(4, 10, slots, 1, 8) for slots in (40, 12, 7)]
+        [4.0, 7.0, 11.5]
+        """
+        cached = (slots - 2) / steps
+        if slots >= lines * steps or cached < 1:
+            return super().lines_loaded(lines, steps, slots, band, side)
+        loaded = 0.0
+        for top in range(0, lines, band):
+            height = min(band, lines - top)
+            missing, spare = max(0.0, height - cached), max(0.0, cached - height)
+            loaded += height + missing * (height - 1) / 2
+            loaded += max(0, top - 1) * (1 + missing) - min(max(0, top - 1), spare)
+        return loaded
+
+    def alike(self, lines: int, side: int) -> list[Alike]:
+        """Divide the tiles into those left of the diagonal and those on it. The last line may differ."""
+        rest = lines - 1
+        found = [Alike(rest * (rest - 1) // 2), Alike(rest, True)]
+        return [*found, Alike(rest, staircase=True), Alike(1, True, True, True)]
 
     def is_staircase(self, i: int, j: int) -> bool:
         """Tell whether the tile is on the diagonal."""

@@ -22,7 +22,7 @@ from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.operations import Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
-from oocgemm.planning.schedule.traversal import last, triangle, walk
+from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.setting import Budgets, Setting
 from oocgemm.planning.tile_set import Coverage, TileSet
 from oocgemm.planning.tiling import Shape, Tile, TileGrid, TileShape, ceil_div
@@ -369,7 +369,7 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     encoded = frozenset(operand for operand in coded if coded[operand])
     apart = setting.works_apart
     if problem.cover.square:
-        every = triangle(grid.shape[0], traversal.band, upper=problem.cover.upper)
+        every = problem.cover.order(grid.shape[0], traversal.band, grid.tile.m)
         order: Sequence[Tile] = every if only is None else [tile for tile in every if tile in only]
         end = every[-1] if every else None
     else:

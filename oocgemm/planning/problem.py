@@ -414,7 +414,7 @@ class GemmProblem:
         The other one is mirrored before the strip is written. Nothing else may use the strip before.
         """
         real = self.acc_dtype in ("float32", "float64")
-        same = self.b.shares and self.cover.square
+        same = self.b.shares and self.cover.halves
         return same and real and not (self.finishes or self.planes or self.checked)
 
     @property

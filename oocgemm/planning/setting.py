@@ -101,7 +101,7 @@ class Setting:
         If checksums are computed, a C that is stored is checked in host slots. There, strips of a Gram matrix
         are mirrored unless a GPU does it, and get the old elements outside of a triangle.
         """
-        mirrored = self.problem.cover.square and self.machine.multiprocessors == 1
+        mirrored = self.problem.cover.halves and self.machine.multiprocessors == 1
         in_slots = self.problem.sink.stores_c and (self.problem.checked or mirrored)
         if layout.in_place and self.machine.unified:
             return InPlace(layout)

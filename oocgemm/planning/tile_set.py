@@ -100,7 +100,7 @@ class TileSet:
 
     def _cols(self, i: int) -> Range:
         """Return the range of tile columns that the set covers in tile row i."""
-        return _common(self.cols, self.grid.cover.columns(i, self.grid.shape[1]))
+        return _common(self.cols, self.grid.cover.columns(i, self.grid.shape[1], self.grid.tile.m))
 
 
 def _common(a: Range, b: Range) -> Range:

@@ -109,7 +109,7 @@ class TileGrid:
     @property
     def count(self) -> int:
         """Number of tiles that are computed."""
-        return self.cover.count(*self.shape)
+        return self.cover.count(*self.shape, self.tile.m)
 
     @property
     def steps(self) -> int:

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
+from oocgemm.planning.cover import Triangle
 from oocgemm.planning.schedule.dealing import deal_in_order
 from oocgemm.planning.schedule.shared import SharedSchedule
-from oocgemm.planning.schedule.traversal import triangle
 from oocgemm.planning.tiling import length
 from tests.support.problems import integers
 from tests.support.products import changed, product_of
@@ -42,7 +42,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     side = draw(st.integers(1, 5))
     tile, strip = TileShape(side, side, draw(st.integers(1, 5))), draw(st.integers(1, side))
     grid = TileGrid.of(p, tile, strip=strip)
-    tiles = triangle(grid.shape[0], draw(st.integers(1, 3)), upper=p.cover.name == "upper")
+    tiles = p.cover.order(grid.shape[0], draw(st.integers(1, 3)), side)
     last = draw(st.sampled_from([None, tiles[-1]]))
     if draw(st.booleans()):
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
@@ -135,7 +135,7 @@ def test_loads_of_several_devices_are_those_of_the_operations(schedule: SharedSc
 def test_the_simulator_detects_an_omitted_wait_of_a_gram_matrix() -> None:
     p = problem(6, 6, beta=1)
     grid = TileGrid.of(p, TileShape(2, 2, 2), strip=1)
-    schedule = Schedule(p, grid, triangle(3, 1), Slots(a=2, b=0, host_a=2, host_b=0, strip=1))
+    schedule = Schedule(p, grid, Triangle().order(3, 1, 2), Slots(a=2, b=0, host_a=2, host_b=0, strip=1))
     dropped = range(0, sum(len(waits) for _, waits in waits_of(schedule)), 13)
     caught = 0
     for wait in dropped:
@@ -157,7 +157,7 @@ def test_an_accumulator_is_used_again_after_both_downloads_of_its_strips() -> No
     p = problem(6, 4, "full")
     grid = TileGrid.of(p, TileShape(2, 2, 2), strip=2)
     operations = waits_of(
-        Schedule(p, grid, triangle(3, 1), Slots(a=4, b=0, host_a=2, host_b=0, host_c=0, strip=2))
+        Schedule(p, grid, Triangle().order(3, 1, 2), Slots(a=4, b=0, host_a=2, host_b=0, host_c=0, strip=2))
     )
     reading, checked = set[int](), 0
     for number, (op, waits) in enumerate(operations):
@@ -193,7 +193,7 @@ def test_staircases_cover_the_triangle_and_are_stored_without_gaps(
     grid = TileGrid.of(problem(n, 1, gram), TileShape(side, side, 1), strip=min(side, strip))
     covered, tiles = np.zeros((n, n), int), TileSet.of(grid)
     assert tiles.is_whole
-    assert sorted(tiles) == sorted(triangle(grid.shape[0], 1, upper=gram == "upper"))
+    assert sorted(tiles) == sorted(grid.cover.order(grid.shape[0], 1, grid.tile.m))
     for tile in tiles:
         top, bottom = grid.rows(tile[0])
         stored = 0
@@ -212,7 +212,7 @@ def test_staircases_cover_the_triangle_and_are_stored_without_gaps(
 
 @pytest.mark.parametrize("band", [1, 2, 3, 7])
 def test_successive_tiles_of_a_triangle_have_a_line_in_common(band: int) -> None:
-    tiles = triangle(7, band)
+    tiles = Triangle().order(7, band, 2)
     assert sorted(tiles) == [(i, j) for i in range(7) for j in range(i + 1)]
     apart = sum(not set(x) & set(y) for x, y in pairwise(tiles))
     assert apart <= 7

@@ -31,6 +31,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
     A real run executes operations in another order, but the waits of `HazardTracker` make it equivalent to
     program order. Raises `ScheduleError` if the check fails.
     """
+    halves = schedule.problem.cover.halves
     contents, grid, extents = dict[Slot, object](), schedule.grid, (schedule.grid.m, schedule.grid.n)
     selected: dict[Range, set[int]] = defaultdict(set)  # tile columns that were searched, by ranges of rows
     # Of a Gram matrix: the strips that were searched, and how many elements were, by tile rows. Device and
@@ -70,7 +71,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                     tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
-            case Kind.FINISH if schedule.problem.sink.per_row and schedule.problem.b.shares:
+            case Kind.FINISH if halves and schedule.problem.sink.per_row:
                 _require(sums[op.reads[0].slot].get(op.m) == (op.tile, steps), op)
                 _require((op.m, op.n) not in searched, op)
                 searched.add((op.m, op.n))
@@ -80,7 +81,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 found[op.tile[1]] += length(op.m) * length(mirrored)
                 kept |= {(op.device, line) for line in op.tile}
                 _require(not kept & returned, op)
-            case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.sink.per_row and schedule.problem.b.shares:
+            case Kind.DOWNLOAD | Kind.WRITE if halves and schedule.problem.sink.per_row:
                 _require(op.m == grid.rows(op.tile[0]), op)
                 _require((op.device, op.tile[0]) in kept, op)
                 kept.remove((op.device, op.tile[0]))

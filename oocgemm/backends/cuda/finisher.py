@@ -239,7 +239,7 @@ class Selector(Scaled):
         problem, rows, elements = self._problem, length(op.m), self._changed(op)
         sink = problem.sink
         assert isinstance(sink, Largest)
-        columns = length(mirrored_columns(op.m, op.n)) if problem.b.shares else 0
+        columns = length(mirrored_columns(op.m, op.n)) if problem.cover.halves else 0
         strip = rows, length(op.n), op.m[0], op.n[0]
         launches = [(self._kernel, topk_launch(problem, rows), (sink.topk, int(sink.excludes_self)))]
         if columns:
@@ -367,7 +367,7 @@ class Turner:
         problem, self._grid, self._buffers, self._stream = plan.problem, plan.grid, buffers, streams["d2h"]
         self._size, self._upper = problem.itemsizes["C"], problem.cover.upper
         in_memory = plan.setting.routes["C"].streams
-        self._completes = in_memory and problem.cover.square and problem.sink.stores_c
+        self._completes = in_memory and problem.cover.halves and problem.sink.stores_c
         if self._completes:
             options = turn_options(problem)
             self._turn, self._complete = (kernels.plain("turn", x, options) for x in ("turn", "complete"))

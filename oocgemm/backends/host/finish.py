@@ -302,7 +302,7 @@ class _Largest(Keeper):
         """Update the elements of the rows of a strip, and of its columns that are mirrored."""
         sink = self._problem.sink
         assert isinstance(sink, Largest)
-        cols = mirrored_columns(op.m, op.n) if self._problem.b.shares else (0, 0)
+        cols = mirrored_columns(op.m, op.n) if self._problem.cover.halves else (0, 0)
         for (m, n), block in (((op.m, op.n), strip), ((cols, op.m), strip[:, : length(cols)].T)):
             if length(m):
                 at = m[0], n[0]

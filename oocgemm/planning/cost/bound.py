@@ -180,7 +180,9 @@ def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -
     elements = max(1, memory // narrowest)
     once = required_bytes(problem, part)["h2d"]
     products = min(part.elements, problem.elements) * problem.depth
-    streaming = (sqrt(2) if problem.b.shares else 2) * products / sqrt(elements) - 2 * elements
+    # Without halves, products of both elements (i, j) and (j, i) are counted.
+    factor = 2 if not problem.b.shares else sqrt(2) if problem.cover.halves else sqrt(1 / 2)
+    streaming = factor * products / sqrt(elements) - 2 * elements
     if not problem.reads_c:
         streaming -= part.elements
     return max(once, int(streaming * narrowest))

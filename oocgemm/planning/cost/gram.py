@@ -11,10 +11,11 @@ from oocgemm.planning.cost import clock
 from oocgemm.planning.cost.clock import LANES, Prediction
 from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.price import Prices
+from oocgemm.planning.cover import Cover
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Slots, Tier
 from oocgemm.planning.schedule.placement import Loads, Placing
-from oocgemm.planning.schedule.traversal import Traversal, triangle
+from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, ceil_div, length
 
@@ -43,15 +44,19 @@ def predict(
     counted = None
     if not rough and 2 * grid.count * steps <= MAX_COUNTED:
         counted = _counted(
-            lines, steps, slots.a, 0 if slots.unified else slots.host_a, candidate.traversal.band
+            grid.cover,
+            *(lines, steps, slots.a, 0 if slots.unified else slots.host_a, candidate.traversal.band),
+            grid.tile.m,
         )
     return _Formulas(prices or Prices(setting), candidate, grid, counted).prediction()
 
 
 @lru_cache(1024)
-def _counted(lines: int, steps: int, device: int, host: int, band: int) -> tuple[float, float]:
+def _counted(
+    cover: Cover, lines: int, steps: int, device: int, host: int, band: int, side: int
+) -> tuple[float, float]:
     """Count the lines that are uploaded and read, if all lines and panels are of equal size."""
-    tiles = triangle(lines, band)
+    tiles = cover.order(lines, band, side)
     slots = Slots(a=device, b=0, host_a=host, host_b=0)
     found = Placing(tiles, steps, slots).loads([1] * steps, lambda i: 1, lambda j: 1)
     assert found is not None
@@ -75,37 +80,13 @@ def estimate_line_loads(
     line = problem.m * problem.depth * problem.itemsizes["A"] / lines
     if counted is not None:
         return Loads(line * counted[0], 0, line * counted[1], 0)
-    up = line * _lines_loaded(lines, steps, slots.a, traversal.band)
+    shape = traversal.band, grid.tile.m
+    up = line * grid.cover.lines_loaded(lines, steps, slots.a, *shape)
     if slots.unified:
         return Loads(up, 0, up, 0)
     # Both tiers cache the panels that are used next, so that their slots do not add up.
-    read = line * _lines_loaded(lines, steps, slots.host_a, traversal.band)
+    read = line * grid.cover.lines_loaded(lines, steps, slots.host_a, *shape)
     return Loads(up, 0, min(up, read), 0)
-
-
-def _lines_loaded(lines: int, steps: int, slots: int, band: int) -> float:
-    """Estimate how many lines of `steps` panels are loaded if `slots` panels are cached.
-
-    Successive tiles have a line in common, whose panels are found if they are cached. A band loads its own
-    lines, and per column the line of the column and those of its own lines that are not cached. The column at
-    which it starts is a line of the band before it. Slots that are left over keep lines of other columns.
-
-    >>> _lines_loaded(4, 10, 40, 1), _lines_loaded(4, 10, 12, 1), _lines_loaded(4, 10, 7, 1)
-    (4.0, 7.0, 11.5)
-    """
-    if slots >= lines * steps:
-        return float(lines)
-    cached = (slots - 2) / steps  # two panels pass through
-    tiles = lines * (lines + 1) // 2
-    if cached < 1:
-        return 2 * tiles - lines - (tiles - 1) * max(0.0, cached)
-    loaded = 0.0
-    for top in range(0, lines, band):
-        height = min(band, lines - top)
-        missing, spare = max(0.0, height - cached), max(0.0, cached - height)
-        loaded += height + missing * (height - 1) / 2
-        loaded += max(0, top - 1) * (1 + missing) - min(max(0, top - 1), spare)
-    return loaded
 
 
 class _Formulas:
@@ -117,12 +98,16 @@ class _Formulas:
         self._counted = counted
         self._prices, self._setting, self._grid = prices, prices.setting, grid
         self._slots, self._tile, self._band = candidate.slots, candidate.tile, candidate.traversal
-        lines, self._last = grid.shape[0] - 1, length(grid.rows(grid.shape[0] - 1))
-        side = min(grid.tile.m, grid.m)
-        self._side = side
-        # (number of tiles, rows, columns) of equal tiles left of the diagonal, and (number, rows) on it.
-        self._squares = [(lines * (lines - 1) // 2, side, side), (lines, self._last, side)]
-        self._staircases = [(lines, side), (1, self._last)]
+        self._last = length(grid.rows(grid.shape[0] - 1))
+        self._side = side = min(grid.tile.m, grid.m)
+        # (number of tiles, rows, columns) of equal rectangular tiles, and (number, rows) of staircases.
+        self._squares, self._staircases = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        for number, last_row, last_col, staircase in grid.cover.alike(grid.shape[0], grid.tile.m):
+            rows, cols = (self._last if at_end else side for at_end in (last_row, last_col))
+            if staircase:
+                self._staircases.append((number, rows))
+            else:
+                self._squares.append((number, rows, cols))
 
     def prediction(self) -> Prediction:
         prices, slots, grid, setting = self._prices, self._slots, self._grid, self._setting
@@ -165,7 +150,7 @@ class _Formulas:
         leaving = downs if slots.unified or streams_c else 2 * strips
         busy["issue"] = machine.issue * (grid.count * grid.steps + read + uploads + leaving)
         start = reading + uploading
-        step = self._staircase(self._last, depth)
+        step = self._diagonal(self._last, depth)
         draining = max(busy["d2h"], busy[out]) / max(strips, 1e-9)
         last = grid.elements((grid.shape[0] - 1,) * 2) / (strip * self._side)
         hidden = min(slots.last_steps, grid.steps) * step
@@ -185,8 +170,14 @@ class _Formulas:
             total += (grid.shape[0] if problem.sink.per_row else downs) * STREAMED_STRIP if streams_c else 0.0
         return Prediction(busy, start, bubbles, tail, total + tail, total + tail)
 
-    def _staircase(self, rows: int, depth: int) -> float:
+    def _diagonal(self, rows: int, depth: int) -> float:
         """Return the seconds of one step of a tile of `rows` rows on the diagonal."""
+        if self._grid.is_staircase((0, 0)):
+            return self._staircase(rows, depth)
+        return self._prices.multiply(rows, rows, rows, depth)
+
+    def _staircase(self, rows: int, depth: int) -> float:
+        """Return the seconds of one step of a staircase of `rows` rows."""
         strip, prices = min(self._slots.strip, rows), self._prices
         halves = self._setting.machine.shares_cores and self._setting.problem.halves_diagonal
         return sum(
@@ -198,13 +189,14 @@ class _Formulas:
     def _first_waits(self, loading: float, depth: int) -> float:
         """Return the seconds for which the first tile waits for panels, which take `loading` seconds each.
 
-        It is on the diagonal of C, and needs only half of the flops of other tiles per byte.
+        It is on the diagonal of C. A staircase needs only half of the flops of other tiles per byte.
         """
-        return (self._grid.steps - 1) * max(0.0, loading - self._staircase(self._side, depth))
+        return (self._grid.steps - 1) * max(0.0, loading - self._diagonal(self._side, depth))
 
     def _strips(self) -> float:
         """Return how many strips of full size have as many elements together as are computed."""
-        grid, end = self._grid, self._grid.shape[0] - 1
-        squares = sum(count * rows * cols for count, rows, cols in self._squares)
-        elements = squares + end * grid.elements((0, 0)) + grid.elements((end, end))
+        end = self._grid.shape[0] - 1
+        elements = sum(count * rows * cols for count, rows, cols in self._squares)
+        corners = zip(self._staircases, ((0, 0), (end, end)), strict=False)
+        elements += sum(count * self._grid.elements(tile) for (count, _), tile in corners)
         return elements / (min(self._slots.strip, self._side) * self._side)

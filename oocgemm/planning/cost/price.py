@@ -97,7 +97,7 @@ class Prices:
     def finish(self, rows: int, cols: int) -> float:
         """Return the seconds of a Finish, if it is not short: of one that selects elements of a strip."""
         problem, machine = self.setting.problem, self.setting.machine
-        searched = problem.sink.searched(rows * cols, twice=problem.b.shares) * self._sizes["acc"]
+        searched = problem.sink.searched(rows * cols, twice=problem.cover.halves) * self._sizes["acc"]
         return machine.step_latency + searched / machine.select
 
     def download(self, rows: int, cols: int) -> float:

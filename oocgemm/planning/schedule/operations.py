@@ -411,7 +411,7 @@ class Selecting:
         self._begun: set[int] = set()  # tile rows of which a tile has been finished
         # The position of the last tile with elements of a tile row of a Gram matrix, which may be mirrored.
         self._last: dict[int, int] = {}
-        if problem.b.shares:
+        if problem.cover.halves:
             self._last = {line: position for position, tile in enumerate(tiles) for line in tile}
 
     def operations(
@@ -421,11 +421,11 @@ class Selecting:
 
         `strips` are all strips of the tile: their rows and their elements in the accumulator.
         """
-        first = tile[0] not in self._begun and not self._problem.b.shares
+        first = tile[0] not in self._begun and not self._problem.cover.halves
         self._begun.add(tile[0])
         for rows, elements in strips:
             yield self._finish(tile, rows, elements, first=first)
-        if self._problem.b.shares:
+        if self._problem.cover.halves:
             for line in dict.fromkeys(tile):
                 if self._last[line] == position:
                     yield self._leave((line, line), self._grid.rows(line))
@@ -436,7 +436,7 @@ class Selecting:
     def _finish(self, tile: Tile, rows: Range, elements: Region, *, first: bool) -> Operation:
         """Return the operation that updates what is kept of the rows of a strip, and of its columns."""
         cols, step = self._grid.span(tile, rows), self._grid.steps - 1
-        lines = [rows, mirrored_columns(rows, cols)] if self._problem.b.shares else [rows]
+        lines = [rows, mirrored_columns(rows, cols)] if self._problem.cover.halves else [rows]
         kept = tuple(self._kept(each) for each in lines if length(each))
         reads = (elements,) if first else (elements, *kept)
         return Operation(

@@ -75,8 +75,9 @@ def gram_candidates(
         return fastest
 
     stale = 0
-    for count in () if tile else (1,) if setting.problem.measured else _counts(n):
-        if found and (count > MAX_COUNT or stale == STALE):
+    extent = max(1, setting.problem.cover.extent(n))
+    for count in () if tile else (1,) if setting.problem.measured else _counts(n, extent):
+        if found and (count > MAX_COUNT * ceil_div(n, extent) or stale == STALE):
             break
         fastest = inf
         for side in _sides(setting, count):
@@ -106,12 +107,18 @@ def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
     return Candidate(shape, _slots(setting, shape, 1, min(_step_unit(setting, shape), shape.m), 1))
 
 
-def _counts(n: int) -> Iterator[int]:
-    """Yield numbers of tile rows into which `n` rows are divided."""
-    count = 1
+def _counts(n: int, extent: int) -> Iterator[int]:
+    """Yield numbers of tile rows into which `n` rows are divided.
+
+    Tiles of more than `extent` rows have many elements that are not needed. Few such tiles are tried.
+    """
+    count, whole = 1, ceil_div(n, extent)
+    while count < whole:
+        yield count
+        count = min(2 * count, whole)
     while count <= n:
         yield count
-        count = count + 1 if count < DENSE_COUNTS else ceil_div(5 * count, 4)
+        count = count + whole if count < DENSE_COUNTS * whole else ceil_div(5 * count, 4)
 
 
 def _unit(setting: Setting) -> int:
