@@ -2,7 +2,7 @@
 
 An attempt of a worker at a part has the folder ``attempts/NAME`` in the journal's folder of C:
 
-- ``redo/`` has the redo files of tiles of C, as `oocgemm.stores.durable` describes them;
+- ``redo/`` has the redo files of tiles of C, as `oocgemm.stores.capabilities` describes them;
 - ``journal`` has a line ``{"done": tile, "files": fingerprint}`` for each tile whose redo files are durable;
 - ``log.jsonl`` is the timeline of the attempt.
 

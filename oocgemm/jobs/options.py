@@ -35,7 +35,7 @@ from oocgemm.jobs import support
 from oocgemm.jobs.steps import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
-from oocgemm.stores.plink import Chromosomes
+from oocgemm.stores.genetics import Chromosomes
 from oocgemm.stores.transform import Transform
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -343,7 +343,7 @@ class _Access(TypedDict, total=False):
             "Compare each tile of the product with checksums of the operands before it is used or written, "
             "and compute it again if they differ. Of a result that is not the product itself, check samples "
             "too.",
-            "`oocgemm.integrity.checksums.check` and `oocgemm.integrity.samples` describe how.",
+            "`oocgemm.integrity.tile_checks` and `oocgemm.integrity.samples` describe how.",
             False,
             form=Field("Verify", "each tile by checksums of A and B"),
         ),

@@ -34,9 +34,7 @@ from oocgemm.stores.base import (
     pieces,
     transient,
 )
-from oocgemm.stores.compressors import Fetched
-from oocgemm.stores.declared import of_zarr
-from oocgemm.stores.durable import (
+from oocgemm.stores.capabilities import (
     SIDECAR,
     check_new,
     check_room,
@@ -48,11 +46,12 @@ from oocgemm.stores.durable import (
     sync_files,
     sync_names,
 )
+from oocgemm.stores.codecs import Fetched, unavailable
+from oocgemm.stores.declared import of_zarr
 from oocgemm.stores.files import check_regular, padded, worth_caching
 from oocgemm.stores.formats import check_found, check_new_format, format_of, not_readable
 from oocgemm.stores.lines import CachedChunks
 from oocgemm.stores.zarr_chunks import DirectChunks
-from oocgemm.stores.zarr_codecs import unavailable
 from oocgemm.stores.zarr_metadata import (
     METADATA,
     Metadata,

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from oocgemm.planning.tile_set import TileSet
-from oocgemm.planning.tiling import Range, TileGrid
+from oocgemm.planning.tiling import Range, TileGrid, TileSet
 
 
 @dataclass(frozen=True, slots=True)
