@@ -486,7 +486,7 @@ class GramPlanOptions(
     """Options of the plan of a Gram matrix. `oocgemm.gemm` describes each."""
 
 
-class GramOptions(GramPlanOptions, _Device, _Durability, _Log, _Watch, total=False):
+class GramOptions(GramPlanOptions, _Device, _Durability, _Log, _Watch, _Workers, total=False):
     """Options of `oocgemm.gram`. `oocgemm.gemm` describes each."""
 
 
@@ -496,7 +496,7 @@ class SelectionOptions(
     """Options of verbs whose result is kept in memory. `oocgemm.gemm` describes each."""
 
 
-class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
+class DenseOptions(SelectionOptions, _Storage, _Durability, _Workers, total=False):
     """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
 
 

@@ -29,6 +29,7 @@ from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.shared import SharedSchedule
 from oocgemm.planning.schedule.traversal import Traversal, last, walk
 from oocgemm.planning.setting import Budgets, Setting
+from oocgemm.planning.sinks import DISJOINT
 from oocgemm.planning.tiling import Coverage, Shape, Tile, TileGrid, TileSet, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_time
 
@@ -72,6 +73,11 @@ class Plan:
     done: frozenset[Tile] = frozenset()
     faster: Faster | None = None
     devices: int = 1
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether workers compute whole rows of tiles: of a triangle, or if tiles of a row are merged."""
+        return self.problem.cover.square or self.problem.sink.merge != DISJOINT
 
     @cached_property
     def setting(self) -> Setting:

@@ -118,7 +118,8 @@ class Resumable(Durable, Protocol):
         """Move a block's redo files, which another process wrote to `folder`, to where `write` writes.
 
         The effect is that of a `write` of their content. If `redirect_writes` was called, they become redo
-        files of this matrix, else they become part of it. Raises `OSError`, also if a file is missing.
+        files of this matrix, else they become part of it. A chunk without a redo file stays as it is: the
+        caller has compared `redo_fingerprint`. Raises `OSError`.
         """
 
     def delete_partial_files(self) -> None:
