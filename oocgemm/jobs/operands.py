@@ -24,7 +24,7 @@ from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import by_rows, memory_of, opened, readable, standardized, transformed
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
-from oocgemm.planning.cover import COVERS, Triangle
+from oocgemm.planning.cover import Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
@@ -119,7 +119,7 @@ def gram_problem(
                 f"Hermitian: pass a real {name}"
             )
     problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    return replace(problem, b=same(problem.b), cover=COVERS[gram])
+    return replace(problem, b=same(problem.b), cover=cover_of(gram))
 
 
 def _out_dtype(given: Any, operands: DType) -> str:

@@ -254,8 +254,12 @@ class Triangle(Cover):
 
 # All of C.
 WHOLE = Cover()
-# Covers by their names in records, and by values of the option `uplo`.
-COVERS = {cover.name: cover for cover in (WHOLE, Triangle(), Triangle(True), Triangle(mirrored=True))}
+_NAMED = {cover.name: cover for cover in (WHOLE, Triangle(), Triangle(True), Triangle(mirrored=True))}
 # Values of `uplo`: the triangle of a Gram matrix that is computed. With "full", it is the lower one, and the
 # other one is mirrored.
 GRAMS = ("lower", "upper", "full")
+
+
+def cover_of(name: str) -> Cover:
+    """Return the cover with a name in records, or with a value of the option `uplo`. Raises `KeyError`."""
+    return _NAMED[name]

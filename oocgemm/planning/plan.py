@@ -392,9 +392,14 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
         arranged = arrangement(devices, problem, grid, apart=apart)
         return deal(devices, grid.shape, traversal, arranged, tiles, apart=apart)
 
+    def rows_dealt(devices: int, tiles: TileSet | None) -> list[list[Tile]]:
+        if problem.cover.square:  # its order does not turn
+            return deal_rows(devices, grid.shape, replace(traversal, turns=False), tiles or TileSet.of(grid))
+        return deal_rows(devices, grid.shape, traversal, tiles)
+
     ends = frozenset[Tile]()
     if candidate.ends > 1 and problem.keeps_rows:
-        ends = frozenset(own[-1] for own in deal_rows(candidate.ends, grid.shape, traversal) if own)
+        ends = frozenset(own[-1] for own in rows_dealt(candidate.ends, None) if own)
     elif candidate.ends > 1:
         whole = dealt(candidate.ends, None)
         ends = frozenset(whole[(len(whole) - 1) // candidate.ends * candidate.ends :])
@@ -402,7 +407,7 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
     if setting.devices == 1:
         return Schedule(problem, grid, order, *given, ends=ends)
     if problem.keeps_rows:
-        each = tuple(deal_rows(setting.devices, grid.shape, traversal, only))
+        each = tuple(rows_dealt(setting.devices, only))
         tiles_of_all = [tile for own in each for tile in own]
         return SharedSchedule(
             problem, grid, tiles_of_all, *given, ends=ends, devices=setting.devices, each=each
