@@ -15,15 +15,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from oocgemm.distributed import processes as in_worker
-from oocgemm.distributed.attempts import (
-    LOG,
-    AttemptId,
-    Fence,
-    Tail,
-    old_attempts,
-    redo_fingerprint,
-    remove_attempts,
-)
+from oocgemm.distributed.attempts import LOG, AttemptId, Fence, Tail, old_attempts, remove_attempts
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.survey import WorkerFacts
 from oocgemm.distributed.tasks import Given, PartSpec
@@ -340,12 +332,12 @@ class Coordinator:
 
         Return False if its files are not visible yet.
         """
-        blocks, matrix = self._grid.blocks(tile), self._target.matrix
-        if redo_fingerprint(matrix, folder / REDO, blocks) != files:
+        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
+        matrix = self._target.matrix
+        if matrix.redo_fingerprint(folder / REDO, *block) != files:
             return False
         self._target.written = True
-        for block in blocks:
-            matrix.adopt(folder / REDO, *block)
+        matrix.adopt(folder / REDO, *block)
         self._target.finished(tile)
         self._window.tile_done(tile)
         self._finished(tile)

@@ -28,7 +28,7 @@ from oocgemm.stores.base import (
     is_path,
     refuse_zarr_options,
 )
-from oocgemm.stores.capabilities import (
+from oocgemm.stores.durable import (
     DATA,
     SIDECAR,
     check_room,

@@ -30,7 +30,7 @@ from tests.support.fake_cuda import PACKAGE, Device, Fault, fake_cuda
 from tests.support.faulty_runs import saved
 from tests.support.problems import Array
 from tests.support.products import changed, product_of
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 NO_MEMORY, NO_DEVICE, LAUNCH_FAILED = 2, 100, 719
 
@@ -252,6 +252,7 @@ def product(*operands: Any, **options: Any) -> oocgemm.Result:
     return result
 
 
+@each_value
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("share", "name"), QUICK + slow(*(case for case in CASES if case not in QUICK)))
 def test_a_run_whose_call_fails_leaves_nothing_behind(

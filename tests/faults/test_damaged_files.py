@@ -20,7 +20,7 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError
-from oocgemm.cli.process import EXIT_FAILED
+from oocgemm.cli.printing import EXIT_FAILED
 from oocgemm.jobs.journal import JOURNAL
 from oocgemm.planning import Plan
 from oocgemm.timeline import Span
@@ -42,7 +42,7 @@ from tests.support.faulty_runs import (
     once_planned,
     store,
 )
-from tests.support.suite import slow, thinned
+from tests.support.suite import each_value, slow, thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -153,6 +153,7 @@ def test_chunks_that_a_run_adds_to_c_are_no_vanished_chunks(tmp_path: Path) -> N
     np.testing.assert_array_equal(result.out[:], PRODUCT)
 
 
+@each_value
 @pytest.mark.parametrize("again", [False, True], ids=["", "and is made by another run"])
 @pytest.mark.parametrize("moment", ["begun", "written", "recorded"])
 def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(

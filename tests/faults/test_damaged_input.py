@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import zarr
 
-from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
 from tests.support.bad_arrays import A, B, assert_one_line, copy_of, create_everything
 from tests.support.command import command, contents, own_threads, run
+from tests.support.suite import each_value
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def _empty(chunk: Path) -> None:
     chunk.write_bytes(b"")
 
 
+@each_value
 @pytest.mark.parametrize("result", ["new", "new.npy"])
 @pytest.mark.parametrize(
     ("operand", "damage", "parts"),

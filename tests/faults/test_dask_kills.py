@@ -65,8 +65,12 @@ def worker_of(folder: Path) -> Found:
 
 @pytest.mark.parametrize("victim", [worker_of, *slow([child_of])])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_product_continues_when_a_process_is_killed(
-    folder: Path, backend: str, victim: Callable[[Path], Found], caplog: pytest.LogCaptureFixture
+def test_a_product_continues_when_a_process_is_killed_and_fails_without_workers(
+    folder: Path,
+    backend: str,
+    victim: Callable[[Path], Found],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     c = folder / "C.zarr"
     product(folder, backend, workers=1)
@@ -83,23 +87,12 @@ def test_a_product_continues_when_a_process_is_killed(
         assert killing.killed is not None
         assert "failed (attempt 1)" in caplog.text
         assert killing.tiles == TILES  # none is finished twice
-    assert all_ended(folder)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_product_whose_only_worker_is_killed_fails_and_is_resumed(
-    folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    c = folder / "C.zarr"
-    product(folder, backend, workers=1)
-    expected = content(c)
-    fresh(folder, c, old=False)
-    monkeypatch.setattr(coordinator, "MAX_ALONE", 1.0)
-    with (
-        cluster(folder, 1, "--no-nanny") as file,
-        distributed.Client(scheduler_file=str(file), set_as_default=False) as client,
-    ):
-        client.wait_for_workers(1, timeout=60)
+        assert all_ended(folder)
+        if victim is child_of:
+            return
+        # The worker that is left is killed during the next product, which is resumed without a cluster.
+        fresh(folder, c, old=False)
+        monkeypatch.setattr(coordinator, "MAX_ALONE", 1.0)
         with pytest.raises(
             oocgemm.ExecutionError, match="no worker has been left for 1 s: start one with dask worker"
         ):

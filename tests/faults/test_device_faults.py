@@ -19,11 +19,12 @@ from oocgemm.jobs import output
 from tests.support.backends_here import staged
 from tests.support.faults import ON_DEVICE, Fault, faulty_backend, faulty_stores, nothing_left
 from tests.support.faulty_runs import PRODUCT, A, failure, multiply
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
 
+@each_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("first", [*slow((1,)), 4])
 @pytest.mark.parametrize("operation", ["upload", "multiply", "download"])
@@ -104,6 +105,7 @@ def test_what_fails_to_close_keeps_nothing_else_from_it(
     assert said == "lost"
 
 
+@each_value
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_that_cannot_be_used_is_named(

@@ -21,7 +21,6 @@ from tests.support.clusters import (
     processes,
     store_operands,
 )
-from tests.support.suite import slow
 
 pytest.importorskip("distributed")
 
@@ -121,10 +120,11 @@ class Victims:
         return True
 
 
+# `test_distributed_faults` has one kill of each kind of process, at a known moment.
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [3, *slow((33,))])
-def test_local_runs_survive_kills(tmp_path: Path, kills: int) -> None:
-    torture(tmp_path, ("--workers", "2"), kills, seed=1)
+def test_local_runs_survive_kills(tmp_path: Path) -> None:
+    torture(tmp_path, ("--workers", "2"), 33, seed=1)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import resource
 import signal
 import sqlite3
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +15,7 @@ from oocgemm.service import worker_pool
 from oocgemm.service.http.service import DATABASE
 from oocgemm.service.job_store import VERSION
 from oocgemm.service.job_worker import OWNER
+from tests.support.command import command
 from tests.support.real_server import JOB, SECONDS, RealServer, running_server
 from tests.support.suite import slow
 
@@ -98,7 +98,8 @@ def test_a_full_disk_of_results_is_reported_by_the_job(server: RealServer) -> No
     assert server.job(number)["state"] == "held"
 
 
-@pytest.mark.parametrize("hours", [-1, *slow([1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_wrong_by_an_hour_loses_nothing(tmp_path: Path, hours: int) -> None:
     with running_server(tmp_path) as server:
         token = server.token(expires=time.time() + 30 * 60)
@@ -124,17 +125,17 @@ def test_a_clock_that_is_wrong_by_an_hour_loses_nothing(tmp_path: Path, hours: i
 
 
 def test_a_second_server_on_the_same_folder_is_refused(server: RealServer) -> None:
-    other = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert other.returncode == 2
-    assert f"another server, process {server.pid}, uses the state folder {server.state}" in other.stderr
+    other = command(*server.arguments())
+    assert other.code == 2
+    assert f"another server, process {server.pid}, uses the state folder {server.state}" in other.err
     assert server.ask("GET", "/readyz").status == 200
 
 
 def test_a_socket_of_another_server_is_not_taken(server: RealServer, tmp_path: Path) -> None:
     other = RealServer(tmp_path, "--socket", str(server.socket))
-    done = subprocess.run(other.command(), capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 2
-    assert "(another server listens on it): pass another --socket" in done.stderr
+    done = command(*other.arguments())
+    assert done.code == 2
+    assert "(another server listens on it): pass another --socket" in done.err
     assert server.ask("GET", "/readyz").status == 200
 
 
@@ -143,12 +144,12 @@ def test_a_state_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     server.state.mkdir()
     with closing(sqlite3.connect(server.state / DATABASE)) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
-    done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 1
-    assert f"database format {VERSION + 1}" in done.stderr
+    done = command(*server.arguments())
+    assert done.code == 1
+    assert f"database format {VERSION + 1}" in done.err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *slow((signal.SIGKILL,))])
 def test_jobs_go_on_when_the_server_ends_and_the_next_one_finds_them(
     tmp_path: Path, signum: signal.Signals
 ) -> None:

@@ -41,7 +41,7 @@ def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
 
 
 @pytest.mark.timeout(900)  # it took more than five minutes when other programs used the cores too
-@pytest.mark.parametrize(("kills", "cases"), [(2, 1), *slow((50, 10))])
+@pytest.mark.parametrize(("kills", "cases"), [(1, 1), *slow((50, 10))])
 def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, cases: int) -> None:
     output = tmp_path / "torture.json"
     line = [
@@ -76,7 +76,7 @@ VERBS = {"corr": 16, "cov": 17, "grm": 18, "grm.bin": 19, "pca": 20, "similarity
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("verbs", "kills"),
-    [(("grm", "verified similarity"), 2), *slow((("gram", *VERBS), 50))],
+    slow((("grm", "verified similarity"), 2), (("gram", *VERBS), 50)),
     ids=["few", "all"],
 )
 def test_a_command_killed_at_random_gives_the_same_bits(

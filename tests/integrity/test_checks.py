@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import HostBlock
-from oocgemm.integrity.host_checksums import HostSums
+from oocgemm.integrity.checksums.host import HostSums
 from oocgemm.planning import Kind, Operation
 from oocgemm.planning.search import slot_counts
 from tests.support.problems import DTYPES, drawn_product, scaled
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 from tests.support.tampering import ENGINES, SUMMED, checked, on_device, one_element, operands, product
 
 
@@ -29,6 +29,7 @@ def test_correct_products_pass(engine: str, data: st.DataObject) -> None:
     assert found["blocks"] > 0
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ordinary_numbers_are_decided(engine: str, dtype: str) -> None:

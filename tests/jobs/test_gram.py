@@ -24,7 +24,7 @@ from tests.support import TOP
 from tests.support.command import command
 from tests.support.fake_cuda import fake_cuda
 from tests.support.problems import integers
-from tests.support.suite import examples
+from tests.support.suite import each_value, examples
 from tests.support.summing import summed  # noqa: F401  imports what the kernels of checksums need
 from tests.support.unfinished_runs import failing_after, stored
 
@@ -95,6 +95,7 @@ def test_a_gram_matrix_is_exact_in_any_order_of_the_streams_of_a_gpu(
     np.testing.assert_array_equal(kept(c), kept((2 * product(x) + beta * old).astype(c_dtype)))
 
 
+@each_value
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_a_gram_matrix_in_memory_is_exactly_hermitian_or_a_triangle(uplo: str, dtype: str) -> None:
@@ -246,7 +247,9 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
         oocgemm.gram(x, backend="host", **given)
 
 
-def test_an_option_of_gemm_is_unexpected() -> None:
+def test_workers_are_refused() -> None:
+    with pytest.raises(oocgemm.CombinationError, match="a Gram matrix is computed by one process"):
+        oocgemm.gram(np.eye(3), workers=1)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected option 'trans_a'"):
         oocgemm.gram(np.eye(3), trans_a=True)  # type: ignore[call-overload]
 

@@ -200,6 +200,7 @@ def test_an_attribute_records_the_triangle_until_c_is_replaced(zarr_format: Any,
     assert recorded() is None
 
 
+@each_value
 @pytest.mark.parametrize("c", ["c", "c.npy"])
 @pytest.mark.parametrize("uplo", list(TRIANGLES))
 def test_a_run_is_resumed_with_its_own_triangle(

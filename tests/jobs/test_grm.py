@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.stores.base import NewArray
-from oocgemm.stores.genetics import GrmFiles, GrmMatrix, companions
+from oocgemm.stores.gcta import GrmFiles, GrmMatrix, companions
 from tests.support import TOP
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
@@ -35,6 +35,7 @@ EXCLUDED = 3
 METHODS = ["gcta", "vanraden"]
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", METHODS)
 def test_relationships_agree_with_numpy(engine: Engine, method: str, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_chromosomes_are_chosen_by_their_names(
     )
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", METHODS)
 def test_variants_elsewhere_count_nowhere(engine: Engine, method: str, tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def test_no_operation_overtakes_another(seed: int, rows: int, others: int, colum
 
 def test_operands_are_read_from_disk_within_a_budget(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    x = rng.standard_normal((3000, 20)).astype(np.float32)
-    zarr.create_array(f"{tmp_path}/x.zarr", data=x, chunks=(500, 20))
-    v = rng.standard_normal(3000)
+    x = rng.standard_normal((1200, 20)).astype(np.float32)
+    zarr.create_array(f"{tmp_path}/x.zarr", data=x, chunks=(200, 20))
+    v = rng.standard_normal(1200)
     found = oocgemm.kernel_matmul(f"{tmp_path}/x.zarr", v, gamma=0.02, backend="host", memory="32MiB")
     np.testing.assert_allclose(found, kernel_matrix(x, x, 0.02) @ v, atol=1e-3)
 

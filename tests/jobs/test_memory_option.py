@@ -13,7 +13,7 @@ import oocgemm
 from oocgemm import BudgetError, InputError
 from oocgemm.distributed.survey import WorkerFacts, with_shares
 from oocgemm.jobs import prepare
-from oocgemm.jobs.prepare import within_budgets
+from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.request import Destination, Request
 from oocgemm.planning import Plan
 from oocgemm.planning.units import parse_size
@@ -21,6 +21,7 @@ from oocgemm.service import job_planner
 from oocgemm.service.backfill import Limits
 from tests.support.backends_here import running_on
 from tests.support.command import command
+from tests.support.suite import each_value
 
 MIB = 1 << 20
 HOST = 96 * MIB
@@ -56,6 +57,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
+@each_value
 @pytest.mark.filterwarnings("ignore::oocgemm.DataWarning")  # one iteration is few
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("backend", ["host", "fake-cuda"])

@@ -13,6 +13,7 @@ from oocgemm.errors import InputError
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.plink import genotypes, write_bed
+from tests.support.suite import each_value
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(17)
@@ -36,6 +37,7 @@ def imputed(x: Array) -> Array:
     return np.where(x == -1, means, x.astype(np.float64))
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_correlations_are_those_of_imputed_genotypes(engine: Engine, axis: int, x: Array, bed: Path) -> None:

@@ -58,6 +58,7 @@ def test_components_are_those_of_an_exact_svd(backend: str, dtype: str, center: 
     assert found.components.dtype == dtype
 
 
+@each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_transforms_are_those_of_the_elements(backend: str, order: Any) -> None:

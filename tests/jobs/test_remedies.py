@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import oocgemm
 from oocgemm.errors import InputError
 from tests.support.command import command
-from tests.support.suite import slow
+from tests.support.suite import each_value, slow
 
 Array = NDArray[Any]
 ON_HOST: dict[str, Any] = {"backend": "host"}
@@ -239,6 +239,7 @@ def csr_of(x: Array) -> dict[str, Array]:
     return {"data": x[rows, cols], "indices": cols, "indptr": starts}
 
 
+@each_value
 @pytest.mark.parametrize("file", ["zarr", "h5ad"])
 @pytest.mark.parametrize("form", ["csr", "csc"])
 def test_sparse_matrices_of_anndata_are_made_dense(file: str, form: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning import (
@@ -27,6 +27,7 @@ from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.command import Finished, contents, run
 from tests.support.products import product_of
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import (
     KINDS,
     TILE,
@@ -48,6 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@each_value
 @pytest.mark.parametrize("beta", ["0", "0.5"])
 @pytest.mark.parametrize("c", KINDS)
 def test_a_failed_run_reports_its_progress_and_can_be_resumed(here: Path, c: str, beta: str) -> None:
@@ -111,6 +113,7 @@ def test_a_run_with_a_repaired_operand_resumes_if_trusted(here: Path) -> None:
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
 
+@each_value
 @pytest.mark.parametrize("c", KINDS)
 @pytest.mark.parametrize("complete", [False, True])
 def test_overwrite_replaces_the_result_of_another_run(here: Path, c: str, complete: bool) -> None:

@@ -13,11 +13,12 @@ import pytest
 import zarr
 
 from oocgemm import stores
-from oocgemm.cli.process import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, Journal, read
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning.tiling import Tile
 from tests.support.command import contents, run
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import (
     KINDS,
     TILE,
@@ -60,6 +61,7 @@ def test_a_journal_without_fingerprints_is_read(here: Path) -> None:
     assert (resumed.code, resumed.json()["plan"]["tiles_done_before"]) == (0, 2)
 
 
+@each_value
 @pytest.mark.parametrize("lines", [0, 1, 3])
 @pytest.mark.parametrize("c", KINDS)
 def test_a_truncated_journal_does_not_apply_beta_twice(here: Path, c: str, lines: int) -> None:

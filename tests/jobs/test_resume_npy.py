@@ -116,6 +116,7 @@ def test_changed_relationships_are_computed_again(name: str) -> None:
     assert Path(name).read_bytes() == Path(f"r{name}").read_bytes()
 
 
+@each_value
 @pytest.mark.parametrize("again", [(), ("--resume",)])
 @pytest.mark.parametrize("name", ["c.npy", "new/c.npy"])
 def test_a_lost_journal_is_named_with_a_remedy(name: str, again: tuple[str, ...]) -> None:

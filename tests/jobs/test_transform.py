@@ -17,7 +17,7 @@ from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import InputError
 from oocgemm.jobs.transforming import readable, transformed
-from oocgemm.machine import info
+from oocgemm.machine import models
 from oocgemm.planning import Kind, MachineModel, Op, default_model
 from oocgemm.stores import open_matrix
 from tests.support.backends_here import running_on
@@ -202,7 +202,7 @@ def test_the_last_steps_of_a_tile_run_strip_by_strip() -> None:
 
 
 @given(m=st.integers(40, 150), n=st.integers(40, 150), k=st.integers(60, 200), seed=st.integers(0, 9999))
-@settings(max_examples=examples(60, quick=12), deadline=None)
+@settings(max_examples=examples(60, quick=6), deadline=None)
 def test_several_transformed_panels_are_used_in_any_order(m: int, n: int, k: int, seed: int) -> None:
     """The link is modelled as slow, so that many steps run strip by strip while a tile is downloaded."""
 
@@ -214,7 +214,7 @@ def test_several_transformed_panels_are_used_in_any_order(m: int, n: int, k: int
     one, other = (Transform(center=rng.integers(-2, 3, k), cast="float16") for _ in "AB")
     wide = a - one.center, b - other.center[:, None]
     given: Any = {"backend": "cuda", "kernel": "cublas", "device_memory": "200MiB"}
-    with fake_cuda(seed) as device, patch.object(info, "default_model", slow):
+    with fake_cuda(seed) as device, patch.object(models, "default_model", slow):
         tile = f"{max(16, m // 2)}x{max(16, n // 2)}x16"
         found = oocgemm.gemm(a, b, transform_a=one, transform_b=other, tile=tile, **given)
         tile = f"{max(16, m // 2)}x{max(16, m // 2)}x16"

@@ -205,6 +205,7 @@ def test_constant_and_usual_rows_keep_their_covariances() -> None:
     np.testing.assert_allclose(found, np.cov(x.astype(float)), rtol=1e-4, atol=1e-45)
 
 
+@each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_correlations_do_not_depend_on_the_size_of_elements(engine: Engine, dtype: str) -> None:

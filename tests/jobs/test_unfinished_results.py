@@ -12,11 +12,12 @@ import zarr
 import oocgemm
 from oocgemm import stores
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError
 from oocgemm.jobs.journal import ATTRIBUTE, Journal
 from tests.support.command import Finished, contents, run
 from tests.support.faults import Fault, faulty_stores
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import KINDS, TILE, A, B, C, store_operands, stored, unfinished
 
 
@@ -38,6 +39,7 @@ def test_overwriting_an_unfinished_c_needs_beta_zero(here: Path, c: str) -> None
     assert (done.code, "pass --resume to continue it, or remove C" in done.err) == (EXIT_USAGE, True)
 
 
+@each_value
 @pytest.mark.parametrize("c", KINDS)
 @pytest.mark.parametrize("beta", ["0", "0.5"])
 def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: str, beta: str) -> None:
@@ -49,6 +51,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     assert contents(here) == before
 
 
+@each_value
 @pytest.mark.parametrize("tiles", [0, 2])
 @pytest.mark.parametrize("c", KINDS)
 def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:

@@ -14,6 +14,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from tests.support.command import command, contents
 from tests.support.problems import Array, integers
+from tests.support.suite import each_value
 
 BFLOAT16 = numpy_dtype("bfloat16")
 RNG = np.random.default_rng(1)
@@ -33,6 +34,7 @@ def product(x: Array) -> Array:
     return np.asarray((wide @ wide.T).astype(BFLOAT16))
 
 
+@each_value
 @pytest.mark.parametrize(
     ("zarr_format", "options"),
     [

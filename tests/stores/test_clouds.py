@@ -13,6 +13,7 @@ from oocgemm.stores.base import ChangedError
 from oocgemm.stores.objects import Bucket
 from tests.support.cloud_server import BUCKET, Cloud, cloud
 from tests.support.problems import integers
+from tests.support.suite import each_value
 from tests.support.unfinished_runs import failing_after
 
 pytest.importorskip("obstore")
@@ -50,6 +51,7 @@ def test_products_of_chunks_and_shards(server: Cloud) -> None:
     np.testing.assert_array_equal(found(server, "C"), A @ B)
 
 
+@each_value
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 def test_a_run_is_resumed(server: Cloud, beta: float) -> None:
     a, b, c = stored(server, "A", A), stored(server, "B", B), url(server, "C")

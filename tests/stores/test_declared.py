@@ -246,6 +246,7 @@ def test_codes_that_no_element_can_have_are_ignored(tmp_path: Path) -> None:
         _clear(tmp_path)
 
 
+@each_value
 @pytest.mark.parametrize("number", [99.0, -np.inf])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_fill_values_of_xarray_in_zarr_format_3_are_in_base64(

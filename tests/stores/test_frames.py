@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numcodecs import LZ4, Blosc
 
-from oocgemm.stores import codecs
-from oocgemm.stores.codecs import Codec, Frame, decompress_into, frame_of
+from oocgemm.stores import zarr_codecs
+from oocgemm.stores.compressors import Codec, Frame, decompress_into, frame_of
 from tests.support.decoding import Batch, batch, blosc, composed, samples, zstd
-from tests.support.suite import examples, slow
+from tests.support.suite import each_value, examples, slow
 
 # Elements of a chunk. With the odd ones, the last block is shorter, and is not bitshuffled.
 COUNTS = 24, 1 << 16, 100_003
@@ -28,6 +28,7 @@ def equal(given: Batch) -> None:
         np.testing.assert_array_equal(found, given.chunks[number].view(np.uint8))
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["int8", "float32", "float64", *slow(("int16",), ("complex128",))])
 @pytest.mark.parametrize("name", ["zstd", "lz4"])
 def test_streams_of_blosc_frames_have_the_content_of_the_chunks(name: str, dtype: str) -> None:
@@ -94,8 +95,8 @@ def test_damaged_headers_are_refused_or_describe_what_the_host_decodes(name: str
 @pytest.mark.parametrize("library", [True, False])
 def test_checksums_are_those_of_crc32c(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(codecs, "_without_gil", lambda: None)
+        monkeypatch.setattr(zarr_codecs, "_without_gil", lambda: None)
     content = np.frombuffer(b"123456789" + (0xE3069283).to_bytes(4, "little"), np.uint8)
-    assert codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
+    assert zarr_codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
     with pytest.raises(ValueError, match="does not match"):
-        codecs.checked_content(content[::-1].copy())
+        zarr_codecs.checked_content(content[::-1].copy())

@@ -14,11 +14,12 @@ import pytest
 
 import oocgemm
 from oocgemm import InputError
-from oocgemm.cli.process import EXIT_USAGE
+from oocgemm.cli.printing import EXIT_USAGE
 from oocgemm.errors import ExecutionError
 from tests.jobs.test_remedies import obeyed
 from tests.support.command import run
 from tests.support.hdf5_files import opened, write
+from tests.support.suite import each_value
 
 A = np.random.default_rng(0).integers(0, 3, (30, 20)).astype("f4")
 
@@ -87,6 +88,7 @@ def test_arrays_that_are_no_matrices_are_refused(values: Any, message: str) -> N
     assert message in refusal(write(Path("a.h5"), values))
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["?", "<i4", ">u2", "i8"])
 @pytest.mark.parametrize("options", [{}, {"chunks": (7, 20), "compression": "gzip"}])
 def test_the_command_that_converts_a_dataset_works(dtype: str, options: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from oocgemm.stores import zarr_through
 from oocgemm.stores.base import NewArray
 from oocgemm.stores.zarr_matrix import COMPRESSORS, UNFINISHED, ZarrMatrix
 from oocgemm.stores.zarr_metadata import create, read_metadata
+from tests.support.suite import each_value
 
 READ: dict[str, dict[str, Any]] = {
     "raw": {"compressors": None},
@@ -61,6 +62,7 @@ def _make(folder: Path, options: dict[str, Any]) -> Any:
     return zarr.create_array(folder / "A", **settings)
 
 
+@each_value
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex128", "int8", "int32"])
 @pytest.mark.parametrize("options", READ.values(), ids=READ)
 def test_metadata_is_read_as_zarr_reads_it(tmp_path: Path, options: dict[str, Any], dtype: str) -> None:
@@ -157,6 +159,7 @@ def test_an_array_in_both_formats_is_left_to_zarr(tmp_path: Path) -> None:
     assert read_metadata(str(tmp_path / "A")) is None
 
 
+@each_value
 @pytest.mark.parametrize("compressor", [None, *COMPRESSORS])
 @pytest.mark.parametrize(
     "dtype", ["float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64"]

@@ -12,8 +12,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +26,7 @@ import zarr
 import oocgemm
 from oocgemm.jobs.journal import read
 from oocgemm.stores import sidecar
-from oocgemm.stores.genetics import companions
+from oocgemm.stores.gcta import companions
 from tests.support.plink import genotypes, write_bed
 
 STEPS = (
@@ -175,6 +177,13 @@ def crash_at(point: int, case: str, folder: Path) -> None:
     disk.save(kept)
 
 
+def undisturbed(case: str, folder: Path) -> None:
+    """Run without a crash, and write the names of the modules that are loaded then to the file `modules`."""
+    shutil.copytree(folder.with_name("begin"), folder)
+    multiply(case, folder)
+    folder.with_name("modules").write_text("\n".join(sys.modules))
+
+
 def check(case: str, folder: Path, ended: bool = False) -> None:
     """Resume the run unless it `ended`. Compare C with that of an undisturbed run of the same plan."""
     if not ended:
@@ -184,11 +193,7 @@ def check(case: str, folder: Path, ended: bool = False) -> None:
     record = read(journal)
     assert record is not None
     assert record.complete is not None
-    right = folder.with_name("undisturbed")
-    if not right.exists():
-        shutil.copytree(folder.with_name("begin"), right)
-        multiply(case, right)
-    found = [content(case, place) for place in (folder, right)]
+    found = [content(case, place) for place in (folder, folder.with_name("undisturbed"))]
     if found[0] != found[1]:
         os._exit(DIFFERS)
 
@@ -229,6 +234,11 @@ def main(case: str, work: Path, stride: int = 1) -> None:
     end the resumed run.
     """
     assert forked(prepare, case, work / "begin") == DONE
+    assert forked(undisturbed, case, work / "undisturbed") == DONE
+    for name in (work / "modules").read_text().splitlines():  # so that no other process has to import them
+        with suppress(ImportError):
+            import_module(name)
+    assert threading.active_count() == 1
     folder, point, ended = work / "run", 1 - stride, False
     while not ended:
         point += stride

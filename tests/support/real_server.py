@@ -91,11 +91,15 @@ class RealServer:
 
     def command(self) -> list[str]:
         """Return the command that starts the server."""
+        program = ["tests.support.odd_server", json.dumps(self.changes)] if self.changes else ["oocgemm"]
+        return [sys.executable, "-m", *program, *self.arguments()]
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `oocgemm` that start the server."""
         roots = ["--root", f"data={self.data}:ro", "--root", f"out={self.out}:rw"]
         confined = [] if confinement.abi() else ["--no-confine"]
         where = ["--state", str(self.state), "--listen", "127.0.0.1:0", "--backend", "host"]
-        program = ["tests.support.odd_server", json.dumps(self.changes)] if self.changes else ["oocgemm"]
-        return [sys.executable, "-m", *program, "serve", *where, *roots, *confined, *self.options]
+        return ["serve", *where, *roots, *confined, *self.options]
 
     def start(self) -> "RealServer":
         """Start the server, and wait until it can be reached."""

@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 
 from oocgemm.errors import BackendError, BudgetError, InputError
 from oocgemm.service.job_planner import OPTIONS, json_types
-from oocgemm.service.limits import PathError
 from oocgemm.service.protocol import (
     PROBLEMS,
     AccessError,
@@ -24,6 +23,7 @@ from oocgemm.service.protocol import (
     UnavailableError,
     UnknownJobError,
 )
+from oocgemm.service.roots import PathError
 
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 # A size as `oocgemm run` takes it, such as 1073741824 or "1GiB".

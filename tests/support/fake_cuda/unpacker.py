@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.codecs import NUMBERS, Codec, Frame, checked_content, frame_of
+from oocgemm.stores.compressors import NUMBERS, Codec, Frame, frame_of
+from oocgemm.stores.zarr_codecs import checked_content
 from tests.support.decoding import Array, decompressed
 from tests.support.fake_cuda.memory import Block, Memory
 from tests.support.fake_cuda.placing import FIELDS
