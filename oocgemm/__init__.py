@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
-    from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
+    from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result
     from oocgemm.jobs.stats import Stats, stats
     from oocgemm.jobs.steps import Add, Cast, Correlation, Divide, Gaussian, RankOne, Scale
     from oocgemm.jobs.verify import Verification, verify
@@ -120,7 +120,7 @@ _HOMES = {
     "backends": ("release",),
     "jobs.steps": ("Add", "Cast", "Correlation", "Divide", "Gaussian", "RankOne", "Scale"),
     "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
-    "jobs.result": ("Neighbors", "Pairs", "Plan", "Result"),
+    "jobs.run": ("Neighbors", "Pairs", "Plan", "Result"),
     "jobs.stats": ("Stats", "stats"),
     "jobs.verify": ("Verification", "verify"),
     "planning": ("TileShape",),

@@ -18,8 +18,7 @@ if "run" in sys.argv[1:2] and not (
     wake(0)  # while the modules below are imported
 
 from oocgemm.cli import main as cli
-from oocgemm.cli.printing import EXIT_FAILED, print_error
-from oocgemm.cli.process import use_safe_streams
+from oocgemm.cli.process import EXIT_FAILED, print_error, use_safe_streams
 from oocgemm.errors import OocGemmError
 
 # The subcommands that use the host's BLAS. Only these restart the process with faster kernels.

@@ -27,8 +27,7 @@ import tables
 
 from oocgemm.cli.display import print_plan, print_report
 from oocgemm.planning import Budgets, Chunked, GemmProblem, Layouts, default_model, make_plan
-from oocgemm.reports.gantt import svg
-from oocgemm.reports.roofline import roofline
+from oocgemm.reports.charts import roofline, svg
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from oocgemm.service.http import app, routes
+from oocgemm.service.http import routes, server
 from oocgemm.service.http.service import Config, open_service
+from oocgemm.service.limits import Root
 from oocgemm.service.protocol import PROBLEMS
-from oocgemm.service.roots import Root
 
 MARK = re.compile(r"<!-- http-api: (\w+) -->")
 Plain = Mapping[str, Any]
@@ -23,7 +23,7 @@ Plain = Mapping[str, Any]
 
 def described() -> Plain:
     """Return the OpenAPI description of the service."""
-    return app.create(None).openapi()  # type: ignore[arg-type]  # describing it needs no service
+    return server.create(None).openapi()  # type: ignore[arg-type]  # describing it needs no service
 
 
 def operations() -> str:

@@ -19,12 +19,12 @@ PACKAGE = TOP / "oocgemm"
 FLAGS = {"centered", "measured", "expands"}
 # Attributes of which a comparison with a name would ask for a kind, and the values that hold these kinds.
 NAMED = {"cover", "sink", "b"}
-# Files of kinds: each may know itself. `jobs/operands.py` and `jobs/sampling.py` are the factories of sinks,
-# and `planning/search/`, `planning/problem.py` and `planning/serialize.py` those of products.
+# Files of kinds: each may know itself. `jobs/operands.py` and `jobs/verify.py` are the factories of sinks,
+# and `planning/search/`, `planning/problem.py` and `planning/plan.py` those of products.
 OWN = (
     *("stores/", "planning/problem.py", "planning/sinks.py", "planning/cover.py", "integrity/samples.py"),
     *("backends/host/finish.py", "backends/cuda/finisher.py", "backends/cuda/session.py"),
-    *("kernels/launches.py", "kernels/launches.py", "jobs/operands.py", "jobs/sampling.py"),
+    *("kernels/launches.py", "kernels/launches.py", "jobs/operands.py", "jobs/verify.py"),
 )
 
 

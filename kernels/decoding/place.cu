@@ -1,7 +1,7 @@
 // place: composes the elements of compressed chunks from their decoded streams, in a panel of A or B.
 //
 // A chunk is divided into blocks of `block` bytes; the last one may be shorter. A block consists of `split`
-// streams of equal length, but the last one, if it is shorter, of one. (`oocgemm.stores.compressors` finds the
+// streams of equal length, but the last one, if it is shorter, of one. (`oocgemm.stores.codecs` finds the
 // streams.) With n elements of ITEM bytes in a block, and each index counted from 0, byte j of element i is
 //
 //   PLAIN  byte i ITEM + j of the block

@@ -36,7 +36,7 @@ from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.expansion import Measure
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import Range, Shape, round_up
-from oocgemm.stores.compressors import Codec, Fetched
+from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.lines import CachedBlock
 from oocgemm.timeline.spans import BusyTime
 

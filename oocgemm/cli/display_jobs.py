@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from oocgemm.cli.console import escape, print_table, table_of
-from oocgemm.cli.display import console
-from oocgemm.cli.printing import print_note
+from oocgemm.cli.display import console, escape, print_table, table_of
+from oocgemm.cli.process import print_note
 from oocgemm.cli.queue import ID_LENGTH, SHORT
 from oocgemm.planning.units import format_size, format_time
 from oocgemm.service.protocol import State

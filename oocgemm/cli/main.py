@@ -12,15 +12,15 @@ from typing import NoReturn, cast
 
 import click
 
-from oocgemm.cli.printing import (
+from oocgemm.cli.process import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    Interrupted,
     exit_code,
     print_error,
     print_interrupted,
     warnings_as_notes,
 )
-from oocgemm.cli.process import Interrupted
 from oocgemm.errors import OocGemmError
 from oocgemm.system.installed import __version__
 
@@ -40,14 +40,14 @@ COMMANDS = {
         "Compute the genetic relationship matrix (GRM) of the individuals in X, and store it.",
     ),
     "hold": ("queue:hold", "Keep queued jobs from starting, until `oocgemm release`."),
-    "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
+    "info": ("measuring:info", "Show what is installed, how fast it is, and what is missing."),
     "logs": ("queue:logs", "Show what a job has printed."),
     "pause": ("queue:pause", "Stop running jobs so that other jobs can run."),
     "pca": ("statistics:pca", "Find the principal components of X, which is read once per iteration."),
     "plan": ("products:plan", "Show how a product would be computed."),
     "queue": ("queue:queue", "List the jobs of a service."),
     "release": ("queue:release", "Let held jobs start."),
-    "report": ("reporting:report", "Show what limited the speed of a run, and what to change."),
+    "report": ("measuring:report", "Show what limited the speed of a run, and what to change."),
     "resume": ("queue:resume", "Continue paused jobs."),
     "retry": ("queue:retry", "Queue jobs again that failed or were cancelled."),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
@@ -131,7 +131,7 @@ def main() -> NoReturn:
         code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
-            from oocgemm.cli.console import print_traceback
+            from oocgemm.cli.display import print_traceback
 
             print_traceback()
         message = str(error)

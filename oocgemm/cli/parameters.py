@@ -9,7 +9,7 @@ import click
 import numpy as np
 from click.shell_completion import CompletionItem
 
-from oocgemm.cli.printing import F, taking
+from oocgemm.cli.process import F, taking
 from oocgemm.jobs.options import Option, options_of, rendered, types_of
 from oocgemm.planning.parts.partition import MAX_WORKERS
 from oocgemm.stores.transform import Transform

@@ -14,7 +14,7 @@ import click
 
 from oocgemm import stores
 from oocgemm.cli.parameters import QUIET, Place, Workers, option, transposes, verb_options
-from oocgemm.cli.printing import (
+from oocgemm.cli.process import (
     EXIT_FAILED,
     JSON,
     print_error,
@@ -22,15 +22,15 @@ from oocgemm.cli.printing import (
     print_json,
     print_note,
     silence_warnings,
+    stopping,
     taking,
 )
-from oocgemm.cli.process import stopping
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import BackendError, BudgetError, ExecutionError
-from oocgemm.integrity.tolerance import BOUNDS
+from oocgemm.integrity.rounding import BOUNDS
 from oocgemm.jobs import resume
 from oocgemm.jobs.options import PlanOptions, Progress
-from oocgemm.jobs.result import Result
+from oocgemm.jobs.run import Result
 from oocgemm.planning import Plan
 from oocgemm.planning.cover import GRAMS
 from oocgemm.planning.units import format_size
@@ -350,8 +350,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     Example: oocgemm verify A.zarr B.zarr C.zarr
     """
-    from oocgemm.cli.console import doing
-    from oocgemm.cli.display import print_verification
+    from oocgemm.cli.display import doing, print_verification
     from oocgemm.jobs.verify import verify as check_product
 
     stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from oocgemm.cli.printing import EXIT_FAILED, JSON, exit_code, print_error, print_json, print_note, taking
+from oocgemm.cli.process import EXIT_FAILED, JSON, exit_code, print_error, print_json, print_note, taking
 from oocgemm.errors import InputError, OocGemmError
 from oocgemm.service.client import Client, Job
 from oocgemm.service.protocol import ACTIVE, FINAL, State, UnknownJobError
@@ -128,7 +128,7 @@ def wait_for(jobs: Sequence[Job], show: bool) -> int:
     """
     with continuing(jobs):
         if show:
-            from oocgemm.cli.console import doing
+            from oocgemm.cli.display import doing
 
             with doing(True) as say:
                 for job in jobs:

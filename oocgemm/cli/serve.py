@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import click
 
-from oocgemm.cli.printing import JSON, print_json, taking
+from oocgemm.cli.process import JSON, print_json, taking
 from oocgemm.errors import InputError
 from oocgemm.service.transport import default_socket, default_state
 from oocgemm.system.text import plain
@@ -100,8 +100,8 @@ def serve(
         from oocgemm.service.http.service import Config, make_state, parse_address
     except ImportError as error:
         raise _missing(error) from error
-    from oocgemm.cli.console import use_plain_log
-    from oocgemm.service.roots import Root
+    from oocgemm.cli.display import use_plain_log
+    from oocgemm.service.limits import Root
 
     parsed = [Root.parse(text) for text in roots]
     if len({root.name for root in parsed}) < len(parsed):

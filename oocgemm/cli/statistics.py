@@ -10,10 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm import stores
-from oocgemm.cli.console import doing
+from oocgemm.cli.display import doing
 from oocgemm.cli.parameters import QUIET, Place, verb_options
-from oocgemm.cli.printing import JSON, print_interrupted, print_json, print_note, silence_warnings, taking
-from oocgemm.cli.process import stopping
+from oocgemm.cli.process import (
+    JSON,
+    print_interrupted,
+    print_json,
+    print_note,
+    silence_warnings,
+    stopping,
+    taking,
+)
 from oocgemm.cli.products import run_product
 from oocgemm.engine.executor import Observer
 from oocgemm.errors import InputError, OocGemmError

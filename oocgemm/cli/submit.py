@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from oocgemm.cli.parameters import Place, option, transposes
-from oocgemm.cli.printing import JSON, print_json, taking
+from oocgemm.cli.process import JSON, print_json, taking
 from oocgemm.cli.queue import SERVICE, Deadline, JobId, find, finish, wait_for
 from oocgemm.service.client import Client
 from oocgemm.service.job_planner import OPTIONS

@@ -2,7 +2,7 @@
 
 An attempt of a worker at a part has the folder ``attempts/NAME`` in the journal's folder of C:
 
-- ``redo/`` has the redo files of tiles of C, as `oocgemm.stores.durable` describes them;
+- ``redo/`` has the redo files of tiles of C, as `oocgemm.stores.capabilities` describes them;
 - ``journal`` has a line ``{"done": tile, "files": fingerprint}`` for each tile whose redo files are durable;
 - ``log.jsonl`` is the timeline of the attempt.
 
@@ -35,7 +35,7 @@ from oocgemm.jobs.output import Target, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import TileQueue
 from oocgemm.planning import TileGrid
-from oocgemm.planning.tiling import Tile
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.capabilities import Resumable, ResumableMatrix
 from oocgemm.stores.files import open_regular, read_regular
 from oocgemm.system.threads import start
@@ -242,6 +242,11 @@ class Tail:
                 yield (entry["done"][0], entry["done"][1]), entry["files"]
 
 
+def redo_fingerprint(matrix: Resumable, folder: Path, blocks: Sequence[tuple[Range, Range]]) -> str:
+    """Return a fingerprint of the redo files in `folder` of a tile with these blocks."""
+    return "+".join(matrix.redo_fingerprint(folder, *block) for block in blocks)
+
+
 class AttemptTarget(Target):
     """C while a child process computes a part: its tiles go to redo files in the attempt's folder."""
 
@@ -284,8 +289,8 @@ class _AttemptCommitter(TileQueue):
 
     def commit(self, tiles: Sequence[Tile]) -> None:
         """Flush the redo files of tiles, and add lines for them to the attempt's journal."""
-        blocks = {tile: (self._grid.rows(tile[0]), self._grid.cols(tile[1])) for tile in tiles}
-        self._matrix.sync_blocks(list(blocks.values()))
-        files = {tile: self._matrix.redo_fingerprint(self._folder, *blocks[tile]) for tile in tiles}
+        blocks = {tile: self._grid.blocks(tile) for tile in tiles}
+        self._matrix.sync_blocks([block for found in blocks.values() for block in found])
+        files = {tile: redo_fingerprint(self._matrix, self._folder, blocks[tile]) for tile in tiles}
         append_line(self._file, done_entries(files))
         self.recorded += len(tiles)

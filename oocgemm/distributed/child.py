@@ -163,10 +163,9 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     from oocgemm import backends, stores
     from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
     from oocgemm.engine.prefetch import Prefetch
-    from oocgemm.jobs.budgets import check_memory
     from oocgemm.jobs.execute import execute
     from oocgemm.jobs.findings import keeping
-    from oocgemm.jobs.prepare import prepare
+    from oocgemm.jobs.prepare import check_memory, prepare
     from oocgemm.machine import info
 
     cancel = Cancel()

@@ -15,7 +15,15 @@ from threading import Event
 from typing import Any, Protocol
 
 from oocgemm.distributed import processes as in_worker
-from oocgemm.distributed.attempts import LOG, AttemptId, Fence, Tail, old_attempts, remove_attempts
+from oocgemm.distributed.attempts import (
+    LOG,
+    AttemptId,
+    Fence,
+    Tail,
+    old_attempts,
+    redo_fingerprint,
+    remove_attempts,
+)
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.survey import WorkerFacts
 from oocgemm.distributed.tasks import Given, PartSpec
@@ -332,12 +340,12 @@ class Coordinator:
 
         Return False if its files are not visible yet.
         """
-        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
-        matrix = self._target.matrix
-        if matrix.redo_fingerprint(folder / REDO, *block) != files:
+        blocks, matrix = self._grid.blocks(tile), self._target.matrix
+        if redo_fingerprint(matrix, folder / REDO, blocks) != files:
             return False
         self._target.written = True
-        matrix.adopt(folder / REDO, *block)
+        for block in blocks:
+            matrix.adopt(folder / REDO, *block)
         self._target.finished(tile)
         self._window.tile_done(tile)
         self._finished(tile)

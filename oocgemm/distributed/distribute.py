@@ -39,7 +39,7 @@ from oocgemm.jobs.operands import open_operands
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination, Kind, Request
-from oocgemm.jobs.result import Result
+from oocgemm.jobs.run import Result
 from oocgemm.jobs.steps import further, with_further
 from oocgemm.machine import info
 from oocgemm.planning import Kind as OperationKind

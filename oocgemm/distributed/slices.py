@@ -27,7 +27,7 @@ from oocgemm.jobs.prepare import PreparedRun, prepare
 from oocgemm.jobs.request import Destination
 from oocgemm.planning import GemmProblem, Kind, Lane, Plan
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
-from oocgemm.planning.parts.part import Part, divide
+from oocgemm.planning.parts.part import Part, bands, divide
 from oocgemm.planning.parts.slicing import Slicing
 from oocgemm.planning.tiling import Range, Tile, ceil_div, length
 from oocgemm.stores import Array, Matrix, pieces
@@ -208,6 +208,8 @@ def parts_again(plan: Plan, workers: int, k_slices: int) -> tuple[Part, ...]:
     The tiles and the slices of k are those of the plan, from which the bits of C follow. Of the divisions of
     each slice, the one is chosen whose parts read least of A and B.
     """
+    if plan.has_whole_rows:
+        return bands(plan.grid, workers)
     rows, cols = plan.grid.shape
     each = ceil_div(workers, k_slices)
     pairs = [(down, min(cols, ceil_div(each, down))) for down in range(1, min(rows, each) + 1)]

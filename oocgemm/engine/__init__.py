@@ -57,10 +57,10 @@ one panel, tile or strip. A *lane* names the kind of work of an operation, such 
    the strip to the other triangle.
 
 9. *Write* (lanes `encode`, `write`; not for strips that the device has copied to a C in memory). If the run
-   is verified, `integrity.checksums` first checks the strip. A strip of a Gram matrix is then mirrored at the
-   diagonal of C (`mirror`). `staging.Transfers.write` has the writer
-   threads encode its chunks and write them. After the last strip of the tile, `Run` calls its callback
-   `finished`. `jobs.output` then makes the tile durable and records it in the journal.
+   is verified, `integrity.tile_checks` first checks the strip. A strip of a Gram matrix is then mirrored at
+   the diagonal of C (`mirror`). `staging.Transfers.write` has the writer threads encode its chunks and write
+   them. After the last strip of the tile, `Run` calls its callback `finished`. `jobs.output` then makes the
+   tile durable and records it in the journal.
 
 10. *Record.* `executor.Run._collect` waits for the submitted operations in order. It turns each one into a
     span of the timeline (`timeline`): when the operation ran, on which lane, and which operations it waited

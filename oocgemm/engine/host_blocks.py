@@ -18,7 +18,7 @@ from oocgemm.planning.cost.footprint import MIRRORED_BYTES
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Coded, Collecting, Matrix, in_memory, memory, pieces
 from oocgemm.stores.capabilities import cached_chunks
-from oocgemm.stores.compressors import Codec, Fetched
+from oocgemm.stores.codecs import Codec, Fetched
 from oocgemm.stores.lines import CachedBlock
 
 # Maximum and minimum size, in bytes, of the parts into which a block is cut, for stores that can transfer

@@ -24,7 +24,7 @@ from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_
 from oocgemm.planning.tiling import Range, ceil_div, length
 from oocgemm.stores import FULL, Array, Coded, Matrix, memory, no_room
 from oocgemm.stores.base import Retries, failure
-from oocgemm.stores.compressors import index_of
+from oocgemm.stores.codecs import index_of
 from oocgemm.system.resources import allocate
 
 PAGE = 4096

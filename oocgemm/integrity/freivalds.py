@@ -11,7 +11,7 @@ whole product m n k.
 
 If a row of C is wrong within a group, each vector detects it with a probability of at least 1/2. If only one
 element of the row is wrong, every vector detects it. Differences below the tolerance
-(`oocgemm.integrity.tolerance`) count as rounding errors and pass. To find the wrong columns, the caller then
+(`oocgemm.integrity.rounding`) count as rounding errors and pass. To find the wrong columns, the caller then
 checks the transposed product.
 
 To limit the memory, rows of C and indices along k are processed in blocks::
@@ -30,9 +30,25 @@ other elements of C must be finite, unless C0 is nonfinite there or a sum could 
 
 If the check finds a column of op(B) with nonfinite elements, it starts again, and excludes this column from
 the sums.
+
+*Chained products.* `check_chained` checks ``Z = X^T (X Q + 1 row)``. For vectors y of
+random signs, Z y must be ``X^T (X (Q y) + 1 (row y))``. X is read once more for it. A single wrong element of
+Z is found with any signs, if it is above the rounding error.
+
+Rounding errors are taken to be independent and of mean 0 (Higham and Mary, 2019). With the roundoff u, a sum
+of n terms then has an error of about u sqrt(n) times its largest partial sum, which is about as large as the
+2-norm of the terms, or as the sum. So row j of Z y has an error of about
+
+    u (sqrt(rows) |z_j| + |x_j| |T| + |x_j| E)
+    E = (|X| |Q| + sqrt(cols) |T|) / sqrt(rows) + sqrt(rows) |c| |Q|
+
+for row j of Z, column j of X, T = X Q + 1 row, and the means c of the columns of X. E is the error of T. Its
+last part is for rows of X that are alike, whose errors are too. The norm of T is about that of T y.
 """
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isfinite
 
@@ -40,13 +56,148 @@ import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.backends.checksums import VECTORS, SignVectors
-from oocgemm.integrity.blocks import Blocks, Operands
-from oocgemm.integrity.passes import Passes
-from oocgemm.integrity.rounding import wide_dtype
-from oocgemm.integrity.sign_sums import Rows, Sums, bias_of, product, row_norms
-from oocgemm.integrity.tolerance import SumTolerance
+from oocgemm.errors import BudgetError, ExecutionError
+from oocgemm.integrity.passes import (
+    MAX_CUT_WIDTH,
+    PIECE,
+    Oriented,
+    Passes,
+    Rows,
+    Sums,
+    bias_of,
+    product,
+    row_norms,
+)
+from oocgemm.integrity.rounding import SumTolerance, wide_dtype
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.tiling import Range
+from oocgemm.planning.tiling import Range, ceil_div
+from oocgemm.planning.units import format_size
+from oocgemm.stores.arrays import scratch_array
+
+# Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors, but take
+# longer: op(A) is multiplied once per group.
+GROUP = 1024
+# Limits the number of groups of columns. The check multiplies op(A) by random vectors once per group, which
+# takes about as long as reading op(A). All these multiplications together may take this share of the time to
+# read A, B and C.
+MAX_SHARE = 1 / 2
+# Minimum rows of C, and minimum extent along k, of a block, unless the matrices are
+# smaller. If a chunk is larger, its extent is the minimum.
+MIN_BLOCK = 256
+# Minimum number of elements that a thread reads at a time. Each group of columns has at least as many in C
+# and in op(B), if these are large enough.
+MIN_PIECE = 1 << 15
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The matrices of the product to verify: op(A), op(B), C, and the old C (None if beta is 0)."""
+
+    left: Oriented
+    right: Oriented
+    result: Oriented
+    before: Oriented | None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """m, n and k."""
+        return *self.result.shape, self.left.shape[1]
+
+    def transposed(self) -> "Operands":
+        """Return the transposed product, C^T = op(B)^T op(A)^T, whose rows are the columns of C."""
+        before = self.before.transposed() if self.before else None
+        return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
+
+    def all(self) -> list[Oriented]:
+        """Return op(A), op(B), C and, unless beta is 0, the old C."""
+        return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a check divides its work to fit into its memory.
+
+    Attributes:
+        group: columns of C per group. Each group has its own random vectors.
+        rows: rows of C that are processed at a time.
+        depth: extent along k that is processed at a time.
+        threads: number of threads that read the matrices.
+        piece: number of elements that each thread reads at a time.
+    """
+
+    group: int
+    rows: int
+    depth: int
+    threads: int
+    piece: int
+
+
+def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: int | None = None) -> Blocks:
+    """Divide a check so that it takes at most `memory` bytes.
+
+    `threads` and `groups` are maximum numbers.
+
+    Raises:
+        BudgetError: `memory` is too small even for one thread, one group and the smallest blocks.
+    """
+    m, n, k = x.shape
+    k = k if problem.depth else 0
+    wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
+    affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
+    # Threads multiply op(B) and C by random vectors in parts, and a part lies in one group. If m or k is
+    # small, groups get more columns, because small parts are multiplied slowly.
+    worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
+    groups = max(1, min(worthwhile, affordable, groups or affordable))
+    # Bytes for flags: one per column of C (excluded or not), and one per row of C and group (wrong or not).
+    # Only one group is counted here.
+    fixed = n + m
+    # Bytes per group and row of C: expected sums, two temporary arrays of the same size, norms and flags.
+    # Bytes per group and index along k: sums, norms and the squares of norms.
+    per_row, per_depth = 3 * VECTORS * wide + 128, VECTORS * wide + 24
+    tall = max(MIN_BLOCK, x.left.chunk[0], x.result.chunk[0])
+    deep = max(MIN_BLOCK, x.left.chunk[1], x.right.chunk[0])
+
+    def scratch(threads: int, piece: int) -> int:
+        pieces = max(y.piece_bytes(piece) for y in x.all()) + (x.before.piece_bytes(piece) if x.before else 0)
+        # per thread: elements as read; converted elements, squares and products, 8 arrays; random signs
+        return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
+
+    piece = PIECE
+    while piece > MIN_PIECE and scratch(threads, piece) > memory // 2:
+        piece //= 2
+    while threads > 1 and scratch(threads, piece) + fixed > memory // 2:
+        threads -= 1
+    taken = scratch(threads, piece) + fixed
+    minimum = taken + per_row * min(m, tall) + per_depth * min(k, deep)
+    if memory < minimum:
+        raise BudgetError(
+            f"verifying takes at least {format_size(minimum)}, --host-memory is {format_size(memory)}: "
+            f"pass --host-memory {ceil_div(minimum, 1 << 20)}MiB",
+            least=minimum,
+        )
+    free = memory - taken
+    while True:
+        rows_bytes, depth_bytes = per_row * groups + groups, per_depth * groups
+        if m * rows_bytes + min(k, deep) * depth_bytes <= free:
+            return _blocks(n, groups, m, (free - m * rows_bytes) // depth_bytes, deep, k, threads, piece)
+        if k * depth_bytes + min(m, tall) * rows_bytes <= free:
+            rows = (free - k * depth_bytes) // rows_bytes
+            return _blocks(n, groups, rows // tall * tall or rows, k, deep, k, threads, piece)
+        if groups == 1:
+            break
+        groups //= 2
+    # Neither all rows of C nor all of k fit. op(B) is then read once per block of rows, so blocks of rows are
+    # made as large as possible, and blocks along k as small as allowed.
+    rows = (free - min(k, deep) * depth_bytes) // rows_bytes
+    return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
+
+
+def _blocks(
+    n: int, groups: int, rows: int, depth: int, deep: int, k: int, threads: int, piece: int
+) -> Blocks:
+    depth = k if depth >= k else depth // deep * deep or depth
+    return Blocks(max(1, ceil_div(n, groups)), max(1, rows), max(1, depth), threads, piece)
+
 
 # States of columns of op(B) that contain an Inf or NaN. _NEW: found by the current attempt to compare C with
 # the product. _KNOWN: found by an earlier attempt, and now excluded from the sums.
@@ -318,3 +469,88 @@ def hull(which: Array) -> Range:
     """Return the smallest range of indices (start, stop) that contains all set flags."""
     found = np.flatnonzero(which)
     return int(found[0]), int(found[-1]) + 1
+
+
+# Number of vectors of random signs.
+COMBINATIONS = 2
+# The bound of an error, divided by its estimate.
+DEVIATION = 32
+
+
+def check_chained(
+    x: Oriented,
+    factor: Array,
+    row: Array,
+    result: Array,
+    *,
+    band: int,
+    threads: int,
+    report: Callable[[], None],
+    seed: int = 0,
+) -> None:
+    """Raise `ExecutionError` if `result` is not ``X^T (X Q + 1 row)`` within rounding error.
+
+    Args:
+        x: X.
+        factor: Q, and further columns of zeros.
+        row: the row that is added to each row of X Q.
+        result: the product.
+        band: rows of X that a thread reads at a time.
+        threads: number of threads that read X.
+        report: called for each band that is read. The check ends if it raises.
+        seed: of the random signs.
+    """
+    rows, cols = x.shape
+    signs = SignVectors(seed).part(0, len(row))[:, :COMBINATIONS]
+    right, added = factor.astype(np.float64) @ signs, row.astype(np.float64) @ signs
+    expected, length = np.zeros((cols, COMBINATIONS)), np.zeros(COMBINATIONS)
+    squares, totals = np.zeros(cols), np.zeros(cols)
+    lock = threading.Lock()
+
+    def act(top: int) -> None:
+        bottom = min(rows, top + band)
+        room = scratch_array("band", ((bottom - top) * cols * x.matrix.dtype.itemsize,), np.dtype(np.uint8))
+        block = x.read((top, bottom), (0, cols), room)
+        report()
+        found, size, sums = np.zeros_like(expected), np.zeros((2, cols)), np.zeros(COMBINATIONS)
+        height = max(1, PIECE // max(1, cols))
+        with np.errstate(all="ignore"):
+            for start in range(0, len(block), height):
+                part = block[start : start + height].astype(np.float64)
+                t = product(part, right) + added
+                found += product(part.T, t)
+                size += np.einsum("ij,ij->j", part, part), part.sum(axis=0)
+                sums += np.einsum("ij,ij->j", t, t)
+        with lock:
+            np.add(expected, found, out=expected)
+            np.add(squares, size[0], out=squares)
+            np.add(totals, size[1], out=totals)
+            np.add(length, sums, out=length)
+
+    _in_threads(act, range(0, rows, band), threads)
+    unit = float(np.finfo(result.dtype).eps) / 2
+    with np.errstate(all="ignore"):
+        of_t, of_q = np.sqrt(length.mean()), np.linalg.norm(factor.astype(np.float64))
+        of_z = np.linalg.norm(result.astype(np.float64), axis=1)
+        errors = (np.sqrt(squares.sum()) * of_q + np.sqrt(cols) * of_t) / np.sqrt(rows)
+        errors += np.linalg.norm(totals) / np.sqrt(rows) * of_q
+        bound = np.sqrt(rows) * of_z + np.sqrt(squares) * (of_t + errors)
+        bound = DEVIATION * unit * bound + len(row) * float(np.finfo(result.dtype).tiny)
+        difference = np.abs(result.astype(np.float64) @ signs - expected).max(axis=1)
+        # Sums that are that large may overflow. The caller reports elements that are not finite.
+        fits = np.sqrt(squares) * of_t < float(np.finfo(result.dtype).max) / 16
+        decided = np.isfinite(expected).all(axis=1) & fits
+        wrong = np.flatnonzero(decided & ~(difference <= bound))
+    if wrong.size:
+        j = wrong[0]
+        raise ExecutionError(
+            f"row {j} of a product with X (one of {wrong.size} such rows of {cols}) differs from the same "
+            f"product on the host by {difference[j]:.3g}, and rounding allows {bound[j]:.3g}: the device, "
+            "the memory or the BLAS computes or copies wrongly; test this machine, then run again"
+        )
+
+
+def _in_threads(act: Callable[[int], None], tops: range, threads: int) -> None:
+    with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-chained") as pool:
+        for _ in pool.map(act, tops):
+            pass

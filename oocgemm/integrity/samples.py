@@ -1,9 +1,9 @@
 """Check samples of what a run made of a product by an epilogue, a selection or a reduction.
 
-Checksums tell that the product itself was right (`oocgemm.integrity.checksums`). What was then made of it is
-checked here. Sampled elements of the product are computed again in float64 from A and B, which are read again
-for it. NumPy bounds what may become of them (`oocgemm.integrity.intervals`), and the result must be within
-these bounds. There are three kinds of samples:
+Checksums tell that the product itself was right (`oocgemm.integrity.tile_checks`). What was then made of it
+is checked here. Sampled elements of the product are computed again in float64 from A and B, which are read
+again for it. NumPy bounds what may become of them (`oocgemm.integrity.rounding`), and the result must be
+within these bounds. There are three kinds of samples:
 
 - *Rows*: some rows of C, whole. Of a selection, this tells whether elements are missing in these rows. Of a
   reduction, it gives the value of these rows.
@@ -23,10 +23,8 @@ import numpy as np
 
 from oocgemm.backends.base import Array, Finishing
 from oocgemm.errors import ExecutionError
-from oocgemm.integrity.intervals import Elements, Interval, contains
-from oocgemm.integrity.passes import Oriented, Passes
-from oocgemm.integrity.rounding import sum_error
-from oocgemm.integrity.sign_sums import product, row_norms
+from oocgemm.integrity.passes import Oriented, Passes, product, row_norms
+from oocgemm.integrity.rounding import Elements, Interval, contains, sum_error
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.selection import NONE
 from oocgemm.planning.sinks import AtLeast, Largest, Reduced, Selected, Sink

@@ -21,8 +21,8 @@ from oocgemm.jobs import output
 from oocgemm.jobs.options import Progress
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.sampling import check_pass, check_samples, needs_samples, settle
 from oocgemm.jobs.transforming import on_device
+from oocgemm.jobs.verify import check_pass, check_samples, needs_samples, settle
 from oocgemm.machine.info import versions
 from oocgemm.planning import Plan
 from oocgemm.planning.units import counted
@@ -31,10 +31,10 @@ from oocgemm.stores.base import Retries
 from oocgemm.system.resources import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
-from oocgemm.timeline.diagnosis import MIN_CPU_WALL
+from oocgemm.timeline.metrics import MIN_CPU_WALL
 
 if TYPE_CHECKING:
-    from oocgemm.integrity.checksums.check import Checks
+    from oocgemm.integrity.tile_checks import Checks
 
 # Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
 SEED = 20261
@@ -279,7 +279,7 @@ def _stream(
     if not plan.problem.checked:
         run(plan, None)
         return None
-    from oocgemm.integrity.checksums.check import Checks
+    from oocgemm.integrity.tile_checks import Checks
 
     checks = Checks(plan, SEED, prefetch.session)
     run(plan, checks)

@@ -23,8 +23,8 @@ from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
 from oocgemm.jobs.transforming import by_rows, memory_of, opened, readable, standardized, transformed
-from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
-from oocgemm.planning.cover import COVERS, Triangle
+from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
+from oocgemm.planning.cover import Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
 from oocgemm.planning.sinks import SELECTED, Applied, AtLeast, Largest, Reduced
 from oocgemm.planning.units import counted
@@ -86,10 +86,10 @@ def problem_of(
     problem = _problem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
     if centered and problem.depth:
         problem = replace(problem, centered=True)
-    if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
+    if problem.exact and problem.depth > emulation.MAX_FLOAT64_DEPTH:
         raise InputError(
-            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
-            "exact: multiply parts with fewer columns, and add the results"
+            f"op(A) has {k} columns; sums of more than {emulation.MAX_FLOAT64_DEPTH} int8 products may not "
+            "be exact: multiply parts with fewer columns, and add the results"
         )
     return problem
 
@@ -119,7 +119,7 @@ def gram_problem(
                 f"Hermitian: pass a real {name}"
             )
     problem = problem_of(x, x, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    return replace(problem, b=same(problem.b), cover=COVERS[gram])
+    return replace(problem, b=same(problem.b), cover=cover_of(gram))
 
 
 def _out_dtype(given: Any, operands: DType) -> str:
@@ -162,7 +162,7 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
-    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < emulation.EXACT_LIMIT):
         raise InputError(
             f"the product has dtype {c_dtype}, so {name} must be an integer of magnitude below 2^53, not "
             f"{value}: pass such an integer, or out_dtype='float64' (--out-dtype float64)"
@@ -402,7 +402,7 @@ def _open_selection(
             else AtLeast(*of_each, least, selection.absolute)
         )
         problem = replace(problem, sink=sink)
-    # The host backend searches tiles of C when it writes them (`oocgemm.stores.sparse`).
+    # The host backend searches tiles of C when it writes them (`oocgemm.stores.arrays`).
     return a, b, _checked(request, problem, "host")
 
 
@@ -497,7 +497,7 @@ def _check_topk(name: str, selection: Selection, rows: int) -> None:
 
 def _accumulated(problem: GemmProblem, backend: str) -> GemmProblem:
     """Return the problem with the dtype of its sums: int32 for int8 on a GPU, if none can overflow."""
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
+    if problem.exact and backend == "cuda" and problem.depth <= emulation.MAX_INT32_DEPTH:
         return problem.with_sums("int32")
     return problem
 

@@ -35,7 +35,7 @@ from oocgemm.jobs import support
 from oocgemm.jobs.steps import Epilogue
 from oocgemm.planning import COMPUTES, Op, Plan, TileShape
 from oocgemm.planning.cover import GRAMS
-from oocgemm.stores.plink import Chromosomes
+from oocgemm.stores.genetics import Chromosomes
 from oocgemm.stores.transform import Transform
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -343,7 +343,7 @@ class _Access(TypedDict, total=False):
             "Compare each tile of the product with checksums of the operands before it is used or written, "
             "and compute it again if they differ. Of a result that is not the product itself, check samples "
             "too.",
-            "`oocgemm.integrity.checksums.check` and `oocgemm.integrity.samples` describe how.",
+            "`oocgemm.integrity.tile_checks` and `oocgemm.integrity.samples` describe how.",
             False,
             form=Field("Verify", "each tile by checksums of A and B"),
         ),
@@ -486,7 +486,7 @@ class GramPlanOptions(
     """Options of the plan of a Gram matrix. `oocgemm.gemm` describes each."""
 
 
-class GramOptions(GramPlanOptions, _Device, _Durability, _Log, _Watch, total=False):
+class GramOptions(GramPlanOptions, _Device, _Durability, _Log, _Watch, _Workers, total=False):
     """Options of `oocgemm.gram`. `oocgemm.gemm` describes each."""
 
 
@@ -496,7 +496,7 @@ class SelectionOptions(
     """Options of verbs whose result is kept in memory. `oocgemm.gemm` describes each."""
 
 
-class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
+class DenseOptions(SelectionOptions, _Storage, _Durability, _Workers, total=False):
     """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
 
 

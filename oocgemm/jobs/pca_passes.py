@@ -42,15 +42,13 @@ import numpy as np
 from oocgemm import backends, stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.request import Chain, Destination, Request, parse
-from oocgemm.jobs.result import Plan
-from oocgemm.jobs.run import plan_request, run_request
+from oocgemm.jobs.run import Plan, plan_request, run_request
 from oocgemm.jobs.stats import stats_of
 from oocgemm.jobs.transforming import check_known, gaps, how_to_replace, memory_of, readable, transformed
 from oocgemm.planning import Op
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores import Array, Genotypes, Matrix
-from oocgemm.stores.capabilities import MISSING
-from oocgemm.stores.durable import sync_path
+from oocgemm.stores.capabilities import MISSING, sync_path
 from oocgemm.stores.files import open_regular
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import TransformedMatrix, Vectors

@@ -185,7 +185,7 @@ class Selection:
     def margin(self, problem: GemmProblem) -> float:
         """Return by how much computed cosines may differ from exact ones; 0 if scores are no cosines.
 
-        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.sampling`).
+        Whether those so near to `threshold` reach it is decided after the run (`oocgemm.jobs.verify`).
         """
         last = problem.epilogue[-1].kind if problem.epilogue else ""
         if not (self.cosine or last == "correlation"):

@@ -20,12 +20,11 @@ from oocgemm.jobs.journal import REDO, Journal, ObjectJournal, Record, busy, own
 from oocgemm.jobs.request import Destination
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.cover import GRAMS
-from oocgemm.planning.serialize import recorded_candidate
+from oocgemm.planning.plan import recorded_candidate
 from oocgemm.planning.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.base import Folder
-from oocgemm.stores.capabilities import Resumable
-from oocgemm.stores.durable import DATA
+from oocgemm.stores.capabilities import DATA, Resumable
 from oocgemm.stores.transformed import change_of
 from oocgemm.system.threads import start
 

@@ -26,7 +26,7 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import accepting
-from oocgemm.stores.plink import PER_BYTE
+from oocgemm.stores.genetics import PER_BYTE
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.transformed import change_of
 from oocgemm.system import cache

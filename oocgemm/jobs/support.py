@@ -32,11 +32,6 @@ HOLES = (
     ),
     Hole(
         (WORKERS,),
-        "gram",
-        "a Gram matrix is computed by one process: drop workers, client and executor",
-    ),
-    Hole(
-        (WORKERS,),
         "selection",
         "elements of tiles are selected and reduced by one process: drop workers, client and executor",
     ),

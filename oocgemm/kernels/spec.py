@@ -130,7 +130,7 @@ class Call:
     `a`, `b` and `c` are device addresses. The leading dimensions `lda`, `ldb` and `ldc` are in elements. A
     and B have `dtype`, C has the dtype that kernels accumulate in. `compute` is "native", or the reduced
     precision that the caller allows. `work` is the address of a workspace for packed int8 operands;
-    planning/integers.py has its layout.
+    planning/emulation.py has its layout.
     """
 
     dtype: str

@@ -1,23 +1,242 @@
-"""Collect what `oocgemm info` shows: processor, GPU, versions, and the rates that predict run times."""
+"""The machine: what `oocgemm info` shows, and the rates that plans are made with.
 
+The default rates are those of one kind of machine. The *probe* compares some of them with this machine, in
+less than a second: products in float32 and float64, copies between host and device, and staging. Other rates
+are scaled with the one that they resemble most. A *calibration* (`oocgemm calibrate`) measures all rates, and
+takes the place of the probe.
+
+A run takes the probe if it is predicted to take at least `MIN_SECONDS`, and the result can be kept. What is
+measured beside other work is not kept. Setting the environment variable OOCGEMM_PROBE to 0 turns probes off.
+"""
+
+import json
+import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache as cached
+from functools import lru_cache, partial
 from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from oocgemm import backends
 from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import BackendError
-from oocgemm.machine.models import models, probe_factors
-from oocgemm.planning import MachineModel, StoreRates
+from oocgemm.planning import Calibration, MachineModel, Plan, StoreRates, TileShape, default_model
 from oocgemm.planning.cost.calibration import link_rates
+from oocgemm.planning.cost.machine import scaled
+from oocgemm.stores import Matrix
 from oocgemm.system import cache
 from oocgemm.system.installed import __version__, compiled, installed_versions
-from oocgemm.system.resources import available_memory
+from oocgemm.system.resources import CpuTimes, available_memory, used_since
+
+logger = logging.getLogger("oocgemm")
+
+FORMAT, VERSION = "oocgemm-probe", 1
+MIN_SECONDS = 3.0
+# If other programs used more than this share of the CPU cores meanwhile, the probe is not kept.
+MAX_OTHERS = 0.1
+# A factor beyond this one, or below its inverse, is taken for a fault of the measurement.
+MAX_FACTOR = 32.0
+# The rates that each measured rate stands for. The threads that stage arrays also read cached files.
+MEASURED = {
+    "float32": ("float16", "bfloat16", "int8", "float32", "complex64", "emulated float32"),
+    "float64": ("float64", "complex128", "emulated float64"),
+    "h2d": ("h2d",),
+    "d2h": ("d2h",),
+    "memory": ("memory", "read"),
+}
+# Per backend: the extents of the products, and the shape of the float64 matrix that is copied.
+SIDES = {"cuda": 4096, "host": 768}
+COPIED = {"cuda": (8192, 4096), "host": (4096, 2048)}
+SECONDS = 0.03  # duration of one measurement
+
+# Identities of devices for which this process has tried a probe.
+_tried = set[str]()
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is known of the rates of a machine.
+
+    - `default`: the model with default rates.
+    - `best`: the model with the rates that are known best. Plans are made with it.
+    - `calibration`: the calibration that `best` has its rates from; None if there is none.
+    """
+
+    default: MachineModel
+    best: MachineModel
+    calibration: Calibration | None
+
+
+def models(
+    backend: str,
+    device: str | None = None,
+    reads: Collection[str] = (),
+    writes: Collection[str] = (),
+) -> Models:
+    """Return the models that predict run times on a device.
+
+    Args:
+        backend: "host" or "cuda".
+        device: identity of the device, as `backends.identity` returns it.
+        reads, writes: ids of the file systems from which operands are read, and to which C is written.
+    """
+    versions = cache.version(), probe_version()
+    defaults = default_model(backend, len(os.sched_getaffinity(0)), compiled() is not None)
+    return _models(backend, device, frozenset(reads), frozenset(writes), defaults, versions)
+
+
+@lru_cache(16)
+def _models(
+    backend: str,
+    device: str | None,
+    reads: frozenset[str],
+    writes: frozenset[str],
+    defaults: MachineModel,
+    versions: object,
+) -> Models:
+    """Read the files of calibrations and probes. `versions` differ if the files may have changed."""
+    calibration, note = cache.load(backend, device)
+    if calibration is not None:
+        return Models(defaults, calibration.model(defaults, reads, writes), calibration)
+    best = _probed(defaults, backend, device)
+    return Models(defaults, replace(best, name="; ".join(filter(None, (best.name, note)))), None)
+
+
+def stored_on(*matrices: Matrix | None) -> set[str]:
+    """Return the ids of the file systems that store these matrices. Others are left out."""
+    found = set()
+    for matrix in matrices:
+        if matrix is not None and not matrix.layout.in_memory and not matrix.layout.requests:
+            numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
+            found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
+    return found
+
+
+def probe_factors(backend: str, device: str | None) -> Mapping[str, float]:
+    """Return by which factor rates of this machine differ from the defaults, by name; empty if unknown.
+
+    If `device` is None, the device that was probed last counts.
+    """
+    if not _enabled():
+        return {}
+    for path, written in cache.newest(_folder, f"{cache.machine_key()}-{backend}-"):
+        found = _read(path, written)
+        if found and device in (None, found["device"]):
+            return {rate: found["factors"][name] for name in found["factors"] for rate in MEASURED[name]}
+    return {}
+
+
+def probe_version() -> object:
+    """Return a value that changes if the result of `probe_factors` may have changed."""
+    return cache.version(_folder) if _enabled() else None
+
+
+def take_probe(engine: Backend, plan: Plan) -> bool:
+    """Probe the machine if a plan takes long and rates are unknown. Return whether they have become known.
+
+    Never raises: predicted times are less exact without the probe, and products are the same.
+    """
+    device = backends.identity(engine)
+    known = not _enabled() or plan.machine.calibrated or device in _tried
+    if known or plan.prediction.total < MIN_SECONDS or probe_factors(engine.name, device):
+        return False
+    _tried.add(device)
+    try:
+        if not _keepable():
+            return False
+        before = CpuTimes.now()
+        found = measure_probe(engine, default_model(engine.name, plan.machine.cores, plan.machine.compiled))
+        used = used_since(before)
+        if used is not None and used["busy_seconds"] - used["own_seconds"] > MAX_OTHERS * used["cores"]:
+            return False
+        keep_probe(engine, found)
+    except Exception:
+        logger.debug("the machine was not probed", exc_info=True)
+        return False
+    return True
+
+
+def measure_probe(engine: Backend, machine: MachineModel) -> dict[str, float]:
+    """Measure the rates in `MEASURED`. Return them as factors of those of `machine`."""
+    # These modules import the executor, which a process that only plans does not need.
+    from oocgemm import stores
+    from oocgemm.machine.workbench import Workbench, loading_seconds, numbers, rate_of, streaming, typical
+    from oocgemm.planning import Kind
+
+    found = dict[str, float]()
+    side, some = SIDES[engine.name], numbers((64, 1024)).reshape(-1)
+    for dtype in ("float32", "float64"):
+        with Workbench(engine, machine, dtype, TileShape(side, side, side // 2)) as bench:
+            for operand in "AB":
+                bench.fill(operand, some.astype(dtype))
+            bench.intervals(bench.multiply(side // 2, first=True), bench.multiply(side // 2))
+            product = bench.multiply(side // 2)
+            expected = machine.multiply_seconds(dtype, product.flops, side, side, side // 2)
+            expected *= machine.wave_quantization(dtype, side, side)
+            found[dtype] = expected / typical(partial(bench.seconds, product), SECONDS)
+            if dtype == "float64" and not machine.unified:
+                copies = {"h2d": bench.load(Kind.UPLOAD, "A"), "d2h": bench.download(side // 2)}
+                for link, copy in copies.items():
+                    rate = copy.bytes / typical(partial(bench.seconds, copy), SECONDS)
+                    found[link] = rate / getattr(machine, link)
+    source = numbers(COPIED[engine.name])
+    matrix = stores.open_matrix("A", source)
+    with streaming(engine, machine, matrix, source.shape[1] // 8) as run:
+        run()  # the threads and the pinned buffers are new
+        rate = rate_of(matrix, typical(lambda: loading_seconds(run()), SECONDS))
+    found["memory"] = rate / machine.memory
+    return {name: float(f"{factor:.3g}") for name, factor in found.items()}
+
+
+def keep_probe(engine: Backend, found: Mapping[str, float]) -> None:
+    """Store what `measure_probe` returned, for later plans. Raises `OSError`."""
+    device = backends.identity(engine)
+    facts = {"format": FORMAT, "version": VERSION, "device": device, "factors": dict(found)}
+    path = _folder() / cache.file_name(cache.machine_key(), engine.name, device)
+    cache.write_whole(path, json.dumps(facts).encode())
+
+
+def _probed(defaults: MachineModel, backend: str, device: str | None) -> MachineModel:
+    """Return the default model with the rates that were probed, or the default model itself."""
+    known = probe_factors(backend, device)
+    if not known:
+        return defaults
+    return replace(scaled(defaults, known), name=f"{defaults.name}, scaled by a probe of this machine")
+
+
+def _enabled() -> bool:
+    return os.environ.get("OOCGEMM_PROBE", "1") != "0"
+
+
+def _folder() -> Path:
+    return cache.folder() / "probes"
+
+
+def _keepable() -> bool:
+    """Return whether the result of a probe can be stored."""
+    _folder().mkdir(parents=True, exist_ok=True)
+    return os.access(_folder(), os.W_OK)
+
+
+@lru_cache(maxsize=16)
+def _read(path: str, written: tuple[int, int]) -> dict[str, Any] | None:
+    """Read a probe; None if the file is no valid one. `written` (time and size) changes if the file does."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
+            return None
+        known = {name: float(data["factors"][name]) for name in data["factors"] if name in MEASURED}
+        plausible = all(isfinite(x) and 1 / MAX_FACTOR <= x <= MAX_FACTOR for x in known.values())
+        return {"device": str(data["device"]), "factors": known} if known and plausible else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
 
 # The names of the rates that are measured per file system.
 STORAGE = {field.name for field in fields(StoreRates)}

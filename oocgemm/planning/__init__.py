@@ -16,7 +16,7 @@ from oocgemm.planning.cost.machine import (
 )
 from oocgemm.planning.cost.shares import divided
 from oocgemm.planning.layout import Chunked, Coding, InMemory, Layout, Layouts, Lines, Remote, Writing
-from oocgemm.planning.plan import Plan
+from oocgemm.planning.plan import Plan, recorded_plan
 from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.planning.schedule.operation import Kind, Lane, Operation, Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.operations import Schedule
@@ -24,10 +24,8 @@ from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.search.refusals import usable, within
 from oocgemm.planning.search.shared import shared_plan
-from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.setting import Budgets, Setting
-from oocgemm.planning.tile_set import TileSet
-from oocgemm.planning.tiling import TileGrid, TileShape
+from oocgemm.planning.tiling import TileGrid, TileSet, TileShape
 
 __all__ = [
     "COMPUTES",

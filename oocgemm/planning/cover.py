@@ -1,4 +1,4 @@
-"""Which elements of C are computed and stored: all of them, or those of a triangle.
+"""Which elements of C are computed and stored: all of them, those of a triangle, or those of a band.
 
 A *line* is a tile row and the tile column with its number. Extents are numbers of elements, and ranges are
 half-open. The sides of square tiles are `side` elements long.
@@ -252,10 +252,67 @@ class Triangle(Cover):
         return strip * strip * (whole * (whole + 1) // 2) + rest * rows
 
 
+@dataclass(frozen=True)
+class Band(Cover):
+    """The elements (i, j) with ``|i - j| <= width`` are computed, on both sides of the diagonal.
+
+    Tiles with such an element are computed as a whole: an epilogue makes the others 0 (the step "within" of
+    `oocgemm.planning.epilogue`). A tile row has all elements of its rows, so rows can be reduced by
+    themselves::
+
+        width = 2, side = 2:    # # # # . .
+                                # # # # . .
+                                # # # # # #
+                                # # # # # #
+                                . . # # # #
+                                . . # # # #
+    """
+
+    width: int = 0
+
+    square = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # constant for other covers
+        """The name of the band."""
+        return f"band {self.width}"
+
+    def elements(self, m: int, n: int) -> int:
+        """Count the elements of the band."""
+        width = max(0, min(self.width, m - 1))
+        return m * (2 * width + 1) - width * (width + 1)
+
+    def extent(self, n: int) -> int:
+        """Return the number of elements of a row in the band."""
+        return min(n, 2 * self.width + 1)
+
+    def _reach(self, side: int) -> int:
+        """Return how many tiles left and right of the one on the diagonal have elements of the band."""
+        return -(-self.width // side)
+
+    def count(self, down: int, across: int, side: int) -> int:
+        """Count the tiles with an element of the band."""
+        reach = max(0, min(self._reach(side), down - 1))
+        return down * (2 * reach + 1) - reach * (reach + 1)
+
+    def columns(self, i: int, across: int, side: int) -> _Range:
+        """Return the tile columns of tile row i with elements of the band.
+
+        >>> [Band(2).columns(i, 4, 2) for i in range(4)]
+        [(0, 2), (0, 3), (1, 4), (2, 4)]
+        """
+        return max(0, i - self._reach(side)), min(across, i + self._reach(side) + 1)
+
+
 # All of C.
 WHOLE = Cover()
-# Covers by their names in records, and by values of the option `uplo`.
-COVERS = {cover.name: cover for cover in (WHOLE, Triangle(), Triangle(True), Triangle(mirrored=True))}
+_NAMED = {cover.name: cover for cover in (WHOLE, Triangle(), Triangle(True), Triangle(mirrored=True))}
 # Values of `uplo`: the triangle of a Gram matrix that is computed. With "full", it is the lower one, and the
 # other one is mirrored.
 GRAMS = ("lower", "upper", "full")
+
+
+def cover_of(name: str) -> Cover:
+    """Return the cover with a name in records, or with a value of the option `uplo`. Raises `KeyError`."""
+    kind, _, width = name.partition(" ")
+    return Band(int(width)) if kind == "band" else _NAMED[name]

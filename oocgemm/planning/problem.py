@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar
 
-from oocgemm.planning.cover import COVERS, WHOLE, Cover
+from oocgemm.planning.cover import WHOLE, Cover, cover_of
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.sinks import SINKS, Sink, Stored
 
@@ -428,7 +428,7 @@ class GemmProblem:
 
         If so, one device computes all of these tiles.
         """
-        return self.sink.per_row > 0 and not self.cover.square
+        return self.sink.per_row > 0 and not self.cover.halves
 
     @property
     def stored_shape(self) -> tuple[int, int]:
@@ -511,7 +511,7 @@ class GemmProblem:
             b,
             Arithmetic(data["acc_dtype"], data["compute"], data["checked"]),
             kind(**{field.name: own[field.name] for field in fields(kind)}),
-            COVERS[data["gram"]],
+            cover_of(data["gram"]),
             data["centered"],
             data["measured"],
         )

@@ -6,9 +6,19 @@ from math import isqrt
 from typing import Any
 
 from oocgemm.planning.cost.machine import NEW_CHUNK_BYTES, MachineModel
-from oocgemm.planning.layout import Coding, Layout, Layouts
+from oocgemm.planning.layout import (
+    Coding,
+    Decoded,
+    Direct,
+    Encoded,
+    InPlace,
+    Layout,
+    Layouts,
+    Ringed,
+    Route,
+    Slotted,
+)
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
 from oocgemm.planning.tiling import Shape, TileShape, ceil_div
 
 # Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a

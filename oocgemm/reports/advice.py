@@ -28,8 +28,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.simulate import simulate, timed
 from oocgemm.planning.units import format_share, format_size, format_time, parse_size
 from oocgemm.timeline.activities import COMPUTE
-from oocgemm.timeline.diagnosis import OUTPUT_LANES, Diagnosis, diagnose, in_memory, unfinished
-from oocgemm.timeline.metrics import STORAGE, Report
+from oocgemm.timeline.metrics import OUTPUT_LANES, STORAGE, Diagnosis, Report, diagnose, in_memory, unfinished
 from oocgemm.timeline.spans import Timeline, length, union
 
 # T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of

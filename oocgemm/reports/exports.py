@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from oocgemm.errors import InputError
-from oocgemm.reports.distribution import labels, title
-from oocgemm.reports.gantt import svg
-from oocgemm.reports.sections import ReportedRun, body, heading
+from oocgemm.reports.charts import svg
+from oocgemm.reports.sections import ReportedRun, body, heading, labels, title
 from oocgemm.timeline.activities import (
+    FLOW,
     Attempt,
     Unit,
     Worker,
     activities,
     is_distributed,
+    lanes_of,
     last_predecessor,
+    rows,
     spans_by_stream,
     stalls,
     stream_predecessors,
@@ -41,7 +43,6 @@ from oocgemm.timeline.activities import (
     workers_of,
 )
 from oocgemm.timeline.metrics import Distribution, report
-from oocgemm.timeline.series import FLOW, lanes_of, rows
 from oocgemm.timeline.spans import Span, Timeline
 
 # Maximum number of spans of a distributed run on a page. Each takes about 30 bytes.

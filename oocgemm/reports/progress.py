@@ -14,8 +14,7 @@ from rich.text import Text
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_rate, format_time
 from oocgemm.timeline import Span
-from oocgemm.timeline.activities import finish_cause
-from oocgemm.timeline.series import MAX_RECENT, recent_activity
+from oocgemm.timeline.activities import MAX_RECENT, finish_cause, recent_activity
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Minimum seconds between two updates: of the bar on a terminal, and of the lines printed elsewhere.

@@ -36,7 +36,7 @@ from oocgemm.service.protocol import Reason, UnavailableError
 from oocgemm.system.text import LINES, plain
 
 if TYPE_CHECKING:
-    from oocgemm.jobs.result import Plan
+    from oocgemm.jobs.run import Plan
 
 # Options of a job: `oocgemm.jobs.options` describes those of `gemm`. The service chooses the backend and the
 # device, and it always resumes.

@@ -335,7 +335,7 @@ def _noting(attempt: int, write: Callable[[str], object], now: Path) -> Any:
 
 def live_observer(plan: Any, path: Path) -> Callable[[Any], None]:
     """Return a callback for finished operations of a plan that keeps the file `LIVE` up to date."""
-    from oocgemm.timeline.series import MAX_RECENT, recent_activity
+    from oocgemm.timeline.activities import MAX_RECENT, recent_activity
 
     recent: deque[Any] = deque(maxlen=MAX_RECENT)
     flops, written = 0, monotonic()

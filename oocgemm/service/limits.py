@@ -1,21 +1,277 @@
-"""Find the devices of this machine, and what jobs may occupy on it.
+"""What a service may use: folders below named roots, devices, memory and space on disks.
+
+A path below a root is written ``data:dir/A.zarr``.
 
 A child process opens the devices: ``python -m oocgemm.service.limits BACKEND``. A server that did it itself
 would occupy memory of each GPU as long as it runs.
 """
 
+import ctypes
+import errno
 import json
+import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from oocgemm.errors import BackendError, InputError, OocGemmError
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.service.backfill import Limits
-from oocgemm.service.roots import Root
 from oocgemm.system.resources import memory_limit
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_MODES = {"ro": False, "rw": True}
+
+# Files of a zarr array or group beside its chunks, of zarr formats 3 and 2.
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+
+# openat2(2): its number is the same on all architectures. glibc has no wrapper.
+_OPENAT2 = 437
+_NO_MAGICLINKS, _BENEATH = 0x02, 0x08
+# The kernel gives up with EAGAIN if a folder is renamed while it resolves a path.
+_TRIES = 100
+_REASONS = {
+    errno.ENOENT: "there is nothing at this path",
+    errno.ENOTDIR: "a part of it is no folder",
+    errno.EXDEV: "a symbolic link leaves the root",
+    errno.ELOOP: "it has too many symbolic links, or one of /proc",
+    errno.EACCES: "the service has no permission to open it",
+    errno.ENAMETOOLONG: "it is too long",
+    errno.EAGAIN: "its folders are being renamed: try again",
+    errno.ENOSYS: "the service needs Linux 5.6 or later, for openat2",
+}
+
+
+class PathError(InputError):
+    """Raised for a path that is not below a root, or that the mode of its root forbids."""
+
+
+class _How(ctypes.Structure):
+    """``struct open_how`` of openat2(2)."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder in which jobs may read arrays and, if it is writable, write them. Users name it."""
+
+    name: str
+    folder: Path
+    writable: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Root":
+        """Parse a root such as ``data=/srv/data:ro``. The mode is ``ro`` or ``rw``.
+
+        Raises:
+            InputError: the text cannot be parsed, or there is no such folder.
+        """
+        name, equals, rest = text.partition("=")
+        folder, colon, mode = rest.rpartition(":")
+        if not equals or not colon or not folder or mode not in _MODES:
+            raise InputError(
+                f"cannot read {text!r} as a root: write NAME=FOLDER:MODE with the mode ro or rw, such as "
+                "data=/srv:ro"
+            )
+        if not _NAME.fullmatch(name):
+            raise InputError(
+                f"{name!r} cannot be the name of a root: use at most 64 ASCII letters, digits, '_', '.', '-'"
+            )
+        try:
+            found = Path(folder).expanduser().resolve(strict=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(
+                f"root {name}: {folder} cannot be used ({reason}): create the folder, or pass another one"
+            ) from error
+        if not found.is_dir():
+            raise InputError(f"root {name}: {folder} is no folder: pass a folder")
+        return cls(name, found, _MODES[mode])
+
+
+def allowed_folders(roots: Iterable[Root]) -> dict[str, list[str]]:
+    """Return the folders that a job may read, and those that it may also write, as an order states them."""
+    found: dict[str, list[str]] = {"read": [], "write": []}
+    for root in roots:
+        found["write" if root.writable else "read"].append(str(root.folder))
+    return found
+
+
+def resolve(roots: Mapping[str, Root], text: str, *, write: bool) -> Path:
+    """Return the absolute path of an array that a user has named. Symbolic links in it are resolved.
+
+    For an address of an HDF5 dataset, such as ``data:dir/a.h5::/x``, this is the address with the absolute
+    path of the file. The name of the dataset is unchanged.
+
+    Args:
+        roots: the roots by name.
+        text: a path such as ``data:dir/A.zarr``. Nothing in it is decoded: ``%2e`` is three characters.
+        write: the array will be written. It need not exist then.
+
+    Raises:
+        PathError: the path is malformed, not below its root, or of the wrong kind; it does not exist and
+            `write` is false; or `write` is true and the root is read-only.
+    """
+    # This imports NumPy, which starts threads. A process must confine itself before that.
+    from oocgemm.stores.opening import split_address, store_of
+
+    root, parts = _parsed(roots, text)
+    dataset = split_address(f"{root.folder}/{text.partition(':')[2]}")[1]
+    if dataset:
+        if write:
+            raise PathError(f"{text}: HDF5 datasets are read-only: give a path that ends in .zarr or .npy")
+        root, parts = _parsed(roots, text.removesuffix(dataset))
+    if write and not root.writable:
+        others = ", ".join(name for name, each in roots.items() if each.writable) or "none"
+        raise PathError(f"{text}: root {root.name} is read-only: use a writable root ({others})")
+    try:
+        found = _found(root.folder, parts, write=write)
+        str(found).encode()
+        for name in METADATA:  # the server reads them when it plans, and it is not confined
+            if os.path.lexists(found / name):
+                _found(root.folder, [*parts, name], write=False)
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, error.strerror)
+        raise PathError(f"{text}: cannot be used in root {root.name}: {reason}") from error
+    except UnicodeEncodeError:
+        raise PathError(f"{text}: it links to a name that is not UTF-8: rename that") from None
+    if root.folder not in found.parents:
+        raise PathError(f"{text}: it is not below root {root.name}, which may have been moved")
+    for place in store_of(str(found)).companions(str(found)):  # the server reads them, too
+        _check_beside(root, text, place)
+    return Path(f"{found}{dataset}")
+
+
+def _check_beside(root: Root, text: str, place: Path) -> None:
+    """Raise `PathError` if a file that is read with the array `text` leads out of its root."""
+    if os.path.lexists(place):
+        try:
+            _found(root.folder, list(place.relative_to(root.folder).parts), write=False)
+        except OSError as error:
+            reason = _REASONS.get(error.errno or 0, error.strerror)
+            raise PathError(f"{text}: {place.name} beside it cannot be used: {reason}") from error
+
+
+def display(roots: Mapping[str, Root], path: str | Path) -> str:
+    """Return what a user writes for an absolute path, such as ``data:dir/A.zarr``.
+
+    Of several roots that contain the path, the deepest is used. A path in no root is returned unchanged.
+    """
+    inside = [root for root in roots.values() if root.folder in Path(path).parents]
+    if not inside:
+        return str(path)
+    root = max(inside, key=lambda root: len(root.folder.parts))
+    return f"{root.name}:{Path(path).relative_to(root.folder)}"
+
+
+def display_all(roots: Mapping[str, Root], text: str) -> str:
+    """Return a text with all paths in roots as a user writes them.
+
+    >>> display_all({"data": Root("data", Path("/srv/data"), False)}, "/srv/data/A.zarr, /srv/database/B")
+    'data:A.zarr, /srv/database/B'
+    """
+    for root in sorted(roots.values(), key=lambda root: len(root.folder.parts), reverse=True):
+        text = replace_folder(text, root.folder, f"{root.name}:")
+    return text
+
+
+def replace_folder(text: str, folder: Path, name: str) -> str:
+    """Replace a folder at the beginning of paths in a text."""
+    if str(folder) not in text:
+        return text
+    begins = rf"(?:(?<=file://)|(?<![\w./~-])){re.escape(str(folder))}(?:/|(?![\w.-]))"
+    return re.sub(begins, lambda _: name, text)
+
+
+def _parsed(roots: Mapping[str, Root], text: str) -> tuple[Root, list[str]]:
+    """Return the root and the components that a path names, without opening anything."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PathError(f"{text!r} is no path: it is not valid Unicode") from None
+    if "\0" in text:
+        raise PathError(f"{text!r} is no path: it contains a NUL character")
+    name, colon, rest = text.partition(":")
+    if not colon:
+        raise PathError(f"{text!r} names no root: write ROOT:PATH, such as data:dir/A.zarr")
+    if name not in roots and rest.startswith("//"):
+        # The rest of a URL may contain credentials, which no message may show.
+        raise PathError(
+            f"{name}://...: there is no root {name!r}, and jobs take no URLs: copy the array into a root "
+            f"({', '.join(sorted(roots))}), and name it as ROOT:PATH"
+        )
+    if name not in roots:
+        raise PathError(f"{text}: there is no root {name!r}: use one of {', '.join(sorted(roots))}")
+    if rest.startswith("/"):
+        raise PathError(f"{text}: the path is absolute: write it relative to the root, as {name}:A.zarr")
+    parts = [part for part in rest.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise PathError(f"{text}: the path contains '..': write it without")
+    if not parts:
+        raise PathError(f"{text}: this is the root itself: name an array in it, as {name}:A.zarr")
+    return roots[name], parts
+
+
+def _found(folder: Path, parts: list[str], *, write: bool) -> Path:
+    """Return the real path of an array below a folder. With `write`, its last components may be missing."""
+    with _opened(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
+        for count in range(len(parts), -1, -1):
+            try:
+                descriptor = _open_beneath(top, "/".join(parts[:count]) or ".")
+            except FileNotFoundError:
+                if not write:
+                    raise
+                continue
+            with _opened(descriptor):
+                _check_kind(descriptor, parts[count:])
+                return Path(os.readlink(f"/proc/self/fd/{descriptor}"), *parts[count:])
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _check_kind(descriptor: int, missing: list[str]) -> None:
+    """Check that an array can be at a path, whose components `missing` do not exist in an open folder."""
+    mode = os.fstat(descriptor).st_mode
+    if missing:
+        if not stat.S_ISDIR(mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a part of it is no folder")
+        if os.path.lexists(f"/proc/self/fd/{descriptor}/{missing[0]}"):
+            raise OSError(0, "a symbolic link in it points to nothing")
+    elif not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):  # a FIFO blocks whoever opens it
+        raise OSError(0, "it is neither a file nor a folder")
+
+
+def _open_beneath(folder: int, path: str) -> int:
+    """Open a path below an open folder, without reading anything. Raise `OSError` if a link leaves it."""
+    how = _How(os.O_PATH | os.O_CLOEXEC, 0, _BENEATH | _NO_MAGICLINKS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for _ in range(_TRIES):
+        found = libc.syscall(
+            ctypes.c_long(_OPENAT2),
+            ctypes.c_int(folder),
+            ctypes.c_char_p(os.fsencode(path)),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        )
+        if found >= 0:
+            return int(found)
+        if ctypes.get_errno() != errno.EAGAIN:
+            break
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@contextmanager
+def _opened(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from oocgemm.stores.arrays import by_rows, is_plain, like
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.capabilities import (
+    FULL,
     Addressed,
     Coded,
     Collecting,
@@ -10,11 +11,13 @@ from oocgemm.stores.capabilities import (
     Genotypes,
     Merging,
     Resumable,
+    check_new,
     in_memory,
     memory,
+    no_room,
     span,
+    warn_of_folders,
 )
-from oocgemm.stores.durable import FULL, check_new, no_room, warn_of_folders
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.opening import (
     c_exists,

@@ -1,21 +1,71 @@
-"""What a matrix may be able to do beyond `Matrix`. A caller asks for a capability, never for a class.
+"""What a matrix may be able to do beyond `Matrix`, and how written blocks become durable.
+
+A caller asks for a capability, never for a class.
 
 A capability is a protocol. A matrix has it if its class has the methods, which need not be declared. Most of
-these protocols consist of methods only, so that a class can be asked, too.
+these protocols consist of methods only: `isinstance` then looks at the class, once.
+
+*Durable results.* An interrupted run can be resumed.
+
+A resumed run must complete C to the same bits as an uninterrupted run, even after a power failure. The
+journal (`oocgemm.jobs.journal`) records the finished tiles of C, and a resumed run does not compute these
+again. A tile is therefore recorded only when all its bytes are durable.
+
+*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_blocks`, and then
+records the tile. After a crash before the record, the resumed run writes the whole tile again. New chunk
+files are renamed into place. Files of uncompressed chunks that exist are overwritten in place: their old
+content is lost with or without that, and C is marked as unfinished.
+
+*beta != 0: the run also reads C.* If it overwrote a tile in place, a resumed run could not compute that tile
+again. So `redirect_writes` makes all writes go to redo files in another folder. Each tile then takes three
+steps:
+
+1. `sync_blocks` flushes the tile's redo files.
+2. The journal records the tile. This commits the tile.
+3. `apply_redo` moves the content of the redo files to C.
+
+A crash before the commit leaves C unchanged, and the redo files are discarded. After a later crash, the new
+content of each block is durable in C or in a redo file. The resumed run repeats `apply_redo` for every
+committed tile before it reads C.
+
+*New results.* A new .npy file is written in the journal's folder, and renamed to its final path when it is
+complete and durable. A new zarr array has an attribute that marks it as incomplete. `set_finished` renames
+the file or removes the attribute.
+
+A crash can leave temporary files of interrupted writes. `delete_partial_files` removes them.
+
+Other programs may change C or an operand between a run and its resumption. Files are therefore fingerprinted
+by size and modification time, and the resumed run compares these fingerprints with those in the journal.
+
+*Room.* Before a result is created, the free space of its disk is checked. A run whose disk becomes full can
+be resumed: `no_room` says how many bytes are missing.
 """
 
-from collections.abc import Sequence
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from oocgemm.errors import InputError, warn_of_data
 from oocgemm.planning import Coding
 from oocgemm.planning.tiling import Range
+from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array, Matrix
-from oocgemm.stores.compressors import Fetched
-from oocgemm.stores.lines import CachedChunks
+from oocgemm.stores.codecs import Fetched
+from oocgemm.stores.files import padded
+from oocgemm.stores.lines import CachedChunks, name_parts
+from oocgemm.system.installed import compiled
 
 # The element that stands for a missing genotype.
 MISSING = -1
@@ -40,7 +90,7 @@ class Durable(Protocol):
 class Resumable(Durable, Protocol):
     """A result whose blocks can be flushed, so that an interrupted run can be resumed.
 
-    `Store.journal_folder` returns the folder for the journal. `oocgemm.stores.durable` describes the steps.
+    `Store.journal_folder` returns the folder for the journal. The steps are described above.
     """
 
     def redirect_writes(self, folder: Any) -> None:
@@ -68,7 +118,8 @@ class Resumable(Durable, Protocol):
         """Move a block's redo files, which another process wrote to `folder`, to where `write` writes.
 
         The effect is that of a `write` of their content. If `redirect_writes` was called, they become redo
-        files of this matrix, else they become part of it. Raises `OSError`, also if a file is missing.
+        files of this matrix, else they become part of it. A chunk without a redo file stays as it is: the
+        caller has compared `redo_fingerprint`. Raises `OSError`.
         """
 
     def delete_partial_files(self) -> None:
@@ -208,3 +259,266 @@ def span(matrix: Matrix) -> tuple[int, int]:
         return array.ctypes.data, array.nbytes
     low, high = np.lib.array_utils.byte_bounds(array)
     return low, high - low
+
+
+# The journal's folder has this name inside the folder of a zarr array. For a file x.npy the folder is
+# x.npy.oocgemm.
+SIDECAR = ".oocgemm"
+# In the journal's folder, a new .npy file has this name until it is complete.
+DATA = "data.npy"
+# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
+# spread ones, since reading the status of every file would take too long.
+MAX_FINGERPRINTED = 10_000
+# More than MIN_SYNCED files and folders are flushed by up to MAX_SYNCED threads. Fewer are flushed before the
+# threads have started.
+MIN_SYNCED, MAX_SYNCED = 12, 16
+
+
+def sync_files(root: Path, names: Collection[str]) -> None:
+    """Flush files, the folders that contain them, and the folders above up to `root`. Raises `OSError`.
+
+    The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
+    whose elements all have the fill value.
+    """
+    _sync_all([*(root / name for name in names), *_folders(root, names)])
+
+
+def sync_names(root: Path, names: Collection[str]) -> None:
+    """Flush the directory entries of files, but not their contents. Raises `OSError`.
+
+    The `names` are relative to the folder `root`. All folders from the files up to `root` are flushed.
+    """
+    _sync_all(_folders(root, names))
+
+
+def _folders(root: Path, names: Collection[str]) -> list[Path]:
+    """Return the folders from files up to `root`. The `names` of the files are relative to `root`."""
+    folders = {root}
+    for parent in {(root / name).parent for name in names}:
+        folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
+    return sorted(folders)
+
+
+def _sync_all(paths: Collection[Path]) -> None:
+    """Flush files and folders, except missing ones. Raises `OSError`.
+
+    Many are flushed at the same time: the system then joins their requests to the disk to write out its
+    cache. Each of these takes milliseconds, and delays writes of other blocks.
+    """
+
+    def sync(path: Path) -> None:
+        with suppress(FileNotFoundError):
+            sync_path(path)
+
+    if len(paths) > MIN_SYNCED:
+        # If the system refuses a thread, this one flushes all.
+        with suppress(RuntimeError), ThreadPoolExecutor(MAX_SYNCED, "oocgemm-sync") as pool:
+            deque(pool.map(sync, paths), maxlen=0)  # raises the first error
+            return
+    for path in paths:
+        sync(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush the content of one file, or the directory entries of one folder.
+
+    Raises `OSError`, which names the file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint_of(paths: Iterable[str | Path]) -> str:
+    """Return a digest of the sizes and modification times of files, and of which files are missing."""
+    return fingerprints(paths)["content"]
+
+
+def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
+    """Return two digests of the status of files.
+
+    "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
+    program can write to a file and restore its modification time, but it cannot set the ctime. Yet the ctime
+    also changes without a write, for example on chmod. So if only "changes" differs, the user must decide
+    whether the content is the same.
+    """
+    content, changes = list[bytes](), list[bytes]()
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:  # "-" stands for a missing or inaccessible file
+            content.append(b"-")
+            changes.append(b"-")
+        else:
+            content.append(b"%d %d;" % (status.st_size, status.st_mtime_ns))
+            changes.append(b"%d;" % status.st_ctime_ns)
+    return digests(b"".join(content), b"".join(changes))
+
+
+def digests(content: bytes, changes: bytes) -> dict[str, str]:
+    """Return what `fingerprints` returns, given the status of the files as text."""
+    texts = {"content": content, "changes": changes}
+    return {name: hashlib.sha256(text).hexdigest()[:32] for name, text in texts.items()}
+
+
+def selection(down: int, across: int) -> range:
+    """Return the numbers of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
+
+    Chunks are counted row by row. If the grid has more than `MAX_FINGERPRINTED`, choose at most that many,
+    evenly spread. Otherwise choose all.
+    """
+    count = down * across
+    return range(0, count, max(1, -(-count // MAX_FINGERPRINTED)))
+
+
+def found_locally(path: str) -> bool:
+    """Return whether a local path leads to a file, to a symbolic link, or to a folder with content.
+
+    A symbolic link to nothing counts too. A folder that is empty, or contains only the journal of a run that
+    was killed before it created C, does not count. The path `x/../y` is taken as `y`, even if `x` is missing.
+    """
+    try:
+        if set(os.listdir(path)) <= {SIDECAR}:
+            return False
+    except OSError:
+        pass
+    return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
+
+
+def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
+    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
+
+    A redo file contains the new content of the block, which the .npy file does not contain yet.
+    """
+    return folder / "-".join(map(str, (*rows, *cols)))
+
+
+def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
+    """Return the redo files in `folder` for blocks inside the block `rows` x `cols`.
+
+    Each is returned as (path, rows, columns). A redo file contains the new content of one block, which the
+    .npy file does not contain yet.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        parts = path.name.split("-")
+        if len(parts) == 4 and all(part.isdecimal() for part in parts):
+            top, bottom, left, right = map(int, parts)
+            if rows[0] <= top and bottom <= rows[1] and cols[0] <= left and right <= cols[1]:
+                found.append((path, (top, bottom), (left, right)))
+    return found
+
+
+# `OOC_STATUS_BYTES` of `kernels/host/chunks.h`.
+STATUS_BYTES = 48
+# A thread reads the statuses of at least this many files, which takes 1 to 2 ms.
+MIN_FILES = 512
+
+
+def chunk_fingerprints(
+    folder: Path, key: Callable[[tuple[int, int]], str], grid: tuple[int, int]
+) -> dict[str, str]:
+    """Return the `fingerprints` of the files of a grid of chunks, or of some of them if there are many.
+
+    `key` returns the name of a file in `folder`, given the indices of its chunk.
+    """
+    library, parts, chosen = compiled(), name_parts(key), selection(*grid)
+    if library is None or parts is None:
+        return fingerprints(f"{folder}/{key(divmod(number, grid[1]))}" for number in chosen)
+    path, separator = os.fsencode(f"{folder}/{parts[0]}"), parts[1].encode()
+
+    def statuses(some: range) -> tuple[bytes, bytes]:
+        content, changes = (ctypes.create_string_buffer(STATUS_BYTES * len(some) + 1) for _ in range(2))
+        numbers = map(ctypes.c_int64, (some.start, some.stop, some.step, grid[1]))
+        library.ooc_stat_chunks(path, separator, *numbers, content, changes)
+        return content.value, changes.value
+
+    threads = min(len(os.sched_getaffinity(0)), len(chosen) // MIN_FILES)
+    if threads > 1:
+        each = -(-len(chosen) // threads)
+        # If no thread can be started, this one does all.
+        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:
+            found = pool.map(statuses, (chosen[at : at + each] for at in range(0, len(chosen), each)))
+            content, changes = (b"".join(texts) for texts in zip(*found, strict=True))
+            return digests(content, changes)
+    return digests(*statuses(chosen))
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which the disk or quota is too small
+
+
+def check_new(name: str, path: str, wanted: int = 0) -> None:
+    """Raise `InputError` if nothing can be created at a path, or if its disk has not `wanted` free bytes.
+
+    Call this before a long computation. The path need not exist, nor its folder. `name` is the name of what
+    would be created in the message.
+    """
+    place = Path(path).absolute().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise InputError(
+            f"{name}: cannot create {path}: no file can be made in {place}: {error.strerror}"
+        ) from error
+    check_room(name, path, wanted)
+
+
+def check_room(name: str, path: str, wanted: int) -> None:
+    """Raise `InputError` unless the disk of a path has `wanted` free bytes. The path need not exist.
+
+    `name` is the name of the array in the message.
+    """
+    free = free_bytes(path)
+    if free < wanted:
+        raise InputError(
+            f"{name} at {path} takes {format_size(wanted)} more, and its disk has {format_size(free)} free: "
+            f"make room for {format_size(wanted - free)}, or give a path on another disk"
+        )
+
+
+def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
+    """Return the message for a full disk: the path of C, how many bytes are missing, and the remedy.
+
+    The number of missing bytes is an estimate, and at least `min_bytes`, the size of the write that failed.
+    """
+    path = str(matrix.describe()["path"]).removeprefix("file://")
+    wanted = max(min_bytes, matrix.missing_bytes() if isinstance(matrix, Resumable) else 0)
+    free = ""
+    if error.errno == errno.ENOSPC:
+        left = free_bytes(path)
+        free, wanted = f", {format_size(left)} are free", max(min_bytes, wanted - left)
+    return (
+        f"{error.strerror}: C at {path} needs about {format_size(wanted)} more{free}. Make room, then "
+        "continue with --resume (resume=True)"
+    )
+
+
+def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) -> int:
+    """Return the bytes that an array takes on disk if its chunks are not compressed.
+
+    zarr stores chunks at the edges of the array in full size, and each file takes whole pages.
+    """
+    count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
+    return count * padded(chunks[0] * chunks[1] * itemsize)
+
+
+def warn_of_folders(name: str, path: str) -> None:
+    """Issue a `DataWarning` if a folder will be created for a new array or group at a path."""
+    missing = [above for above in Path(path).absolute().parents if not os.path.lexists(above)]
+    if missing:
+        warn_of_data(f"{name}: the folder {missing[-1]} does not exist, and is created: check its name")
+
+
+def free_bytes(path: str) -> int:
+    """Return the free bytes of the file system that a path is on. The path need not exist."""
+    place = Path(path).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    return shutil.disk_usage(place).free

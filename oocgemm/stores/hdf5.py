@@ -9,7 +9,7 @@ from typing import Any
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import Matrix, Store, is_path
-from oocgemm.stores.durable import found_locally
+from oocgemm.stores.capabilities import found_locally
 from oocgemm.stores.files import open_regular
 from oocgemm.stores.formats import MARK, check_found, check_new_format
 

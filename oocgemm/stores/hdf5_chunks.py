@@ -25,8 +25,8 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Chunked, Layout
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, ReadOnly, described, file_identities, transient
+from oocgemm.stores.capabilities import fingerprints
 from oocgemm.stores.declared import Declared
-from oocgemm.stores.durable import fingerprints
 from oocgemm.stores.files import MIN_DIRECT, OpenFile, many_cores, scratch
 from oocgemm.stores.formats import MARK
 from oocgemm.stores.hdf5_filters import Pipeline

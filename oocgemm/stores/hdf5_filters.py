@@ -21,7 +21,7 @@ import numpy as np
 from numcodecs import blosc, lz4, zstd
 
 from oocgemm.stores.base import Array
-from oocgemm.stores.compressors import ZLIB, decompress_into, inflate
+from oocgemm.stores.codecs import ZLIB, decompress_into, inflate
 
 # Numbers of compressors in the flags of a frame.
 LZ4_BLOCKS, ZSTD_BLOCKS = 1, 4

@@ -28,7 +28,7 @@ from oocgemm.stores.base import (
     is_path,
     refuse_zarr_options,
 )
-from oocgemm.stores.durable import (
+from oocgemm.stores.capabilities import (
     DATA,
     SIDECAR,
     check_room,

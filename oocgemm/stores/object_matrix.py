@@ -20,7 +20,8 @@ from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import Layout, Remote, Writing
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, NewArray
-from oocgemm.stores.durable import MAX_FINGERPRINTED, SIDECAR
+from oocgemm.stores.capabilities import MAX_FINGERPRINTED, SIDECAR
+from oocgemm.stores.codecs import CHECKSUM_BYTES, Encoding
 from oocgemm.stores.formats import check_url_format
 from oocgemm.stores.objects import (
     REQUESTS,
@@ -33,7 +34,6 @@ from oocgemm.stores.objects import (
     scrubbed,
 )
 from oocgemm.stores.zarr_chunks import MISSING, Block, Shards, cut, inside, view
-from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding
 from oocgemm.stores.zarr_matrix import ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import (
     METADATA,
@@ -266,7 +266,7 @@ def runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class ObjectMatrix(ZarrMatrix):
     """A matrix in a zarr array of format 2 or 3 in an object store.
 
-    Chunks whose encoding the module `oocgemm.stores.zarr_codecs` supports are read and written by this
+    Chunks whose encoding the module `oocgemm.stores.codecs` supports are read and written by this
     package, each in a request of its own. zarr writes sharded arrays, and reads and writes all others.
 
     A PUT replaces an object atomically, and is durable when it returns. So nothing needs to be flushed.

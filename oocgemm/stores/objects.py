@@ -23,7 +23,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError, NotFoundError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.stores.base import Array, ChangedError, Folder, Matrix, NewArray, Store, is_path
-from oocgemm.stores.durable import SIDECAR
+from oocgemm.stores.capabilities import SIDECAR
 from oocgemm.stores.formats import check_new_format
 from oocgemm.stores.zarr_matrix import new_zarr_layout
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError, missing_bfloat16
-from oocgemm.planning.integers import EXACT_LIMIT
+from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.stores.base import Array, named_dtype
 
 # Dtypes to which a transform may cast.

@@ -27,7 +27,17 @@ from oocgemm.planning import Coding
 from oocgemm.planning.cost.coding import ITEM_BYTES, MAX_CHUNK
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.compressors import NO_ROOM, Codec, Fetched, decompresser, frame_of
+from oocgemm.stores.codecs import (
+    CHECKSUM_BYTES,
+    NO_ROOM,
+    Codec,
+    Encoding,
+    Fetched,
+    add_checksum,
+    checked_content,
+    decompresser,
+    frame_of,
+)
 from oocgemm.stores.files import (
     MIN_DIRECT,
     MIN_SEGMENT,
@@ -54,7 +64,6 @@ from oocgemm.stores.lines import (
     read_parts,
     read_ranges,
 )
-from oocgemm.stores.zarr_codecs import CHECKSUM_BYTES, Encoding, add_checksum, checked_content
 
 # Files that a thread has open when it reads many together.
 MAX_OPEN = 32

@@ -1,7 +1,7 @@
 """Read and write the metadata of local zarr arrays without zarr, whose import takes half a second.
 
 This module reads metadata only if it has exactly the form in which zarr writes it, and names only codecs that
-`oocgemm.stores.zarr_codecs` supports. All other arrays are opened by zarr.
+`oocgemm.stores.codecs` supports. All other arrays are opened by zarr.
 
 `check_keys` checks that chunks have the keys that the metadata states. A chunk that is not stored has the
 fill value. So an array whose metadata states other keys than its chunks have, such as ``0.0`` for ``0/0``,
@@ -23,9 +23,9 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.planning.units import format_size
 from oocgemm.stores.base import NewArray
+from oocgemm.stores.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.files import open_regular, publish, read_regular
 from oocgemm.stores.zarr_chunks import Shards
-from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"

@@ -30,9 +30,9 @@ from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError, InputError, missing_bfloat16
 from oocgemm.stores.base import NewArray
+from oocgemm.stores.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.formats import dense_conversion, is_sparse, missing_client, wrong_format
 from oocgemm.stores.zarr_chunks import Shards
-from oocgemm.stores.zarr_codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.zarr_matrix import UNFINISHED, ZarrMatrix, reason
 from oocgemm.stores.zarr_metadata import Metadata, node_kind
 from oocgemm.system.threads import refusal

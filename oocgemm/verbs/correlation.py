@@ -18,8 +18,7 @@ from oocgemm.jobs.options import (
     documented,
 )
 from oocgemm.jobs.request import Request, parse_gram
-from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
-from oocgemm.jobs.run import outcome
+from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Coefficients
 from oocgemm.jobs.transforming import memory_of, opened, varying_lines
 from oocgemm.verbs.similarity import check_options, selected, selection_of

@@ -12,8 +12,7 @@ from oocgemm.jobs.options import (
     documented,
 )
 from oocgemm.jobs.request import parse_gram
-from oocgemm.jobs.result import Plan, Result
-from oocgemm.jobs.run import outcome, plan_request
+from oocgemm.jobs.run import Plan, Result, outcome, plan_request
 
 
 @overload

@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 from oocgemm import stores
 from oocgemm.jobs.options import KernelArguments, Operand, SelectionOptions, documented
 from oocgemm.jobs.request import Destination
-from oocgemm.jobs.result import Plan
+from oocgemm.jobs.run import Plan
 from oocgemm.jobs.steps import Gaussian
 from oocgemm.planning import Op
 from oocgemm.stores import Array

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.jobs.options import Operand, PathLike, PcaArguments, PcaOptions, check_names, documented
 from oocgemm.jobs.pca_passes import Passes, PcaState, load_state, save_state, state_path
-from oocgemm.jobs.result import Plan
+from oocgemm.jobs.run import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.zarr_matrix import check_free, save_arrays
@@ -162,7 +162,7 @@ def pca(
     cast to float32 or float64. Without a code of missing elements, missing genotypes of a .bed file are
     replaced by the means of their columns. Means and scales are per column. With `verify`, X is read once
     more for each product, which is compared with random combinations of its columns
-    (`oocgemm.integrity.chained`).
+    (`oocgemm.integrity.freivalds`).
 
     Args:
         x: a real two-dimensional operand as for `gemm`, n samples x d features. It may be larger than memory.

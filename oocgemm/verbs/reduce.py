@@ -10,8 +10,7 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.operands import op_of
 from oocgemm.jobs.options import Operand, ReduceArguments, SelectionOptions, Transpose, documented
 from oocgemm.jobs.request import Destination, Reduction, Request
-from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
-from oocgemm.jobs.run import outcome
+from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.jobs.steps import Epilogue, RankOne, Scale, steps_of
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.epilogue import REDUCTIONS

@@ -21,16 +21,23 @@ from oocgemm.jobs.options import (
     documented,
 )
 from oocgemm.jobs.request import Destination, Known, Request, parse_gram
-from oocgemm.jobs.result import Plan, Result
-from oocgemm.jobs.run import plan_request, run_request
+from oocgemm.jobs.run import Plan, Result, plan_request, run_request
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import DivideOrZero
 from oocgemm.jobs.transforming import accepted, memory_of
 from oocgemm.planning import Op
 from oocgemm.stores import Array
 from oocgemm.stores.capabilities import MISSING
-from oocgemm.stores.gcta import companions, is_grm, write_companions
-from oocgemm.stores.plink import ALL, Chromosomes, individuals_of, is_bed, on_chromosomes
+from oocgemm.stores.genetics import (
+    ALL,
+    Chromosomes,
+    companions,
+    individuals_of,
+    is_bed,
+    is_grm,
+    on_chromosomes,
+    write_companions,
+)
 from oocgemm.stores.transform import Transform
 
 logger = logging.getLogger("oocgemm")

@@ -21,8 +21,7 @@ from oocgemm.jobs.options import (
     documented,
 )
 from oocgemm.jobs.request import Destination, Request, Selection
-from oocgemm.jobs.result import Neighbors, Pairs, Plan, Result
-from oocgemm.jobs.run import outcome
+from oocgemm.jobs.run import Neighbors, Pairs, Plan, Result, outcome
 from oocgemm.stores import Collecting
 from oocgemm.stores.zarr_matrix import check_free
 

@@ -23,7 +23,7 @@ import zarr
 from keeping import keep, output
 
 import oocgemm
-from oocgemm.stores.plink import open_bed
+from oocgemm.stores.genetics import open_bed
 
 # Individuals whose relationships are compared, variants that are copied at a time, and different variants.
 COMPARED, BAND, LINES = 64, 2048, 256

@@ -28,7 +28,7 @@ from keeping import keep, output, work
 import oocgemm
 from oocgemm import backends
 from oocgemm.jobs import run as running
-from oocgemm.machine import models
+from oocgemm.machine import info
 from oocgemm.machine.calibrate import calibrate
 from oocgemm.planning import default_model
 from oocgemm.system import cache
@@ -71,10 +71,10 @@ def probed(backend: str, folder: Path) -> dict[str, Any]:
     engine = backends.open_backend(backend, 0)
     defaults = default_model(backend, len(os.sched_getaffinity(0)), compiled() is not None)
     started = time.perf_counter()
-    found = models.measure_probe(engine, defaults)
+    found = info.measure_probe(engine, defaults)
     seconds = time.perf_counter() - started
     with rates_of("probed", folder):
-        models.keep_probe(engine, found)
+        info.keep_probe(engine, found)
     print(f"the probe took {seconds:.2f} s: {found}")
     return {"seconds": seconds, "factors": found}
 

@@ -40,7 +40,7 @@ from oocgemm import stores
 from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.jobs import journal
 from oocgemm.planning import default_model
-from oocgemm.stores.gcta import companions
+from oocgemm.stores.genetics import companions
 
 # Number of chunks along each extent of a matrix.
 CHUNKS = 12

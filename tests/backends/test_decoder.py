@@ -15,7 +15,7 @@ from oocgemm.backends.base import Compressed
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.coding import DecodingShape
 from oocgemm.planning.tiling import Range
-from oocgemm.stores.compressors import Codec
+from oocgemm.stores.codecs import Codec
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.backends_here import CUDA
 from tests.support.decoding import Array

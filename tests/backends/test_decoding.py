@@ -17,7 +17,7 @@ from oocgemm.jobs.prepare import codings
 from oocgemm.planning import Kind, Plan
 from oocgemm.planning.cost import coding
 from oocgemm.reports.exports import page
-from oocgemm.stores.compressors import NO_ROOM, Fetched
+from oocgemm.stores.codecs import NO_ROOM, Fetched
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from oocgemm.timeline import Span
 from tests.support.fake_cuda import Device, fake_cuda

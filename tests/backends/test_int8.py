@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Budgets, GemmProblem, Op, default_model, make_plan
-from oocgemm.planning.integers import EXACT_LIMIT, MAX_FLOAT64_DEPTH, MAX_INT32_DEPTH, workspace_layout
+from oocgemm.planning.emulation import EXACT_LIMIT, MAX_FLOAT64_DEPTH, MAX_INT32_DEPTH, workspace_layout
 from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on, staged
 from tests.support.command import command, contents
 from tests.support.problems import Array, applied, stored

@@ -21,7 +21,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.integers import workspace_layout
+from oocgemm.planning.emulation import workspace_layout
 from tests.backends.test_int8 import exact, numbers
 from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launcher

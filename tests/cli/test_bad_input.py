@@ -12,7 +12,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BackendError, InputError
-from oocgemm.cli.printing import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.support.backends_here import CUDA
 from tests.support.bad_arrays import UNSUPPORTED, A, B, assert_one_line, copy_of, create_everything
 from tests.support.command import command, contents, run

@@ -10,8 +10,8 @@ import pytest
 import zarr
 
 from oocgemm.cli import products
-from oocgemm.cli.printing import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from oocgemm.jobs import result
+from oocgemm.cli.process import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.jobs import run as running
 from oocgemm.planning.search import planner
 from tests.support.cli_arrays import A, B, C, Y, Z, folder_of_arrays, stored
 from tests.support.command import Finished, command, contents, run
@@ -291,7 +291,7 @@ def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.Mon
 
 def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "MIN_REPORT_ROOM", 0)
-    monkeypatch.setattr(result, "REPORTED_SPAN_BYTES", 1 << 30)
+    monkeypatch.setattr(running, "REPORTED_SPAN_BYTES", 1 << 30)
     shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
     assert shown.code == 0
     assert re.search(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.machine import info
 from tests.support.command import command
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oocgemm.cli.main import COMMANDS, cli
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from tests.support.cli_arrays import A, B, folder_of_arrays, stored
 
 

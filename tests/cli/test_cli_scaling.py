@@ -7,7 +7,7 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.errors import InputError
 from tests.support.command import command
 

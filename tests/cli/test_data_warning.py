@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from oocgemm import DataWarning
-from oocgemm.cli.printing import silence_warnings, warnings_as_notes
+from oocgemm.cli.process import silence_warnings, warnings_as_notes
 
 
 @pytest.mark.parametrize("quiet", [False, True])

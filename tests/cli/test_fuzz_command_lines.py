@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from oocgemm import BackendError
 from oocgemm.cli import measuring
-from oocgemm.cli.printing import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.support.fuzzing import A, B, C, delete_results, ended, folder_of_operands, fuzz
 from tests.support.suite import slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.cli.printing import EXIT_FAILED
+from oocgemm.cli.process import EXIT_FAILED
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Timeline
 from tests.support.suite import slow

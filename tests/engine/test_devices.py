@@ -14,7 +14,7 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.backends.base import slot_offsets
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.planning import Kind, Plan, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.stores import arrays

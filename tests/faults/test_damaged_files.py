@@ -20,7 +20,7 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError
-from oocgemm.cli.printing import EXIT_FAILED
+from oocgemm.cli.process import EXIT_FAILED
 from oocgemm.jobs.journal import JOURNAL
 from oocgemm.planning import Plan
 from oocgemm.timeline import Span

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
-from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
 from tests.support.bad_arrays import A, B, assert_one_line, copy_of, create_everything
 from tests.support.command import command, contents, own_threads, run
 from tests.support.suite import each_value

@@ -19,11 +19,11 @@ import pytest
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OutOfMemoryError, stores
-from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
 from oocgemm.engine import host_blocks
 from oocgemm.engine.staging import Staging
-from oocgemm.jobs import budgets as budgets_module
 from oocgemm.jobs import output
+from oocgemm.jobs import prepare as budgets_module
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.stores import files
 from oocgemm.system import resources

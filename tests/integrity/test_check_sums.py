@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.integrity.checksums.device import Weights
+from oocgemm.integrity.tile_checks import Weights
 from oocgemm.kernels.compile import compiled
 from oocgemm.planning import DTYPES
 from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders

@@ -9,7 +9,7 @@ import pytest
 import oocgemm
 from oocgemm import Transform
 from oocgemm.errors import ExecutionError
-from oocgemm.integrity.chained import check_chained
+from oocgemm.integrity.freivalds import check_chained
 from oocgemm.integrity.passes import Oriented
 from oocgemm.planning import Kind
 from tests.support.backends_here import ENGINES, Engine, running_on
@@ -87,5 +87,5 @@ def test_rounding_is_not_an_error(dtype: str, shape: tuple[int, int], offset: fl
 
 def test_without_verify_x_is_not_read_again() -> None:
     x = RNG.standard_normal((50, 6))
-    with patch("oocgemm.jobs.sampling.check_chained", side_effect=AssertionError):
+    with patch("oocgemm.jobs.verify.check_chained", side_effect=AssertionError):
         oocgemm.pca(x, 2, backend="host")

@@ -22,11 +22,11 @@ from oocgemm.backends.checksums import DeviceStripSums
 from oocgemm.backends.host import backend as host_backend
 from oocgemm.backends.host.finish import run_chain
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.integrity import chained, samples
-from oocgemm.jobs import sampling
+from oocgemm.integrity import freivalds, samples
+from oocgemm.jobs import verify
 from oocgemm.planning import Kind
 from oocgemm.stores import base
-from oocgemm.stores.sparse import SparseMatrix
+from oocgemm.stores.arrays import SparseMatrix
 from tests.support.backends_here import BACKENDS, ENGINES, Engine, running_on
 from tests.support.faults import Fault, faulty_stores
 from tests.support.problems import Array
@@ -433,7 +433,7 @@ def failing_again(error: Exception, times: int) -> Iterator[Fault]:
     with (
         faulty_stores(read_A=fault, read_X=fault),
         patch.object(samples.Samples, "check", arming(samples.Samples.check)),
-        patch.object(sampling, "check_chained", arming(chained.check_chained)),
+        patch.object(verify, "check_chained", arming(freivalds.check_chained)),
     ):
         yield fault
 

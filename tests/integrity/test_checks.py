@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import HostBlock
-from oocgemm.integrity.checksums.host import HostSums
+from oocgemm.integrity.host_checksums import HostSums
 from oocgemm.planning import Kind, Operation
 from oocgemm.planning.search import slot_counts
 from tests.support.problems import DTYPES, drawn_product, scaled

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.checksums import VECTORS, SignVectors
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.integrity import blocks
+from oocgemm.integrity import freivalds
 from oocgemm.planning import Op
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.support.command import command
@@ -100,7 +100,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
 def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     a, b = rng.standard_normal((700, 900)), rng.standard_normal((900, 800))
-    monkeypatch.setattr(blocks, "PIECE", 10_000)
+    monkeypatch.setattr(freivalds, "PIECE", 10_000)
     right, largest = ArrayMatrix.read, 0
 
     def read(self: ArrayMatrix, rows: Any, cols: Any, out: Array) -> None:

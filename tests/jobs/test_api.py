@@ -12,7 +12,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BudgetError, InputError, NotFoundError
-from oocgemm.jobs import budgets
+from oocgemm.jobs import prepare
 from oocgemm.jobs.options import Options, options_of
 from oocgemm.jobs.request import Destination, Request
 
@@ -257,26 +257,26 @@ def test_type_checkers_see_options_and_operands(tmp_path: Path) -> None:
 
 
 def test_default_budgets_ignore_small_changes_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
-    before = budgets.budgets_of("cuda", lambda: 78 << 30)
-    monkeypatch.setattr(budgets, "available_memory", lambda *_: (121 << 30) - (50 << 20))
-    assert budgets.budgets_of("cuda", lambda: (78 << 30) - (20 << 20)) == before
+    monkeypatch.setattr(prepare, "available_memory", lambda *_: 121 << 30)
+    before = prepare.budgets_of("cuda", lambda: 78 << 30)
+    monkeypatch.setattr(prepare, "available_memory", lambda *_: (121 << 30) - (50 << 20))
+    assert prepare.budgets_of("cuda", lambda: (78 << 30) - (20 << 20)) == before
     assert 0.96 * 0.9 * (78 << 30) <= before.device <= 0.9 * (78 << 30)
     assert 0.96 * (60.5 * 2**30) <= before.host <= 60.5 * 2**30
 
 
 def test_default_budgets_of_two_devices_do_not_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
+    monkeypatch.setattr(prepare, "available_memory", lambda *_: 121 << 30)
     frees = [
         (size << 30) * 10 // 9 + change for change in (-(1 << 20), 1 << 20, -(1 << 20)) for size in (64, 32)
     ]
-    found = [budgets.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
+    found = [prepare.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
     assert len(set(found)) == 2
 
 
 def test_default_budgets_do_not_alternate_between_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_memory", lambda *_: 121 << 30)
+    monkeypatch.setattr(prepare, "available_memory", lambda *_: 121 << 30)
     frees = [(64 << 30) * 10 // 9 + change for change in (1 << 20, -(1 << 20)) * 4]
-    found = [budgets.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
+    found = [prepare.budgets_of("cuda", lambda free=free: free).device for free in frees]  # type: ignore[misc]
     assert len(set(found[1:])) == 1
     assert all(size <= free * 9 // 10 for size, free in zip(found, frees, strict=True))

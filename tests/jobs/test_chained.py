@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.jobs.request import Chain, Destination, Request
-from oocgemm.jobs.result import Result
-from oocgemm.jobs.run import plan_request, run_request
+from oocgemm.jobs.run import Result, plan_request, run_request
 from oocgemm.stores.transform import Transform
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.fake_cuda import fake_cuda

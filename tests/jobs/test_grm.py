@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import DataWarning, InputError
 from oocgemm.stores.base import NewArray
-from oocgemm.stores.gcta import GrmFiles, GrmMatrix, companions
+from oocgemm.stores.genetics import GrmFiles, GrmMatrix, companions
 from tests.support import TOP
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command

@@ -13,7 +13,7 @@ import oocgemm
 from oocgemm import BudgetError, InputError
 from oocgemm.distributed.survey import WorkerFacts, with_shares
 from oocgemm.jobs import prepare
-from oocgemm.jobs.budgets import within_budgets
+from oocgemm.jobs.prepare import within_budgets
 from oocgemm.jobs.request import Destination, Request
 from oocgemm.planning import Plan
 from oocgemm.planning.units import parse_size

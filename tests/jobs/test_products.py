@@ -18,7 +18,7 @@ from oocgemm.engine import host_blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores import zarr_chunks as chunks
-from oocgemm.stores.zarr_codecs import Encoding
+from oocgemm.stores.codecs import Encoding
 from tests.support.backends_here import BACKENDS, ENGINES, REAL_ENGINES, Engine, running_on, staged
 from tests.support.problems import (
     ALL_DTYPES,

@@ -10,7 +10,7 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning import (

@@ -13,7 +13,7 @@ import pytest
 import zarr
 
 from oocgemm import stores
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, Journal, read
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning.tiling import Tile

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from oocgemm import stores
-from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
 from oocgemm.jobs.journal import Journal
 from tests.support.command import contents, run
 from tests.support.suite import thinned

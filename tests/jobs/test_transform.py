@@ -17,7 +17,7 @@ from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes
 from oocgemm.errors import InputError
 from oocgemm.jobs.transforming import readable, transformed
-from oocgemm.machine import models
+from oocgemm.machine import info
 from oocgemm.planning import Kind, MachineModel, Op, default_model
 from oocgemm.stores import open_matrix
 from tests.support.backends_here import running_on
@@ -214,7 +214,7 @@ def test_several_transformed_panels_are_used_in_any_order(m: int, n: int, k: int
     one, other = (Transform(center=rng.integers(-2, 3, k), cast="float16") for _ in "AB")
     wide = a - one.center, b - other.center[:, None]
     given: Any = {"backend": "cuda", "kernel": "cublas", "device_memory": "200MiB"}
-    with fake_cuda(seed) as device, patch.object(models, "default_model", slow):
+    with fake_cuda(seed) as device, patch.object(info, "default_model", slow):
         tile = f"{max(16, m // 2)}x{max(16, n // 2)}x16"
         found = oocgemm.gemm(a, b, transform_a=one, transform_b=other, tile=tile, **given)
         tile = f"{max(16, m // 2)}x{max(16, m // 2)}x16"

@@ -12,7 +12,7 @@ import zarr
 import oocgemm
 from oocgemm import stores
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.printing import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError
 from oocgemm.jobs.journal import ATTRIBUTE, Journal
 from tests.support.command import Finished, contents, run

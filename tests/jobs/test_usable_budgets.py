@@ -13,13 +13,13 @@ from numcodecs import Blosc, GZip
 
 import oocgemm
 from oocgemm import BudgetError
-from oocgemm.jobs import budgets
+from oocgemm.jobs import prepare
 from oocgemm.planning import Budgets, Chunked, Layouts, Plan
 from oocgemm.planning.cost.machine import default_model
 from oocgemm.planning.units import ceil_size, parse_size
 from oocgemm.reports.advice import fit, remedy
 from oocgemm.timeline import report
-from oocgemm.timeline.diagnosis import diagnose
+from oocgemm.timeline.metrics import diagnose
 from tests.support.command import command
 from tests.support.suite import slow, thinned
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan
@@ -119,7 +119,7 @@ def test_errors_of_other_verbs_name_such_sizes_too(here: Path, verb: str) -> Non
 
 
 def test_no_larger_sizes_are_searched_for_plans_that_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "usable", lambda *_: pytest.fail("the plan fits"))
+    monkeypatch.setattr(prepare, "usable", lambda *_: pytest.fail("the plan fits"))
     oocgemm.plan("a", "b", backend="host", memory="1GiB")
 
 
@@ -154,7 +154,7 @@ def test_a_note_names_no_more_memory_than_there_is(here: Path, monkeypatch: pyte
     least = raised.value.least
     assert least is not None
     assert oocgemm.plan("a", "b", backend="host", memory=least).faster is not None
-    monkeypatch.setattr(budgets, "available_memory", lambda *_: least + (1 << 20))
+    monkeypatch.setattr(prepare, "available_memory", lambda *_: least + (1 << 20))
     assert oocgemm.plan("a", "b", backend="host", memory=least).note == ""
 
 

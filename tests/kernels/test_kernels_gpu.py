@@ -20,7 +20,7 @@ from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op
-from oocgemm.planning.integers import workspace_layout
+from oocgemm.planning.emulation import workspace_layout
 from tests.support.backends_here import CUDA
 from tests.support.gemm_cases import (
     ODD_SHAPES,

@@ -14,7 +14,7 @@ from numcodecs import Blosc, Zstd
 from oocgemm.kernels.compile import compiled
 from oocgemm.planning.cost import coding
 from oocgemm.planning.cost.coding import BLOSC_STREAM, MIN_STREAM, Division
-from oocgemm.stores.compressors import Codec
+from oocgemm.stores.codecs import Codec
 from tests.support.decoding import Array, Batch
 from tests.support.nvrtc import Nvrtc
 from tests.support.packing import packed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oocgemm.kernels.compile import compiled
-from oocgemm.stores.compressors import frame_of
+from oocgemm.stores.codecs import frame_of
 from tests.support.decoding import Array, Batch, blosc, decompressed, samples, zstd
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources

@@ -18,7 +18,7 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.selection import COUNTER_BYTES, SEGMENT_BYTES, found_layout
 from oocgemm.planning.sinks import SELECTED as DTYPES
 from oocgemm.planning.sinks import AtLeast
-from oocgemm.stores.sparse import Rule, SparseMatrix
+from oocgemm.stores.arrays import Rule, SparseMatrix
 from tests.kernels.test_topk_kernel import ACCUMULATORS, GPU, scores
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numcodecs import Blosc, Zstd
 
-from oocgemm.stores.compressors import Codec, decompress_into
+from oocgemm.stores.codecs import Codec, decompress_into
 from tests.support.backends_here import CUDA
 from tests.support.decoding import Array, Batch, batch, blosc, samples, zstd
 from tests.support.suite import examples, slow

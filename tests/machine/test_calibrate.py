@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.errors import BackendError
 from oocgemm.machine import calibrate as module
 from oocgemm.machine.calibrate import Sizes, calibrate
 from oocgemm.planning import RATES, Calibration, KernelRate, MachineModel, default_model
 from oocgemm.planning.cost.machine import MAX_LINK
 from oocgemm.planning.units import format_rate
-from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
+from oocgemm.reports.charts import BOTTOM, LEFT, LINE, roofline
 from oocgemm.system import cache
 from tests.support.backends_here import needs_gpu
 from tests.support.calibrations import MEASURED, STORES, folder_of_matrices, known

@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 
 from oocgemm.cli.display import print_bench
-from oocgemm.cli.printing import snake_keys
+from oocgemm.cli.process import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.ladder import LADDER
 from oocgemm.kernels.tuning import CUBLAS
-from oocgemm.machine import counters, kernel_bench
+from oocgemm.machine import kernel_bench
 from tests.support import TOP
 from tests.support.suite import slow
 
@@ -62,8 +62,10 @@ PAGE = "\n".join(
 
 
 def test_counters_of_the_launches_of_a_row_are_summed() -> None:
-    dealt = counters._grouped(counters.parse_launches(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
-    blas, grid, tiled = map(counters._summed, dealt)
+    dealt = kernel_bench._grouped(
+        kernel_bench.parse_launches(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]]
+    )
+    blas, grid, tiled = map(kernel_bench._summed, dealt)
     assert blas == {
         **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
         # The launches had 10% for three quarters of the time, and 50% for the rest.
@@ -89,7 +91,7 @@ def test_counters_of_the_launches_of_a_row_are_summed() -> None:
 )
 def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]]) -> None:
     with pytest.raises(BackendError, match="ncu reports other kernels than were launched"):
-        counters._grouped(counters.parse_launches(PAGE), expected)
+        kernel_bench._grouped(kernel_bench.parse_launches(PAGE), expected)
 
 
 # Replaces the GPU in the process that ncu starts. It records the launches in a file.
@@ -203,7 +205,7 @@ def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
         *(given, given | {"kernel": "naive_grid", "params": grid.variants[0]}),
         *(rounded, rounded | {"kernel": "tensor", "params": mma.variants[0]}),
     ]
-    found = counters.read_counters(rows, 1)
+    found = kernel_bench.read_counters(rows, 1)
     assert [one["store_sectors"] for one in found] == [2000, 2000, 2000, 1000]
     launches = ncu.read_text().splitlines()
     assert (launches[2:4], launches[-1]) == (["naive_grid", "naive_grid"], "tensor_mma")
@@ -261,7 +263,7 @@ def test_what_fails_below_ncu_is_said(ncu: Path) -> None:
     with pytest.raises(
         BackendError, match=r"ncu failed: ==ERROR== The application .* error code \(1\)\. AssertionError"
     ):
-        counters.read_counters([], 2)  # the fake device has the number 1, so number 2 is wrong
+        kernel_bench.read_counters([], 2)  # the fake device has the number 1, so number 2 is wrong
 
 
 def test_without_ncu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
-from oocgemm.machine import models as rates
+from oocgemm.machine import info as rates
 from oocgemm.planning import default_model
 from oocgemm.system import cache
 

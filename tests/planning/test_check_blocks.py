@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.integrity.checksums.host import runs
+from oocgemm.integrity.host_checksums import runs
 from oocgemm.planning import DTYPES, Budgets, Layouts, Tier, TileShape, default_model, make_plan
 from oocgemm.planning.check_blocks import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
 from oocgemm.planning.cost.footprint import payload_bytes, slot_bytes

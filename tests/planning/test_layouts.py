@@ -7,7 +7,7 @@ import pytest
 
 from oocgemm.planning import Chunked, Coding, InMemory, Layout, Layouts, Lines, Op, Remote, Writing
 from oocgemm.planning.layout import KINDS, Codings
-from oocgemm.planning.serialize import recorded_layouts
+from oocgemm.planning.plan import recorded_layouts
 
 C = Writing((5, 4), existing=True, encodes=True, encode_bytes=160)
 EVERY = {

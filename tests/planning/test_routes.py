@@ -20,7 +20,7 @@ from oocgemm.planning import (
 from oocgemm.planning.cost.footprint import ring_shape
 from oocgemm.planning.cost.machine import INSTANT
 from oocgemm.planning.cost.price import Prices
-from oocgemm.planning.route import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
+from oocgemm.planning.layout import Decoded, Direct, Encoded, InPlace, Ringed, Route, Slotted
 from tests.support.plan_cases import GIB, problem
 from tests.support.products import changed
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oocgemm.planning import TileGrid, TileSet, TileShape
 from oocgemm.planning.schedule.placement import SlotCache
 from oocgemm.planning.schedule.traversal import NEVER, NextUse, Traversal, last, step_order, walk
-from oocgemm.planning.tile_set import Coverage
+from oocgemm.planning.tiling import Coverage
 from tests.support.schedule_problems import traversals
 
 

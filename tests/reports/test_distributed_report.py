@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from oocgemm.reports import exports as pages
-from oocgemm.reports.distribution import labels
+from oocgemm.reports.charts import COLUMNS, DEVICE, svg
 from oocgemm.reports.exports import page, run_data, write_trace
-from oocgemm.reports.gantt import COLUMNS, DEVICE, svg
+from oocgemm.reports.sections import labels
 from oocgemm.timeline import Timeline, report
 from oocgemm.timeline.activities import activities
 from oocgemm.timeline.metrics import Distribution, UnitFigures

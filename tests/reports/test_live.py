@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm.cli import console as shown_by
+from oocgemm.cli import display as shown_by
 from oocgemm.planning import Budgets
 from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
-from oocgemm.timeline.series import recent_activity, utilisation
+from oocgemm.timeline.activities import recent_activity, utilisation
 from tests.support.command import command, own_threads, run
 from tests.support.suite import slow
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan
@@ -118,7 +118,7 @@ def test_verify_reports_what_it_reads(
     assert run("a.npy", "b.npy", "c.npy").code == 0
     said: list[str] = []
     monkeypatch.setattr(
-        "oocgemm.cli.console.doing", lambda enabled: nullcontext(said.append if enabled else len)
+        "oocgemm.cli.display.doing", lambda enabled: nullcontext(said.append if enabled else len)
     )
     assert command(*arguments).code == 0
     assert said == expected

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.planning import Budgets
+from oocgemm.reports.charts import COLUMNS, svg
 from oocgemm.reports.exports import page, run_data, write_trace
-from oocgemm.reports.gantt import COLUMNS, svg
 from oocgemm.timeline import Span, Timeline, read_log, report
-from oocgemm.timeline.series import finish_times, rate_limits, rates, rows
+from oocgemm.timeline.activities import finish_times, rate_limits, rates, rows
 from tests.support.command import command
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan, write_log
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from oocgemm.planning import RATES, Budgets
+from oocgemm.reports.charts import roofline
 from oocgemm.reports.exports import page
-from oocgemm.reports.roofline import roofline
 from oocgemm.timeline import Span, Timeline
 from tests.support.browser import FAULTS, MISSING, Page, browser, find_browser
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan

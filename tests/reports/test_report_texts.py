@@ -11,8 +11,8 @@ import oocgemm
 from oocgemm.cli import display_jobs
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Span, Timeline, report
-from oocgemm.timeline.diagnosis import diagnose
-from oocgemm.timeline.series import recent_activity
+from oocgemm.timeline.activities import recent_activity
+from oocgemm.timeline.metrics import diagnose
 from tests.support.command import command
 from tests.support.suite import thinned
 from tests.support.virtual_runs import GIB, machine, run_of, virtual_plan, write_log

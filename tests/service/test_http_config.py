@@ -11,9 +11,8 @@ from oocgemm.errors import InputError
 from oocgemm.service.client import Client
 from oocgemm.service.http import service as opening
 from oocgemm.service.http.service import Config, parse_address
-from oocgemm.service.limits import DeviceInfo
+from oocgemm.service.limits import DeviceInfo, Root
 from oocgemm.service.protocol import AccessError
-from oocgemm.service.roots import Root
 from tests.support.command import command
 from tests.support.real_server import SECONDS, running_server
 

@@ -18,7 +18,7 @@ from tests.support.suite import slow
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     # Streams send as soon as they can, so that the tests are quick.
-    quickly = {"oocgemm.service.http.event_stream:SEND_SECONDS": 0.02}
+    quickly = {"oocgemm.service.http.routes:SEND_SECONDS": 0.02}
     with running_server(tmp_path_factory.mktemp("server"), set=quickly) as found:
         yield found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.service.http.turns import MAX_PLANS_OF_USER, Turns
+from oocgemm.service.http.service import MAX_PLANS_OF_USER, Turns
 from oocgemm.service.protocol import UnavailableError
 from tests.support.real_server import JOB, RealServer, running_server
 

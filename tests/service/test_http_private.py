@@ -25,8 +25,8 @@ from oocgemm.service.http.security import LOGIN_SECONDS, LoginCode, Tokens
 from oocgemm.service.http.service import DATABASE
 from oocgemm.service.job_planner import checked, planned
 from oocgemm.service.job_store import VERSION, JobStore
+from oocgemm.service.limits import Root, display_all
 from oocgemm.service.protocol import State
-from oocgemm.service.roots import Root, display_all
 from tests.support.real_server import JOB, RealServer, running_server
 from tests.support.services import LIMITS, plain_job, store_operands
 

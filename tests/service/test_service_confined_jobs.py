@@ -16,8 +16,8 @@ from oocgemm.service.backfill import Limits
 from oocgemm.service.dispatcher import Dispatcher
 from oocgemm.service.job_planner import Planner, checked, planned
 from oocgemm.service.job_store import JobStore
+from oocgemm.service.limits import Root, allowed_folders
 from oocgemm.service.protocol import State
-from oocgemm.service.roots import Root, allowed_folders
 from tests.support import TOP
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.confined import swapping

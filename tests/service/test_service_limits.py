@@ -10,8 +10,7 @@ import pytest
 from oocgemm.errors import BackendError, InputError
 from oocgemm.service import limits as limiting
 from oocgemm.service.backfill import Limits
-from oocgemm.service.limits import DeviceInfo, find_devices, free_space, limits
-from oocgemm.service.roots import Root
+from oocgemm.service.limits import DeviceInfo, Root, find_devices, free_space, limits
 from tests.support.backends_here import CUDA, REAL_BACKENDS
 
 GPUS = [DeviceInfo(0, "big", 80 << 30), DeviceInfo(1, "small", 40 << 30)]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.service.roots import PathError, Root, allowed_folders, display, resolve
+from oocgemm.service.limits import PathError, Root, allowed_folders, display, resolve
 from tests.support.suite import examples
 
 # Links in the tree, in both roots: what each points to. Those of `OUT` lead out of the root.

@@ -20,9 +20,8 @@ from oocgemm.service.http.routes import devices
 from oocgemm.service.job_planner import checked, planned
 from oocgemm.service.job_store import JobRecord, JobStore, NewJob
 from oocgemm.service.job_worker import LOG, OWNER
-from oocgemm.service.limits import DeviceInfo
+from oocgemm.service.limits import DeviceInfo, Root, allowed_folders
 from oocgemm.service.protocol import Action, State
-from oocgemm.service.roots import Root, allowed_folders
 from oocgemm.service.worker_pool import KEEP, KEPT, WorkerPool
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.fake_cuda import fake_cuda

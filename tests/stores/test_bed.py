@@ -14,8 +14,8 @@ import oocgemm
 from oocgemm.errors import InputError, NotFoundError
 from oocgemm.jobs import stats as counting
 from oocgemm.jobs import streaming
-from oocgemm.service.roots import PathError, Root, resolve
-from oocgemm.stores import plink
+from oocgemm.service.limits import PathError, Root, resolve
+from oocgemm.stores import genetics
 from tests.support.backends_here import ENGINES, Engine, running_on
 from tests.support.command import command
 from tests.support.plink import bed_bytes, genotypes, write_bed
@@ -33,7 +33,7 @@ def test_every_block_of_a_file_is_that_of_the_matrix(
     x = genotypes(np.random.default_rng(people * variants), people, variants, missing=0.3)
     path = write_bed(tmp_path_factory.mktemp("bed") / "x.bed", x)
     slab = data.draw(st.sampled_from([1, 3, 8, 1 << 17]))  # bytes that are decoded at a time
-    matrix: Any = plink.open_bed("X", path)
+    matrix: Any = genetics.open_bed("X", path)
     if data.draw(st.booleans()):
         matrix, x = matrix.transposed(), x.T
     rows, cols = (
@@ -41,7 +41,7 @@ def test_every_block_of_a_file_is_that_of_the_matrix(
         for extent in x.shape
     )
     wide = np.full((rows[1] - rows[0], cols[1] - cols[0] + 3), 9, np.int8)
-    with patch.object(plink, "_SLAB", slab):
+    with patch.object(genetics, "_SLAB", slab):
         matrix.read(rows, cols, wide[:, 2:-1])
     np.testing.assert_array_equal(wide[:, 2:-1], x[slice(*rows), slice(*cols)])
     assert (wide[:, [0, 1, -1]] == 9).all(), "only the block is written"
@@ -86,7 +86,7 @@ def test_counted_genotypes_give_the_statistics_of_elements(
         for last in range(2 + line, len(content), line):
             content[last] |= 0xFF << 2 * (people % 4) & 0xFF
         path.write_bytes(content)
-    matrix = plink.open_bed("X", path)
+    matrix = genetics.open_bed("X", path)
     with patch.object(counting, "_SLAB", slab), patch.object(streaming, "BATCH_BYTES", 16):
         counts = counting.genotype_counts(matrix, 1 << 20)
         found = oocgemm.stats(path, missing=-1)
@@ -169,7 +169,7 @@ def test_the_files_beside_it_must_be_there_and_fit(tmp_path: Path) -> None:
 
 def test_a_file_that_is_truncated_later_is_an_error(tmp_path: Path) -> None:
     path = write_bed(tmp_path / "x.bed", GOOD)
-    matrix = plink.open_bed("X", path)
+    matrix = genetics.open_bed("X", path)
     os.truncate(path, 10)
     with pytest.raises(EOFError, match="truncated from 18 bytes to 10"):
         matrix.read((0, 9), (0, 1), np.empty((9, 1), np.int8))
@@ -197,7 +197,7 @@ def test_files_of_other_programs_are_read_as_bed_reader_reads_them(name: str) ->
     reader = pytest.importorskip("bed_reader")
     path = Path(reader.__file__).parent / "tests" / "data" / f"{name}.bed"
     expected = reader.open_bed(path, count_A1=True, num_threads=1).read(dtype="int8")
-    matrix = plink.open_bed("X", path)
+    matrix = genetics.open_bed("X", path)
     found = np.empty(matrix.shape, np.int8)
     matrix.read((0, matrix.shape[0]), (0, matrix.shape[1]), found)
     np.testing.assert_array_equal(found, np.where(expected == -127, -1, expected))

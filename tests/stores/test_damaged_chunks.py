@@ -13,7 +13,7 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, ZstdCodec
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import files, zarr_codecs
+from oocgemm.stores import codecs, files
 from oocgemm.stores.files import Opener
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 
@@ -120,7 +120,7 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
 
 def test_a_chunk_of_another_size_says_both() -> None:
     with pytest.raises(ValueError, match="504 bytes instead of 512"):
-        zarr_codecs.Encoding(np.dtype("f8")).decode(np.zeros(504, np.uint8), (8, 8), None)
+        codecs.Encoding(np.dtype("f8")).decode(np.zeros(504, np.uint8), (8, 8), None)
 
 
 @pytest.mark.parametrize("length", [12, 15, 527])
@@ -130,7 +130,7 @@ def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
     A chunk whose own header gives too long a length must not read them.
     """
     values = np.random.default_rng(0).standard_normal((8, 8))
-    blosc = zarr_codecs.Encoding(np.dtype("f8"), compressor=numcodecs.Blosc("lz4", shuffle=0))
+    blosc = codecs.Encoding(np.dtype("f8"), compressor=numcodecs.Blosc("lz4", shuffle=0))
     stored = np.frombuffer(blosc.compressor.encode(values), np.uint8)
     assert len(stored) == 528
     np.testing.assert_array_equal(blosc.decode(stored, (8, 8), None), values)
@@ -141,12 +141,12 @@ def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
 def test_a_chunk_may_be_of_several_gzip_members() -> None:
     values, gzip = np.random.default_rng(0).standard_normal((8, 8)), numcodecs.GZip()
     stored = np.frombuffer(gzip.encode(values[:3]) + gzip.encode(values[3:]), np.uint8)
-    found = zarr_codecs.Encoding(np.dtype("f8"), compressor=gzip).decode(stored, (8, 8), None)
+    found = codecs.Encoding(np.dtype("f8"), compressor=gzip).decode(stored, (8, 8), None)
     np.testing.assert_array_equal(found, values)
 
 
 def test_a_checksum_is_that_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zarr_codecs, "_CHECKSUM_PART", 100)
+    monkeypatch.setattr(codecs, "_CHECKSUM_PART", 100)
     values = np.random.default_rng(0).standard_normal((8, 8))
     array = zarr.create_array(tmp_path / "A", data=values, chunks=(8, 8), compressors=[CRC])
     matrix, out = ZarrMatrix("A", array), np.empty((8, 8))

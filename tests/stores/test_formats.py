@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import InputError
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from tests.support.command import contents, run
 from tests.support.suite import slow
 

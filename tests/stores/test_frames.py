@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numcodecs import LZ4, Blosc
 
-from oocgemm.stores import zarr_codecs
-from oocgemm.stores.compressors import Codec, Frame, decompress_into, frame_of
+from oocgemm.stores import codecs
+from oocgemm.stores.codecs import Codec, Frame, decompress_into, frame_of
 from tests.support.decoding import Batch, batch, blosc, composed, samples, zstd
 from tests.support.suite import each_value, examples, slow
 
@@ -95,8 +95,8 @@ def test_damaged_headers_are_refused_or_describe_what_the_host_decodes(name: str
 @pytest.mark.parametrize("library", [True, False])
 def test_checksums_are_those_of_crc32c(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(zarr_codecs, "_without_gil", lambda: None)
+        monkeypatch.setattr(codecs, "_without_gil", lambda: None)
     content = np.frombuffer(b"123456789" + (0xE3069283).to_bytes(4, "little"), np.uint8)
-    assert zarr_codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
+    assert codecs.checked_content(content).tobytes() == b"123456789"  # the check value of CRC-32C
     with pytest.raises(ValueError, match="does not match"):
-        zarr_codecs.checked_content(content[::-1].copy())
+        codecs.checked_content(content[::-1].copy())

@@ -14,7 +14,7 @@ import pytest
 
 import oocgemm
 from oocgemm import InputError
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.errors import ExecutionError
 from tests.jobs.test_remedies import obeyed
 from tests.support.command import run

@@ -16,10 +16,10 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli.printing import EXIT_USAGE
+from oocgemm.cli.process import EXIT_USAGE
 from oocgemm.jobs.journal import JOURNAL, read
 from oocgemm.reports import advice
-from oocgemm.service.roots import PathError, Root, display, resolve
+from oocgemm.service.limits import PathError, Root, display, resolve
 from oocgemm.timeline import read_log
 from tests.support.backends_here import REAL_BACKENDS
 from tests.support.command import command, run

@@ -14,8 +14,8 @@ import zarr
 
 import oocgemm
 from oocgemm import InputError, Transform
-from oocgemm.cli.printing import EXIT_USAGE
-from oocgemm.stores.plink import BedMatrix
+from oocgemm.cli.process import EXIT_USAGE
+from oocgemm.stores.genetics import BedMatrix
 from oocgemm.stores.zarr_matrix import ZarrMatrix
 from tests.support.command import command, contents
 from tests.support.plink import genotypes, write_bed

@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError, InputError
-from oocgemm.cli.printing import EXIT_FAILED
+from oocgemm.cli.process import EXIT_FAILED
 from oocgemm.stores import open_matrix, zarr_chunks
 from oocgemm.stores.files import publish
 from tests.support.command import contents, run

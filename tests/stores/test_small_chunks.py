@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import compressors, files, lines, zarr_chunks
+from oocgemm.stores import codecs, files, lines, zarr_chunks
 from oocgemm.stores.lines import read_ranges
 from oocgemm.stores.zarr_chunks import DirectChunks
 from oocgemm.stores.zarr_matrix import ZarrMatrix
@@ -107,8 +107,8 @@ def test_other_systems_read_the_same(
     if lacking == "io_submit":
         monkeypatch.setattr(lines, "_free_context", refuse)
     else:
-        monkeypatch.setattr(compressors, "_library", lambda name: None)
-        monkeypatch.setattr(compressors, "_of_thread", threading.local())
+        monkeypatch.setattr(codecs, "_library", lambda name: None)
+        monkeypatch.setattr(codecs, "_of_thread", threading.local())
     values = integers(rng, SHAPE, "float64")
     np.testing.assert_array_equal(read(opened(tmp_path, values, **ARRAYS[name])), values)
 
@@ -153,8 +153,8 @@ def test_a_thread_keeps_its_context() -> None:
 
     def decompress() -> None:
         for _ in range(2):
-            assert compressors.decompress("zstd", stored, out)
-            found.append(compressors.decompresser("zstd"))
+            assert codecs.decompress("zstd", stored, out)
+            found.append(codecs.decompresser("zstd"))
 
     decompress()
     other = threading.Thread(target=decompress)
@@ -168,15 +168,15 @@ def test_a_thread_keeps_its_context() -> None:
 
 def test_contexts_are_freed_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = list[int]()
-    right = compressors._Context.__del__
+    right = codecs._Context.__del__
 
     def count(context: Any) -> None:
         freed.append(context.address)
         right(context)
 
-    monkeypatch.setattr(compressors._Context, "__del__", count)
+    monkeypatch.setattr(codecs._Context, "__del__", count)
     for _ in range(3):
-        thread = threading.Thread(target=compressors.decompresser, args=("zstd",))
+        thread = threading.Thread(target=codecs.decompresser, args=("zstd",))
         thread.start()
         thread.join()
     gc.collect()
@@ -196,7 +196,7 @@ def test_damaged_data_fills_nothing_else(
     elif damaged == "cut":
         del stored[data.draw(st.integers(0, len(stored) - 1)) :]
     memory = np.full(asked + 64, 7, np.uint8)
-    filled = compressors.decompress(codec.codec_id, np.frombuffer(stored, np.uint8), memory[32 : asked + 32])
+    filled = codecs.decompress(codec.codec_id, np.frombuffer(stored, np.uint8), memory[32 : asked + 32])
     assert (memory[:32] == 7).all()
     assert (memory[asked + 32 :] == 7).all()
     if filled and (damaged != "flipped" or codec.codec_id == "zstd"):

@@ -13,7 +13,7 @@ import pytest
 
 from oocgemm import backends
 from oocgemm.errors import BackendError
-from oocgemm.machine import models as rates
+from oocgemm.machine import info as rates
 from oocgemm.planning import MachineModel, default_model
 from tests.support.fake_cuda import fake_cuda
 

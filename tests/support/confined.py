@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.service import confinement
-from oocgemm.service.roots import PathError, Root, resolve
+from oocgemm.service.limits import PathError, Root, resolve
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 

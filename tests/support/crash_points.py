@@ -26,7 +26,7 @@ import zarr
 import oocgemm
 from oocgemm.jobs.journal import read
 from oocgemm.stores import sidecar
-from oocgemm.stores.gcta import companions
+from oocgemm.stores.genetics import companions
 from tests.support.plink import genotypes, write_bed
 
 STEPS = (

@@ -8,7 +8,7 @@ import numpy as np
 from numcodecs import LZ4, Blosc, Zstd
 from numpy.typing import NDArray
 
-from oocgemm.stores.compressors import BITS, BYTES, Codec, Frame, FrameStream
+from oocgemm.stores.codecs import BITS, BYTES, Codec, Frame, FrameStream
 
 Array = NDArray[Any]
 # Names of numcodecs' shuffles: none, by bytes, by bits.

@@ -17,7 +17,7 @@ import zarr
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from oocgemm.cli.printing import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.process import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.support.command import Finished, command, own_threads
 from tests.support.suite import examples
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from oocgemm.kernels.launches import Strip, batches
 from oocgemm.planning.cost.coding import Division, frames_bytes
-from oocgemm.stores.compressors import index_of
+from oocgemm.stores.codecs import index_of
 from tests.support.decoding import Array
 from tests.support.native import built
 

@@ -91,7 +91,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _require(op.first == (not selected[op.m]) and op.tile[1] not in selected[op.m], op)
                 selected[op.m].add(op.tile[1])
             case Kind.DOWNLOAD | Kind.WRITE if schedule.problem.sink.per_row:
-                _require(len(selected[op.m]) == grid.shape[1], op)
+                needed = grid.cover.columns(op.tile[0], grid.shape[1], grid.tile.m)
+                _require(len(selected[op.m]) == length(needed), op)
                 _note_written(op, written, chunks, extents)
             case Kind.FINISH | Kind.DOWNLOAD:
                 for region in op.reads:
@@ -113,7 +114,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:  # noq
                 _note_written(op, written, chunks, extents)
             case _:
                 raise ScheduleError(f"the checker has no rule for the operation {op}")
-    if schedule.problem.sink.per_row and schedule.problem.b.shares:
+    if schedule.problem.sink.per_row and halves:
         rows = sum(length(grid.rows(line)) for _, line in returned)
         whole = all(found[line] == length(grid.rows(line)) * grid.n for line in range(grid.shape[0]))
         if kept or not whole or schedule.problem.sink.count(rows, 0) != schedule.elements_stored:

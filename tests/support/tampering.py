@@ -13,7 +13,7 @@ from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine import inline
 from oocgemm.engine.staging import Staging
-from oocgemm.integrity.checksums.check import Checks
+from oocgemm.integrity.tile_checks import Checks
 from oocgemm.planning import Kind, Operation
 from tests.support.backends_here import CUDA, needs_gpu, staged
 from tests.support.problems import Array, integers

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import zarr
 
-from oocgemm.cli.printing import EXIT_FAILED
+from oocgemm.cli.process import EXIT_FAILED
 from oocgemm.jobs.journal import read
 from oocgemm.jobs.resume import Committer
 from oocgemm.planning.tiling import Tile

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 from oocgemm.planning.cost.coding import DecodingShape
-from oocgemm.stores.compressors import BYTES, NUMBERS, PLAIN
+from oocgemm.stores.codecs import BYTES, NUMBERS, PLAIN
 from tests.support.decoding import Array, Batch, ordered
 from tests.support.native import built
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
 from oocgemm.planning import Budgets, TileShape
-from oocgemm.reports.gantt import gantt
+from oocgemm.reports.charts import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.activities import exposed_intervals, spans_by_stream, stream_predecessors
 from oocgemm.timeline.spans import MAX_INTERVALS, BusyTime, intersection, length, union

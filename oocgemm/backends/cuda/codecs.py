@@ -42,7 +42,7 @@ from oocgemm.kernels.spec import Launch
 from oocgemm.planning import Operation, Plan, division_of
 from oocgemm.planning.cost.coding import COMPRESSORS, DecodingShape
 from oocgemm.planning.tiling import Range, ceil_div, length
-from oocgemm.stores.compressors import NO_ROOM, NUMBERS, Codec, Fetched
+from oocgemm.stores.codecs import NO_ROOM, NUMBERS, Codec, Fetched
 from oocgemm.system.resources import allocate
 
 # Bytes of structures of `kernels/decoding/streams.cuh`, and minimum mean bytes of a block's content.

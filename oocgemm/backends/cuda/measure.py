@@ -20,7 +20,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.integers import workspace_layout
+from oocgemm.planning.emulation import workspace_layout
 
 # Maximum number of random numbers that are generated for an operand; a larger one repeats them. Not a power
 # of 2: otherwise many rows of 2^i elements would be equal.

@@ -1,8 +1,8 @@
 """Chooses cuBLAS or one of our own kernels for each product, and launches it.
 
 int8 matrices are multiplied by cuBLAS, with sums in int32. cuBLAS requires that int8 operands are contiguous
-along k and aligned to 16 bytes. Other operands are first copied into a workspace (planning/integers.py). If C
-is not aligned, cuBLAS writes its sums to the workspace, and a kernel adds them to C.
+along k and aligned to 16 bytes. Other operands are first copied into a workspace (planning/emulation.py). If
+C is not aligned, cuBLAS writes its sums to the workspace, and a kernel adds them to C.
 
 All launches go to cupy's current stream.
 """
@@ -28,8 +28,7 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.ladder import choose
 from oocgemm.kernels.spec import C_TYPES, Call, Kernel, Params
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import STRIP_ROWS, pitch
-from oocgemm.planning.integers import EXACT_LIMIT, workspace_layout
+from oocgemm.planning.emulation import EXACT_LIMIT, STRIP_ROWS, pitch, workspace_layout
 from oocgemm.system.threads import start
 
 # The kinds of products for which cuBLAS has loaded its kernels in this process. A kind consists of device,

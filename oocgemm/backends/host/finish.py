@@ -14,8 +14,8 @@ from oocgemm.backends.base import Array, Finishing, Numbers, too_large
 from oocgemm.backends.host.blas import gemm
 from oocgemm.planning import GemmProblem, Op, Operation
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
+from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.planning.epilogue import Step
-from oocgemm.planning.integers import EXACT_LIMIT
 from oocgemm.planning.schedule.operations import mirrored_columns
 from oocgemm.planning.selection import NONE
 from oocgemm.planning.sinks import Applied, Largest, Reduced, Sink

@@ -10,8 +10,7 @@ from oocgemm.planning.cost.loads import estimate_loads
 from oocgemm.planning.cost.price import Prices
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.traversal import last
-from oocgemm.planning.tile_set import Coverage
-from oocgemm.planning.tiling import TileGrid, TileShape, length
+from oocgemm.planning.tiling import Coverage, TileGrid, TileShape, length
 
 
 def shape_bound(prices: Prices, tile: TileShape) -> float:

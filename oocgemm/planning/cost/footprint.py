@@ -11,7 +11,7 @@ from math import prod
 from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.coding import decoding_shape, encoding_bytes, slot_frames
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
+from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes, workspace_layout
 from oocgemm.planning.expansion import (
     correction_bytes,
     epilogue_bytes,
@@ -21,7 +21,6 @@ from oocgemm.planning.expansion import (
     scale_bytes,
     vector_bytes,
 )
-from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.layout import request_bytes
 from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.operation import Slots

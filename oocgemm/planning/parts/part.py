@@ -1,4 +1,7 @@
-"""Parts: rectangles of tiles of one shared plan, each computed by one process.
+"""Parts: tiles of one shared plan, each part computed by one process.
+
+A part has the tiles in a rectangle of tiles. If only a triangle of C is computed, or if tiles of a row are
+merged, a part has whole rows of tiles (`bands`).
 
 All parts have the candidate of the shared plan: its tile shape, its depth of panels, its direction along k.
 So each element of C is summed in the same order, whichever process computes it, and has the same bits.
@@ -9,10 +12,9 @@ C is the sum of the partial products of all ranges, in ascending order of k.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
-from oocgemm.planning.tile_set import TileSet
-from oocgemm.planning.tiling import Range, TileGrid
+from oocgemm.planning.tiling import Range, TileGrid, TileSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,34 @@ class Part:
 def divide(grid: TileGrid, down: int, across: int, k_slices: int = 1) -> tuple[Part, ...]:
     """Divide the tiles of a plan into `down` x `across` rectangles of nearly equal sizes, per slice of k.
 
-    There are fewer if the grid has fewer rows or columns of tiles, or fewer steps.
+    There are fewer if the grid has fewer rows or columns of tiles, or fewer steps. Of a triangle, the parts
+    are `bands`.
     """
+    if grid.cover.square:
+        return bands(grid, down * across)
     rows, cols = (list(_even(*pair)) for pair in zip(grid.shape, (down, across), strict=True))
     found = product(range(len(step_ranges(grid, k_slices))), rows, cols)
     return tuple(Part(number, r, c, k_slice) for number, (k_slice, r, c) in enumerate(found))
+
+
+def bands(grid: TileGrid, count: int) -> tuple[Part, ...]:
+    """Divide the rows of tiles of a plan into `count` parts, with as equal numbers of elements as possible.
+
+    There are fewer if there are fewer rows.
+    """
+    down, across = grid.shape
+    rows = [TileSet.of(grid).part((i, i + 1), (0, across)).coverage.elements for i in range(down)]
+    ends, total = list(accumulate(rows, initial=0)), sum(rows)
+    found, top, count = list[Part](), 0, min(count, down)
+    for number in range(count):
+        left = count - number - 1
+        # The row that ends nearest to an equal share, and leaves a row for each part that follows.
+        wanted = total * (number + 1) / count
+        stop = min(range(top + 1, down - left + 1), key=lambda row: abs(ends[row] - wanted))
+        stop = down if not left else stop
+        found.append(Part(number, (top, stop), (0, across)))
+        top = stop
+    return tuple(found)
 
 
 def step_ranges(grid: TileGrid, k_slices: int) -> tuple[Range, ...]:

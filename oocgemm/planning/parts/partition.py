@@ -1,7 +1,7 @@
 """Choose how many workers are worth using, and the parts of the plan that they compute."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -9,13 +9,14 @@ from typing import Any
 from oocgemm.errors import InputError
 from oocgemm.planning.cost.machine import MachineModel, default_model
 from oocgemm.planning.parts.grids import Division, Grid, divisions, grids, least_seconds
-from oocgemm.planning.parts.part import Part, divide, step_ranges
+from oocgemm.planning.parts.part import Part, bands, divide, step_ranges
 from oocgemm.planning.parts.price import PartPrices
 from oocgemm.planning.parts.storage import Storage
 from oocgemm.planning.parts.timing import longest_first, parts_seconds, rounds_seconds, sum_seconds
 from oocgemm.planning.plan import Plan
-from oocgemm.planning.tiling import Range
-from oocgemm.planning.units import format_time
+from oocgemm.planning.search.shapes import alignments
+from oocgemm.planning.tiling import Range, ceil_div, round_up
+from oocgemm.planning.units import counted, format_time
 
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
@@ -29,6 +30,9 @@ MIN_GAIN = 1.0
 MIN_PART_SECONDS = 60.0
 # How one part per worker is divided into three or four, along m and along n.
 FINER = ((3, 1), (1, 3), (2, 2), (4, 1), (1, 4))
+# Where each worker has whole rows of tiles, no part should be larger than an equal share by more than this
+# factor. So there are up to this many rows per worker.
+UNEVEN, ROWS_PER_WORKER = 0.15, 4
 # The choice is made among at most this many workers. Enumerating more grids would take many seconds.
 MAX_WORKERS = 1024
 
@@ -134,9 +138,57 @@ def scaling(
             raise InputError(f"the number of workers must be from 1 to {MAX_WORKERS}, not {count}")
     if storage_read is not None and not 0 < storage_read < inf:
         raise InputError(f"the rate of the storage must be positive, not {storage_read:g} bytes per second")
+    storage = Storage.of(plan.machine, storage_read)
+    if plan.has_whole_rows:
+        return tuple(_in_bands(plan, storage, count, keep_tile=keep_tile) for count in counts)
     known = storage_read is not None or plan.machine.write != _default_write(plan.machine)
-    choice = _Choice(plan, Storage.of(plan.machine, storage_read), keep_tile, whole_k, known)
+    choice = _Choice(plan, storage, keep_tile, whole_k, known)
     return tuple(choice.partition(count) for count in counts)
+
+
+def _in_bands(plan: Plan, storage: Storage, available: int, *, keep_tile: bool) -> Partition:
+    """Divide a plan among all workers that get a row of tiles.
+
+    The clock runs the whole plan with a worker's share of the storage. Each part takes its share of that.
+    """
+    alone = replace(plan, machine=storage.shared(plan.machine, 1)).prediction
+    if not keep_tile:
+        plan = _with_rows(plan, available)
+    found = bands(plan.grid, available)
+    workers = max(1, len(found))
+    together = replace(plan, machine=storage.shared(plan.machine, workers)).prediction
+    parts = sorted(found, key=lambda part: -part.tiles(plan.grid).coverage.elements)
+    limited = storage.limits(plan.machine, workers, together.bottleneck)
+    return Partition(
+        plan,
+        (workers, 1, 1),
+        tuple(parts),
+        workers,
+        available,
+        together.total * _largest_share(plan, workers),
+        alone.total,
+        "storage" if limited else together.bottleneck,
+        "" if workers == available else f"C has {counted(plan.grid.shape[0], 'row')} of tiles",
+    )
+
+
+def _with_rows(plan: Plan, workers: int) -> Plan:
+    """Return the plan with tiles so low that each worker gets about as many elements of C as the others."""
+    m, square, unit = plan.problem.m, plan.grid.cover.square, alignments(plan.setting)[0][0]
+    tried = [plan]
+    for rows in range(plan.grid.shape[0] + 1, ROWS_PER_WORKER * workers + 1):
+        extent = min(m, round_up(ceil_div(m, rows), unit))
+        tile = replace(plan.tile, m=extent, n=extent if square else plan.tile.n)
+        if tile != tried[-1].tile:
+            tried.append(replace(plan, candidate=replace(plan.candidate, tile=tile)))
+    even = (one for one in tried if _largest_share(one, workers) * workers <= 1 + UNEVEN)
+    return next(even, None) or min(tried, key=lambda one: _largest_share(one, workers))
+
+
+def _largest_share(plan: Plan, workers: int) -> float:
+    """Return the share of C's elements that the largest part has."""
+    sizes = [part.tiles(plan.grid).coverage.elements for part in bands(plan.grid, workers)]
+    return max(sizes) / sum(sizes) if sizes else 1.0
 
 
 def _default_write(machine: MachineModel) -> float:

@@ -61,8 +61,12 @@ def gram_candidates(
         yield 0.0, smallest(setting, tile)
         return
     memory = setting.budgets.device - setting.machine.device_reserve
+    extent = max(1, setting.problem.cover.extent(n))
     depths = Shapes(prices).depths()
-    depths = sorted(depths if memory < SCARCE_MEMORY else depths[:DEPTHS_TRIED])
+    # Where few tiles are needed of each row, tiles are small, and few deep steps are faster.
+    narrow = extent < n
+    depths = sorted(depths if narrow or memory < SCARCE_MEMORY else depths[:DEPTHS_TRIED])
+    first = () if narrow else (depths[len(depths) // 2],)
     found: dict[Candidate, float] = {}
     numbers = HALVED_STRIPS if setting.machine.unified and setting.problem.halves_diagonal else STRIPS
 
@@ -75,14 +79,13 @@ def gram_candidates(
         return fastest
 
     stale = 0
-    extent = max(1, setting.problem.cover.extent(n))
     for count in () if tile else (1,) if setting.problem.measured else _counts(n, extent):
         if found and (count > MAX_COUNT * ceil_div(n, extent) or stale == STALE):
             break
         fastest = inf
         for side in _sides(setting, count):
             # Of the depths, the middle one is tried, or the largest one that fits.
-            for k in (depths[len(depths) // 2], *reversed(depths)):
+            for k in (*first, *reversed(depths)):
                 seconds = try_shape(TileShape(side, side, k), numbers[:1])
                 if seconds < inf:
                     fastest = min(fastest, seconds)

@@ -13,7 +13,7 @@ from math import lcm, sqrt
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning.cost.bound import required_bytes
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint
-from oocgemm.planning.integers import MAX_INT32_DEPTH
+from oocgemm.planning.emulation import MAX_INT32_DEPTH
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.search.shapes import min_tile

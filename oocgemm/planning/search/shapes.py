@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf, isqrt, lcm
 
-from oocgemm.planning import integers
+from oocgemm.planning import emulation
 from oocgemm.planning.check_blocks import checksum_fraction
 from oocgemm.planning.cost.footprint import casts, extents, workspace_per_element
 from oocgemm.planning.cost.machine import LARGE_EXTENT, LARGE_UNIT
@@ -438,7 +438,7 @@ def max_depth(problem: GemmProblem) -> int:
     """Return the maximum depth of a step: all of k, or the depth above which int32 sums could overflow."""
     depth = max(1, problem.depth)
     if problem.exact:
-        return min(depth, integers.MAX_INT32_DEPTH // 16 * 16)
+        return min(depth, emulation.MAX_INT32_DEPTH // 16 * 16)
     return min(depth, MAX_DEPTH) if problem.planes else depth
 
 

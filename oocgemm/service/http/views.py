@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from oocgemm.errors import BackendError, BudgetError, InputError
 from oocgemm.service.job_planner import OPTIONS, json_types
+from oocgemm.service.limits import PathError
 from oocgemm.service.protocol import (
     PROBLEMS,
     AccessError,
@@ -23,7 +24,6 @@ from oocgemm.service.protocol import (
     UnavailableError,
     UnknownJobError,
 )
-from oocgemm.service.roots import PathError
 
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 # A size as `oocgemm run` takes it, such as 1073741824 or "1GiB".

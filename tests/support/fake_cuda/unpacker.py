@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.stores.compressors import NUMBERS, Codec, Frame, frame_of
-from oocgemm.stores.zarr_codecs import checked_content
+from oocgemm.stores.codecs import NUMBERS, Codec, Frame, checked_content, frame_of
 from tests.support.decoding import Array, decompressed
 from tests.support.fake_cuda.memory import Block, Memory
 from tests.support.fake_cuda.placing import FIELDS

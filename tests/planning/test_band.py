@@ -1,0 +1,156 @@
+"""A band of a square C: its tiles, their order on any number of devices, and plans that compute no more."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oocgemm.planning import (
+    Budgets,
+    GemmProblem,
+    InMemory,
+    Kind,
+    Layouts,
+    Op,
+    Slots,
+    TileGrid,
+    TileSet,
+    TileShape,
+    default_model,
+    make_plan,
+    shared_plan,
+)
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.cover import Band, cover_of
+from oocgemm.planning.schedule.operations import Schedule
+from oocgemm.planning.schedule.placement import Placing
+from tests.support.problems import integers
+from tests.support.products import product_of
+from tests.support.schedule_check import verify
+from tests.support.simulator import Simulator
+from tests.support.suite import examples
+
+PLAIN = InMemory(itemsize=4, zero_copy_width=8192)
+LAYOUTS = Layouts(PLAIN, PLAIN, InMemory())
+GIB = 1 << 30
+WIDTHS = st.integers(0, 14)
+
+
+def summed(n: int, k: int, width: int) -> GemmProblem:
+    dtypes = "float32", "float32", "float32", "float64"
+    return product_of(n, n, k, *dtypes, trans_b=Op.T, gram=f"band {width}", reduction="sum")
+
+
+def planned(problem: GemmProblem, backend: str, devices: int = 1, tile: TileShape | None = None) -> Any:
+    budgets, machine = Budgets(GIB, GIB), default_model(backend, 16)
+    if devices == 1:
+        return make_plan(problem, budgets, machine, LAYOUTS, tile)
+    return shared_plan(problem, budgets, machine, LAYOUTS, tile, devices)
+
+
+@given(n=st.integers(1, 40), width=WIDTHS, side=st.integers(1, 12), band=st.integers(1, 4))
+@settings(max_examples=examples(200), deadline=None)
+def test_tiles_are_those_with_an_element_of_the_band(n: int, width: int, side: int, band: int) -> None:
+    problem = summed(n, 3, width)
+    grid = TileGrid.of(problem, TileShape(side, side, 1).within(problem))
+    rows, cols = np.indices((n, n))
+    inside = abs(rows - cols) <= width
+    found = {(int(i) // side, int(j) // side) for i, j in np.argwhere(inside)}
+    tiles, cover = TileSet.of(grid), problem.cover
+    assert set(tiles) == found
+    assert tiles.count == grid.count == len(found)
+    assert cover.elements(n, n) == np.count_nonzero(inside)
+    order = cover.order(grid.shape[0], band, grid.tile.m)
+    assert len(order) == len(found)
+    assert set(order) == found
+    for row in range(grid.shape[0]):
+        own = [j for i, j in order if i == row]
+        assert own == sorted(own)
+    alike = cover.alike(grid.shape[0], grid.tile.m)
+    assert sum(each.number for each in alike) == len(found)
+    last = grid.shape[0] - 1
+    for each in alike:
+        wanted = [(i == last, j == last) for i, j in found].count((each.last_row, each.last_col))
+        assert each.number == wanted
+
+
+def test_bands_have_names() -> None:
+    assert cover_of("band 7") == Band(7)
+    problem = summed(9, 4, 7)
+    assert GemmProblem.recorded(problem.record()) == problem
+    assert problem.record()["gram"] == "band 7"
+
+
+@given(st.data())
+@settings(max_examples=examples(60, quick=6), deadline=None)
+def test_every_schedule_finds_what_it_needs_and_adds_in_order(data: st.DataObject) -> None:
+    n, k, side = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
+    problem, backend = summed(n, k, data.draw(WIDTHS)), data.draw(st.sampled_from(["cuda", "host"]))
+    tile = TileShape(side, side, data.draw(st.integers(1, k))).within(problem)
+    plan = planned(problem, backend, data.draw(st.integers(1, 4)), tile)
+    verify(plan.schedule())
+    finishes = [op for op in plan.schedule() if op.kind is Kind.FINISH]
+    assert {op.tile for op in finishes} == set(TileSet.of(plan.grid))
+    for row in range(plan.grid.shape[0]):
+        own = [op for op in finishes if op.tile[0] == row]
+        assert len({op.device for op in own}) == 1
+        assert [op.tile[1] for op in own] == sorted(op.tile[1] for op in own)
+    rest = plan.tiles.remaining([finishes[0].tile])
+    assert rest.count == plan.tiles.count - 1
+    assert rest.part((0, 1), (0, plan.grid.shape[1])).coverage.rows <= min(n, 2 * side + plan.problem.m)
+
+
+@given(n=st.integers(1, 14), width=WIDTHS, side=st.integers(1, 5), seed=st.integers(0, 999))
+@settings(max_examples=examples(60, quick=20), deadline=None)
+def test_no_legal_order_breaks_a_stored_band(n: int, width: int, side: int, seed: int) -> None:
+    stored = "float64", "float64", "float64", "float64"
+    problem = product_of(n, n, 5, *stored, trans_b=Op.T, gram=f"band {width}")
+    grid = TileGrid.of(problem, TileShape(side, side, 2).within(problem))
+    slots = Slots(4, 0, 1, 2, 0, 1, strip=2, planes=0)
+    schedule = Schedule(problem, grid, problem.cover.order(grid.shape[0], 2, grid.tile.m), slots)
+    verify(schedule)
+    x, c = integers(np.random.default_rng(seed), (n, 5), "float64"), np.full((n, n), -1.0)
+    right = c.copy()
+    for tile in schedule.tiles:
+        at = slice(*grid.rows(tile[0])), slice(*grid.cols(tile[1]))
+        right[at] = x[at[0]] @ x[at[1]].T
+    Simulator(schedule, x, x.T, c).run(seed)
+    np.testing.assert_array_equal(c, right)
+
+
+@given(
+    lines=st.integers(1, 60),
+    reach=st.integers(0, 9),
+    steps=st.integers(1, 4),
+    slots=st.integers(4, 120),
+    band=st.integers(1, 6),
+)
+@settings(max_examples=examples(200, quick=60), deadline=None)
+def test_the_estimate_of_loads_is_near_the_count(
+    lines: int, reach: int, steps: int, slots: int, band: int
+) -> None:
+    cover = Band(reach)
+    tiles = cover.order(lines, band, 1)
+    placing = Placing(tiles, steps, Slots(a=slots, b=0, host_a=0, host_b=0))
+    counted = placing.loads([1] * steps, lambda i: 1, lambda j: 1)
+    assert counted is not None
+    estimate = cover.lines_loaded(lines, steps, slots, band, 1)
+    assert 0.4 * counted[0][0] / steps <= estimate + 1
+    assert estimate <= 2.5 * counted[0][0] / steps + 1
+
+
+@pytest.mark.parametrize(("n", "width"), [(20_000, 50), (200_000, 2_000), (30_000, 29_999)])
+@pytest.mark.parametrize("backend", ["cuda", "host"])
+def test_no_tile_that_is_given_by_hand_is_much_faster(backend: str, n: int, width: int) -> None:
+    problem = summed(n, 4000, width)
+    plan = planned(problem, backend)
+    used = plan.footprint
+    assert used.device_total <= plan.budgets.device
+    assert used.host_total <= plan.budgets.host
+    tiles = [TileShape(side, side, k) for side in (250, 1000, 2000, 4000) for k in (1000, 4000)]
+    best = min(planned(problem, backend, tile=tile).prediction.total for tile in tiles)
+    assert plan.prediction.total <= 1.02 * best
+    if plan.steps < 1000:
+        assert plan.prediction.total == pytest.approx(simulate(plan.schedule(), plan.setting), rel=0.35)
