@@ -18,12 +18,12 @@
 //   OOC_K_AXIS    1: columns of the stored panel are columns of X. 0: its rows are
 //   OOC_MISSING   1: elements equal to `code` are missing. 0: no element is
 //   OOC_WIDTH     elements of a stored row per thread, loaded together: 4, or 1 if rows are not multiples of 4
-//   OOC_CENTER    1: the mean is subtracted. 0: the number that the vectors contain is
-//   OOC_SCALE     what elements are divided by. 0: see OOC_CENTER. 1: the standard deviation. 2: that of
-//                 genotypes in Hardy-Weinberg equilibrium
-//   OOC_FILL      1: missing elements become the mean. 0: they become 0
+//   OOC_CENTER    1: the mean is what is subtracted. 0: nothing is found
+//   OOC_SCALE     what elements are divided by. 0: nothing is found. 1: the standard deviation. 2: that of genotypes
+//                 in Hardy-Weinberg equilibrium
+//   OOC_FILL      1: missing elements become the mean. 0: nothing is found
 //   OOC_RAISES    1: a missing element is an error
-//   OOC_CORRECTS  1: weights are found. 0: the vectors of the kernel expand are
+//   OOC_CORRECTS  1: weights are found. 0: the numbers of the kernel expand are
 // Launch: blocks of 256 threads (oocgemm/kernels/transforms.py).
 #include "common/scalar.cuh"
 
@@ -96,10 +96,11 @@ extern "C" __global__ void __launch_bounds__(256) measure_sums(
     }
 }
 
-// Finds the numbers of the columns from `first` on. Sets `wrong` if the transform is undefined for a column.
+// Finds the numbers of the columns from `first` on. Sets `wrong` if the steps are undefined for a column. Of `fill`,
+// `center` and `inverse`, only those that are found are written.
 extern "C" __global__ void __launch_bounds__(256) measure_numbers(
     long long first, long long columns, long long depth, long long rows, const sum_t* __restrict__ sums,
-    double* vectors, double* weights, int* wrong) {
+    double* fill, double* center, double* inverse, double* weights, int* wrong) {
     const long long column = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x, p = first + column;
     if (column >= columns) return;
     const long long count = sums[p], sum = sums[depth + p], squares = sums[2 * depth + p];
@@ -109,18 +110,15 @@ extern "C" __global__ void __launch_bounds__(256) measure_numbers(
     if (OOC_CORRECTS) {
         weights[p] = OOC_MISSING ? mean : static_cast<double>(sum);
     } else {
-        const double center = OOC_CENTER ? mean : vectors[depth + p];
-        double inverse = vectors[2 * depth + p];
+        if (OOC_FILL) fill[p] = lacks ? mean : 0;
+        if (OOC_CENTER) center[p] = mean;
         if (OOC_SCALE) {
             const double share = mean / 2, number = static_cast<double>(count);
             const double spread = static_cast<double>(count * squares - sum * sum);
             const double scale = sqrt(OOC_SCALE == 1 ? spread / (number * number) : 2 * share * (1 - share));
             fails = fails || !(scale > 0) || (OOC_SCALE == 2 && !(mean >= 0 && mean <= 2));
-            inverse = 1 / scale;
+            inverse[p] = 1 / scale;
         }
-        vectors[p] = ((OOC_FILL && lacks ? mean : 0) - center) * inverse;
-        vectors[depth + p] = center;
-        vectors[2 * depth + p] = inverse;
     }
     if (fails) *wrong = 1;
 }

@@ -33,7 +33,6 @@ from oocgemm.planning import (
 from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.coding import slot_frames
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.planning.expansion import Measure
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.tiling import Range, Shape, round_up
 from oocgemm.stores.codecs import Codec, Fetched
@@ -134,27 +133,22 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PanelTransform:
-    """How the elements of an operand's panels are transformed on the device (`oocgemm.Transform`).
+class PanelNumbers:
+    """The numbers of the steps that a device does to elements of an operand.
 
     Attributes:
-        code: the code of missing elements, which may be NaN; None if no element is missing.
-        log1p: whether x is replaced by log(1 + x).
-        vectors: three float64 arrays of length k: what missing elements become, what is subtracted from the
-            other ones, and what they are then multiplied by, per index along k.
-        measure: which of these numbers the device finds itself, if the problem is `measured`.
-        check: raises an error if the transform is not defined for X. Takes the number of elements per index
-            along k that are not missing, their sum and that of their squares, as int64 arrays.
+        of_steps: a float64 array for each step of the operand (`Operand.elements`), per row or per column of
+            the stored array; None for a step without numbers.
+        check: raises an error if the steps are not defined for X, if the device finds numbers of X. Takes the
+            number of elements per index along k that are not missing, their sum and that of their squares, as
+            int64 arrays.
     """
 
-    code: float | None
-    log1p: bool
-    vectors: tuple[Array, Array, Array]
-    measure: Measure | None = None
+    of_steps: Sequence[Array | None]
     check: Callable[[Array, Array, Array], None] | None = None
 
 
-Transforms = Mapping[str, PanelTransform]  # by operand, "A" or "B"
+ElementNumbers = Mapping[str, PanelNumbers]  # by operand, "A" or "B"
 Correction = tuple[Array, Array] | None
 Numbers = tuple[Array | None, Array | None]
 
@@ -307,13 +301,13 @@ class Session(Protocol):
         Called before the first `submit`, with the operands for which the plan says so (`Layout.in_place`).
         """
 
-    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
-        """Transform panels of operands, and correct, scale or change C.
+    def use_numbers(self, elements: ElementNumbers, finishing: Finishing) -> None:
+        """Set the numbers of steps that change elements of operands, and that correct, scale or change C.
 
         Called before the first `submit`.
 
         Args:
-            transforms: of the operands ("A", "B") for which the problem says so (`stored_a`, `stored_b`).
+            elements: of the operands ("A", "B") whose panels the device transforms or measures.
             finishing: the arrays of Finish operations.
         """
 

@@ -13,6 +13,7 @@ from oocgemm.backends.base import (
     Array,
     Backend,
     Checksums,
+    ElementNumbers,
     Finishing,
     HostBlock,
     Pageable,
@@ -20,7 +21,6 @@ from oocgemm.backends.base import (
     Stream,
     SumsOfStrips,
     Token,
-    Transforms,
 )
 from oocgemm.backends.registry import open_backend, resolve
 from oocgemm.errors import BackendError, ExecutionError, InputError
@@ -161,9 +161,9 @@ class DevicesSession:
         for session in self._each:
             session.use_in_place(arrays)
 
-    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
+    def use_numbers(self, elements: ElementNumbers, finishing: Finishing) -> None:
         for session in self._each:
-            session.use_transforms(transforms, finishing)
+            session.use_numbers(elements, finishing)
 
     def use_factor(self, factor: Array) -> None:
         for session in self._each:

@@ -384,7 +384,7 @@ class Elements:
                 assert v is not None
                 sums = (u[rows] + v[cols] - sums) / 2
             error = BIAS * self._rounding.tolerance(norms, np.zeros_like(norms), 1.0)
-            if self._problem.centered:  # centers are subtracted in float64, from sums of numbers below 2^7
+            if self._problem.is_corrected:  # for centers, in float64, of sums of numbers below 2^7
                 error = error + 16 * DOUBLE * np.sqrt(self._problem.depth) * 2.0**14 * self._problem.depth
             # The accumulator may overflow where float64 does not, and then be Inf or NaN.
             if self._problem.measures_distances:

@@ -165,7 +165,7 @@ def execute(
         if prefetch is not None:
             session, operands = prefetch.session, job.read | {"C": target.matrix}
             session.use_in_place({x: stores.memory(operands[x]) for x in job.plan.in_place})
-            session.use_transforms(on_device(job.plan.problem, job.a, job.b), job.finishing)
+            session.use_numbers(on_device(job.plan.problem, job.a, job.b), job.finishing)
             if job.factor is not None:
                 session.use_factor(job.factor)
             staging = Staging(job.plan, operands, session.pin, session.host_arena, prefetch.retries)

@@ -85,7 +85,7 @@ logger = logging.getLogger("oocgemm")
 # The versions of leases that were found to be abandoned, so that no process waits for them twice.
 _abandoned: set[str] = set()
 
-FORMAT = 2
+FORMAT = 3
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Only in distributed runs (`oocgemm.distributed`): the folder of the attempts of workers at parts, the file
 # by which the coordinator shows its workers that it is alive, what all workers are given, and the partial

@@ -19,10 +19,12 @@ from oocgemm.errors import InputError
 from oocgemm.jobs.findings import once
 from oocgemm.jobs.streaming import reduced
 from oocgemm.planning import GemmProblem, Op
+from oocgemm.planning.elements import missing_code
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.arrays import in_float64
-from oocgemm.stores.transformed import SLAB, StandardizedMatrix, TransformedMatrix, is_missing, positions
+from oocgemm.stores.element_forms import is_missing, positions
+from oocgemm.stores.transformed import SLAB, StandardizedMatrix, chain_of
 
 # Inner products of rows of such norms neither overflow in float32 nor lose digits by underflow.
 MIN_NORM, MAX_NORM = 2.0**-40, 2.0**60
@@ -83,24 +85,30 @@ def check_range(problem: GemmProblem, rows: Array, cols: Array) -> None:
             )
 
 
+def factors(matrix: Matrix) -> Array:
+    """Return what correlations of each line of a `standardized` matrix are multiplied by.
+
+    It is 1, or NaN for a line of equal elements.
+    """
+    chain = chain_of(matrix)
+    inverse = None if chain is None else chain.number("scale")
+    assert inverse is not None, "lines are not scaled"
+    return np.where(inverse == 0, np.nan, 1.0)
+
+
 def cosine_scales(problem: GemmProblem, e: Matrix, memory: int) -> tuple[Matrix, Array]:
     """Return E and 1 / norm of each of its rows, by which rows and columns of E E^T are multiplied.
-
-    Standardized rows have the norm 1, or no correlation, which NaN stands for.
 
     If products of rows could leave the range of float32, each row is multiplied by a power of 2 when it is
     read, which rounds nothing. `memory`, and the errors that are raised, are those of `inverse_norms`.
     """
-    if isinstance(e, StandardizedMatrix):
-        return e, e.factors
     scales = inverse_norms(e, problem.trans_a, memory, "pass metric='dot' (--metric dot)")
     inside = (scales == 0) | ((scales > 1 / MAX_NORM) & (scales < 1 / MIN_NORM))
     if problem.acc_dtype != "float32" or inside.all():
         return e, scales
     scales, exponents = np.frexp(scales)
-    numbers = {"mean": np.zeros(len(scales)), "inverse": np.ldexp(1.0, exponents)}
-    axis = int(problem.trans_a.swaps)
-    return StandardizedMatrix(e, axis, scaled=True, dtype=e.dtype, **numbers), scales
+    axis, numbers = int(problem.trans_a.swaps), (np.ldexp(1.0, exponents),)
+    return StandardizedMatrix(e, axis, scaled=True, centered=False, numbers=numbers, dtype=e.dtype), scales
 
 
 def squared_norms(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> tuple[Array, Array]:
@@ -195,13 +203,8 @@ def _squares_of_block(axis: int, rows: Range, cols: Range, raw: Array) -> Array:
     return found
 
 
-def is_centered(*operands: Matrix) -> bool:
-    """Return whether C must be corrected for the centers of an operand."""
-    return any(isinstance(x, TransformedMatrix) and x.transform.corrects for x in operands)
-
-
 def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Correction:
-    """Return (rows, cols) for a `centered` problem: rows[i] + cols[j] is subtracted from C; otherwise None.
+    """Return (rows, cols) if C is corrected: rows[i] + cols[j] is subtracted from it; otherwise None.
 
     None also if the device finds them.
 
@@ -213,7 +216,7 @@ def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Corre
     Raises:
         ExecutionError: an operand cannot be read.
     """
-    if not problem.centered or not problem.depth or problem.measured:
+    if not problem.is_corrected or not problem.depth or problem.finds_numbers:
         return None
     u, v = _centers(a), _centers(b)
     rows, cols = np.zeros(problem.m), np.zeros(problem.n)
@@ -228,14 +231,15 @@ def correction(problem: GemmProblem, a: Matrix, b: Matrix, memory: int) -> Corre
 
 
 def _centers(matrix: Matrix) -> Array | None:
-    vectors = matrix.vectors if isinstance(matrix, TransformedMatrix) else None
-    return None if vectors is None else vectors.corrected
+    chain = chain_of(matrix)
+    return None if chain is None else chain.number("correct")
 
 
 @once
 def _product(matrix: Matrix, k_axis: int, vector: Array, memory: int) -> Array:
     """Return the products of a vector of length k and the rows (`k_axis` 1) or columns (0) of a matrix."""
-    stored, code = (matrix.stored, matrix.code) if isinstance(matrix, TransformedMatrix) else (matrix, None)
+    chain = chain_of(matrix)
+    stored, code = (matrix, None) if chain is None else (chain.source, missing_code(chain.steps))
     found = np.zeros(stored.shape[1 - k_axis])
     act = partial(_products_of_block, k_axis, vector, code)
     for rows, cols, part in reduced(stored, k_axis, memory, SLAB * 10, act):
@@ -253,9 +257,8 @@ def _products_of_block(
     for top in range(0, len(raw), height):
         part = slice(top, top + height)
         x = in_float64(raw[part])
-        absent = is_missing(x, code)
-        if absent is not None:
-            x[positions(absent)] = 0
+        if code is not None:
+            x[positions(is_missing(x, code))] = 0
         # Not by a BLAS: its result may depend on the number of threads.
         if k_axis:
             found[part] = np.einsum("ij,j->i", x, along)

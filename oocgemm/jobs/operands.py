@@ -17,12 +17,20 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import is_centered, largest, squares
+from oocgemm.jobs.norms import largest, squares
 from oocgemm.jobs.options import Transpose
 from oocgemm.jobs.request import Chain, Reduction, Request, Selection
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.jobs.steps import CASTS, Cast, check_mirrored, is_symmetric, with_epilogue
-from oocgemm.jobs.transforming import by_rows, memory_of, opened, readable, standardized, transformed
+from oocgemm.jobs.transforming import (
+    by_rows,
+    deferred_steps,
+    memory_of,
+    opened,
+    readable,
+    standardized,
+    transformed,
+)
 from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, emulation
 from oocgemm.planning.cover import Triangle, cover_of
 from oocgemm.planning.problem import Updated, same
@@ -31,7 +39,7 @@ from oocgemm.planning.units import counted
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import dtype_name, named_dtype
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, Vectors
+from oocgemm.stores.transformed import KnownMatrix, TransformedMatrix, chain_of
 from oocgemm.stores.view import ConstantRows, SlicedMatrix
 
 # The default dtype of C if an operand is transformed to a narrow dtype: the cast is for the speed of the
@@ -70,8 +78,9 @@ def problem_of(
             "columns as op(B) has rows"
         )
     dtype = DTYPES[dtype_name(a.dtype)]
-    centered = is_centered(a, b)
-    if out_dtype is None and any(isinstance(x, TransformedMatrix) for x in (a, b)):
+    deferred = deferred_steps(a), deferred_steps(b)
+    centered = any(deferred)
+    if out_dtype is None and any(map(chain_of, (a, b))):
         out_dtype = "float64" if centered else _NARROW.get(dtype.name)
     names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
     alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
@@ -85,7 +94,8 @@ def problem_of(
         )
     problem = _problem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
     if centered and problem.depth:
-        problem = replace(problem, centered=True)
+        left, right = (replace(x, elements=y) for x, y in zip((problem.a, problem.b), deferred, strict=True))
+        problem = replace(problem, a=left, b=right)
     if problem.exact and problem.depth > emulation.MAX_FLOAT64_DEPTH:
         raise InputError(
             f"op(A) has {k} columns; sums of more than {emulation.MAX_FLOAT64_DEPTH} int8 products may not "
@@ -318,17 +328,8 @@ def _norms(matrix: Matrix, k_axis: int, center: Array, memory: int) -> Array:
 
 def _moved(matrix: Matrix, k_axis: int, center: Array, dtype: str) -> TransformedMatrix:
     """Return a view of a matrix that can be read, with a center subtracted."""
-    if not isinstance(matrix, TransformedMatrix):
-        none = np.zeros(len(center))
-        vectors = Vectors(none, center, none + 1)
-        return TransformedMatrix(
-            matrix, Transform(center=center, cast=dtype), k_axis, ("rows", "columns")[k_axis], vectors
-        )
-    given = matrix.vectors
-    assert given is not None
-    vectors = Vectors(given.fill - center, given.center + center / given.inverse, given.inverse)
-    transform = replace(matrix.transform, center=vectors.center, cast=dtype)
-    return TransformedMatrix(matrix.stored, transform, k_axis, matrix.lines, vectors)
+    moves = Transform(center=center, cast=dtype)
+    return TransformedMatrix(matrix, moves, k_axis, ("rows", "columns")[k_axis], (center,))
 
 
 def open_operands(request: Request, backend: str) -> tuple[Matrix, Matrix, GemmProblem]:
@@ -450,11 +451,9 @@ def _open_chain(request: Request, chain: Chain) -> tuple[Matrix, Matrix, GemmPro
     count = x.shape[0]
     # The numbers of the transform are per column of X, which is not the axis that `problem_of` sums over.
     x, trans = by_rows(x, request.a.transform, Op.T, left=False)
-    if chain.vectors is not None and isinstance(x, TransformedMatrix):
-        x = x.with_vectors(chain.vectors)
     added = ConstantRows("the row", chain.row.astype(x.dtype), count, chain.resident_bytes)
     problem = problem_of(x, added, 1, 0, trans, Op.N)
-    b = Updated(problem.b.dtype, problem.b.op, problem.b.stored, chain.columns)
+    b = Updated(problem.b.dtype, problem.b.op, columns=chain.columns)
     return x, added, replace(problem, b=b)
 
 
@@ -506,9 +505,9 @@ def _checked(request: Request, problem: GemmProblem, tier: str) -> GemmProblem:
     """Return the problem with its checksums, which `tier` computes, if the request asks for them."""
     if not request.verify:
         return problem
-    if problem.updates_c and (problem.epilogue or problem.centered):
+    if problem.updates_c and (problem.epilogue or problem.is_corrected):
         remedy = "pass a copy of it as D of a step Add(D, value=beta), with beta = 0, or drop verify"
-        if problem.centered:  # no step can follow the centers
+        if problem.is_corrected:  # no step can follow the centers
             remedy = "drop verify, and check C afterwards with oocgemm verify --c-before a copy of the old C"
         raise InputError(
             f"beta = {problem.beta}, and verify computes elements of C again, but the run overwrites the old "

@@ -51,7 +51,7 @@ from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING, sync_path
 from oocgemm.stores.files import open_regular
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import TransformedMatrix, Vectors
+from oocgemm.stores.transformed import chain_of
 
 # A block Q of orthonormal columns, and the product X^T X Q.
 Block = tuple[Array, Array]
@@ -321,7 +321,7 @@ class Passes:
         self.columns = max(1, min(self._width - 1, rows, cols))
         self.scale = np.ones(cols)
         self._means = isinstance(self.transform.center, str)  # whether means are subtracted
-        self._vectors: Vectors | None = None  # of the transform, for missing elements
+        self._fill: Array | None = None  # what missing elements become
         self._memory = 0  # for passes over X that find statistics
 
     @property
@@ -353,10 +353,12 @@ class Passes:
         folded = whole.missing is None
         if self.reads_first:
             view = readable(transformed(self.matrix, whole, Op.N, left=True), memory)
-            assert isinstance(view, TransformedMatrix)
-            assert view.vectors is not None
-            center, self.scale = view.vectors.center, 1 / view.vectors.inverse
-            self._vectors = None if folded else view.vectors
+            chain = chain_of(view)
+            assert chain is not None
+            center, inverse = chain.number("center"), chain.number("scale")
+            center = np.zeros(cols) if center is None else center
+            self.scale = np.ones(cols) if inverse is None else 1 / inverse
+            self._fill = None if folded else chain.number("impute")
         return PcaState(start(cols, self.columns, seed), center, folded)
 
     def advance(self, state: PcaState) -> PcaState:
@@ -404,7 +406,7 @@ class Passes:
         if state.folded:
             center = found
             sums = rows * center if self._means else sums  # more accurate than the product
-        elif self._means and self._vectors is None:
+        elif self._means and self._fill is None:
             # Rounding errors of the first pass are left.
             found = found + sums / rows * np.ldexp(self.scale, -state.exponent)
         multiplied, offset = factor[:, used].astype(np.float64), row[used].astype(np.float64)
@@ -460,23 +462,20 @@ class Passes:
     def _each(self, state: PcaState) -> Transform | None:
         """Return what happens to each element when it is multiplied; None if nothing does."""
         whole = self.transform
-        if whole.missing is not None:
-            same = whole.result("X", self.matrix.dtype) == self.dtype
-            return whole if same else replace(whole, cast=self.dtype.name)
+        if whole.missing is not None and self._fill is None:  # only planned
+            return replace(whole, cast=self.dtype.name)
         numbers: dict[str, Any] = {}
         if not state.folded:
             numbers = {"center": state.center, "scale": np.ldexp(self.scale, -state.exponent)}
+        if whole.missing is not None:
+            numbers |= {"missing": whole.missing, "impute": self._fill}
         each = Transform(log1p=whole.log1p, cast=self.dtype.name, **numbers)
         return each if whole.log1p or numbers or self.matrix.dtype != self.dtype else None
 
     def _request(self, state: PcaState, row: Array, factor: Array | None) -> Request:
         x, each = stores.located("X", self._x), self._each(state)
         resident = MAX_MATRICES * 8 * self.matrix.shape[1] * self._width
-        vectors = self._vectors
-        if vectors is not None:
-            larger = np.ldexp(1.0, state.exponent)
-            vectors = replace(vectors, fill=vectors.fill * larger, inverse=vectors.inverse * larger)
-        chain = Chain(self.columns, row, factor, vectors, resident)
+        chain = Chain(self.columns, row, factor, resident)
         return Request.of(x, x, Destination.parse(None), transform_a=each, into=chain, **self._options)
 
     def _check(self, product: Array) -> None:
@@ -485,7 +484,7 @@ class Passes:
             return
         if (wrong := np.flatnonzero(~np.isfinite(product[:, -1]))).size:
             hint = ""
-            if self._vectors is None and np.isnan(product[wrong[0], -1]):
+            if self._fill is None and np.isnan(product[wrong[0], -1]):
                 hint = (
                     ": if NaN stands for missing elements, pass transform=oocgemm.Transform("
                     "missing=float('nan')) (--transform missing=nan)"

@@ -23,7 +23,7 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import NOTHING, Finishing, numpy_dtype
 from oocgemm.errors import BudgetError, InputError, NotFoundError, OutOfMemoryError, warn_of_data
 from oocgemm.jobs.journal import read
-from oocgemm.jobs.norms import correction, cosine_scales
+from oocgemm.jobs.norms import correction, cosine_scales, factors
 from oocgemm.jobs.operands import open_operands, tile_of
 from oocgemm.jobs.options import Size
 from oocgemm.jobs.request import Destination, Kind, Request
@@ -61,14 +61,16 @@ from oocgemm.planning import (
     within,
 )
 from oocgemm.planning.cost.machine import default_model
+from oocgemm.planning.elements import IN_PANEL
 from oocgemm.planning.expansion import measure_room, vector_bytes
+from oocgemm.planning.problem import Operand
 from oocgemm.planning.setting import GRAM_STRIPS
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.stores import Array, Coded, Matrix
 from oocgemm.stores.capabilities import raw_bytes
 from oocgemm.stores.declared import check_unpacked, place_of
-from oocgemm.stores.transformed import TransformedMatrix
+from oocgemm.stores.transformed import chain_of
 from oocgemm.system.resources import RECENT, available_for, available_memory
 
 
@@ -219,7 +221,7 @@ def codings(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, Coding]:
     """Return how the chunks of A and B are compressed, by operand, if a GPU can decode them."""
     found = {}
     for operand, matrix in zip("AB", (a, b), strict=True):
-        read = as_read(problem, matrix)
+        read = as_read(problem.a if operand == "A" else problem.b, matrix)
         coding = read.coding() if isinstance(read, Coded) else None
         if coding is not None:
             found[operand] = coding
@@ -254,7 +256,7 @@ def encoding_if_possible(planned: Callable[[str], Plan], codec: str) -> Plan:
 def measured(
     request: Request, problem: GemmProblem, x: Matrix, tile: TileShape | None, free: Callable[[], int] | None
 ) -> GemmProblem:
-    """Return the problem, `measured` if the device finds the statistics that its transform needs.
+    """Return the problem, in which the device may find the statistics that the steps of X need.
 
     Args:
         request: what is computed.
@@ -263,39 +265,33 @@ def measured(
         tile: the tile that the user chose.
         free: returns the free device memory in bytes; None if it is unknown.
     """
-    if not (problem.b.shares and isinstance(x, TransformedMatrix) and _is_measurable(problem, x)):
+    chain = chain_of(x)
+    if not (problem.b.shares and problem.depth and chain is not None and chain.is_measurable):
         return problem
-    return replace(problem, measured=_decided(request, problem, tile, free))
-
-
-def _is_measurable(problem: GemmProblem, x: TransformedMatrix) -> bool:
-    """Tell whether the kernels can measure X: small integers, whose sums are exact.
-
-    They cannot if an epilogue needs the norms of rows of X, which must be known before the product.
-    """
-    transform = x.transform
-    read_as_stored = problem.expands or x.is_copy
-    by_word = isinstance(transform.center, str) or not transform.corrects
-    small = problem.depth > 0 and x.stored.dtype.name == "int8" and not transform.log1p
+    # An epilogue may need the norms of rows of X, which must be known before the product.
     known = problem.checked or any(step.derives for step in problem.epilogue)
-    return bool(small and transform.needs_stats and by_word and read_as_stored and not known)
+    in_panels = replace(problem, a=problem.a.with_numbers_in_panels(), b=problem.b.with_numbers_in_panels())
+    read_as_stored = problem.a.stored or chain.is_copy
+    found = read_as_stored and not known and _decided(request, in_panels, tile, free)
+    return in_panels if found else problem
 
 
 def _decided(
     request: Request, problem: GemmProblem, tile: TileShape | None, free: Callable[[], int] | None
 ) -> bool:
+    """Tell whether the device finds numbers. `problem` is the product if it does."""
     if request.planned is not None:
-        return request.planned.problem.measured
+        return request.planned.problem.finds_numbers
     folder = request.c.journal_folder if request.durability.resume else None
     record = read(folder) if folder is not None else None
     if record is not None:
-        return bool(record.header["identity"]["problem"].get("measured") == "True")
+        return IN_PANEL in record.header["identity"]["problem"]["elements_a"]
     several = request.where.devices is not None or request.where.is_distributed
     if several or (tile is not None and tile.m < problem.m):
         return False
     whole = TileShape(problem.m, problem.m, 1)
     grid = TileGrid.of(problem, whole, strip=ceil_div(problem.m, GRAM_STRIPS))
-    of_k = measure_room(replace(problem, measured=True)).end + sum(vector_bytes(problem).values())
+    of_k = measure_room(problem).end + vector_bytes(problem)
     budget = budgets_of("cuda", free, request.budgets.device_memory, request.budgets.all_host_memory).device
     room = SHARE * (budget - default_model("cuda", 1).device_reserve)
     return grid.elements((0, 0)) * problem.itemsizes["acc"] + of_k <= room
@@ -391,7 +387,8 @@ class PreparedRun:
     @property
     def read(self) -> dict[str, Matrix]:
         """The matrices that are read, by operand: as stored if the device transforms their elements."""
-        found = {"A": as_read(self.plan.problem, self.a), "B": as_read(self.plan.problem, self.b)}
+        problem = self.plan.problem
+        found = {"A": as_read(problem.a, self.a), "B": as_read(problem.b, self.b)}
         return found if self.d is None else found | {"D": self.d}
 
 
@@ -424,10 +421,14 @@ def prepare(
             _warn_of_triangles(*{id(x): x for x in (a, b)}.values())
             request.c.check_place(partial(_bytes_of_c, request, problem))
         a, b = readable_both(request, problem, a, b)
-        if request.a.standardize == "scale" and earlier is None:
-            check_constant(a, request.a.constant)
+        if request.a.standardize == "scale" and 0 not in a.shape and earlier is None:
+            check_constant(a, int(problem.trans_a.swaps), request.a.constant)
         if request.selection is not None and request.selection.cosine:
-            a, scales = cosine_scales(problem, a, memory_of(request))
+            if request.a.standardize:
+                scales = factors(a)
+            else:
+                a, scales = cosine_scales(problem, a, memory_of(request))
+                problem = expanded(problem, a, a, engine.name) if problem.a.stored else problem
             b = a  # rows of E are compared with each other
         read = Operands(a, b, d)
         if earlier is None:
@@ -610,7 +611,8 @@ def _plan(
     machine = divided(models(backend, device, stored_on(*loaded), writes).best, _sessions(request, engine))
     # With checksums, panels and strips pass through slots, where they are summed.
     in_place = machine.unified and not problem.checked
-    of_a, of_b = (_operand_layout(problem, x, engine, in_place=in_place) for x in (a, b))
+    pairs = (problem.a, a), (problem.b, b)
+    of_a, of_b = (_operand_layout(*pair, engine, in_place=in_place) for pair in pairs)
     if existing is None:
         of_c, pinned = c.layout(problem, output.chunks, output.compressor), False
     else:
@@ -659,11 +661,9 @@ def _is_pinned(matrix: Matrix, engine: Backend | None) -> bool:
     return engine.is_pinned(*stores.span(matrix))
 
 
-def _operand_layout(
-    problem: GemmProblem, matrix: Matrix, engine: Backend | None, *, in_place: bool
-) -> Layout:
+def _operand_layout(operand: Operand, matrix: Matrix, engine: Backend | None, *, in_place: bool) -> Layout:
     """Return the layout of A or B for a run."""
-    read = as_read(problem, matrix)
+    read = as_read(operand, matrix)
     layout = read.layout.in_run(in_place=in_place, pinned=_is_pinned(read, engine))
     # The numbers of a transform are in host memory, also if a device transforms the elements.
     return replace(layout, resident_bytes=matrix.layout.resident_bytes)

@@ -33,7 +33,6 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import Folder
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import Vectors
 from oocgemm.system import cache
 
 # Each request in flight has a thread.
@@ -208,7 +207,6 @@ class Chain:
         row: added to each row of X Q. It may be longer than a row of Q: the result has further columns then.
         factor: its first `columns` columns are Q. It has as many rows as X has columns, and is as wide as
             `row`. None if the products are only planned.
-        vectors: the numbers of the transform of X, if it has any.
         resident_bytes: host memory that the caller needs during the run.
     """
 
@@ -216,7 +214,6 @@ class Chain:
     columns: int
     row: Array
     factor: Array | None = None
-    vectors: Vectors | None = None
     resident_bytes: int = 0
 
 

@@ -11,12 +11,11 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import Numbers, numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.norms import check_range, identities, inverse_norms, squared_norms
+from oocgemm.jobs.norms import check_range, factors, identities, inverse_norms, squared_norms
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.epilogue import MAX_STEPS, Step
 from oocgemm.stores import Array, Matrix
 from oocgemm.stores.base import named_dtype
-from oocgemm.stores.transformed import StandardizedMatrix
 
 # dtypes to which C may be cast.
 CASTS = ("float16", "bfloat16", "float32", "float64")
@@ -86,7 +85,7 @@ class Correlation:
 
 
 class Coefficients(Correlation):
-    """The `Correlation` of rows that are standardized when they are read (`StandardizedMatrix`).
+    """The `Correlation` of rows that are standardized before they are multiplied.
 
     Their norms are 1. Rows of equal elements have NaN.
     """
@@ -198,7 +197,7 @@ def _check(problem: GemmProblem, given: Epilogue) -> None:
             f"A is of dtype {problem.a_dtype}, and an epilogue changes real numbers: drop the epilogue, and "
             "change C afterwards"
         )
-    if problem.centered:
+    if problem.is_corrected:
         raise InputError(
             "an epilogue cannot follow the centers that are subtracted from a product of int8: pass another "
             "cast than int8, such as cast='float32'"
@@ -334,8 +333,7 @@ def numbers_of(
             case Within():
                 found.append((np.arange(problem.m, dtype=float), np.arange(problem.n, dtype=float)))
             case Coefficients():
-                assert isinstance(a, StandardizedMatrix)
-                found.append((a.factors, a.factors))
+                found.append((factors(a), factors(a)))
             case Correlation():
                 remedy = "drop Correlation"
                 rows = cols = inverse_norms(a, problem.trans_a, memory, remedy)

@@ -17,7 +17,8 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import Array, Matrix, pieces
 from oocgemm.stores.arrays import in_float64, read_block, viewed
 from oocgemm.stores.base import failure
-from oocgemm.stores.transformed import SLAB, is_missing, positions
+from oocgemm.stores.element_forms import is_missing, positions
+from oocgemm.stores.transformed import SLAB
 
 T = TypeVar("T")
 # Maximum numbers of threads of a pass, in all and per core. With two per core, one computes while the other
@@ -181,7 +182,7 @@ def _slabs(
 
 def _of_floats(x: Array, axis: int, code: float | None, log1p: bool) -> Moments:
     """Return the sums of a slab of float64 elements, which is overwritten."""
-    found, absent = Moments(0), is_missing(x, code)
+    found, absent = Moments(0), None if code is None else is_missing(x, code)
     shape = (1, -1) if axis == 0 else (-1, 1)
     with np.errstate(all="ignore"):
         if log1p:

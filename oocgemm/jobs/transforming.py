@@ -13,20 +13,29 @@ from typing import Any
 import numpy as np
 
 from oocgemm import stores
-from oocgemm.backends.base import PanelTransform
+from oocgemm.backends.base import PanelNumbers
 from oocgemm.errors import InputError, warn_of_data
-from oocgemm.jobs.norms import MIN_SQUARES
+from oocgemm.jobs.norms import MIN_SQUARES, factors
 from oocgemm.jobs.request import Request
 from oocgemm.jobs.stats import Stats, stats_of
 from oocgemm.planning import GemmProblem, Op
-from oocgemm.planning.expansion import Measure
+from oocgemm.planning.elements import GIVEN, ElementStep
+from oocgemm.planning.problem import Operand
 from oocgemm.planning.units import counted, parse_size
 from oocgemm.stores import Array, Genotypes, Matrix
 from oocgemm.stores.capabilities import MISSING
 from oocgemm.stores.declared import AS_STORED, accepting
+from oocgemm.stores.element_forms import Numbers
 from oocgemm.stores.formats import OperandFacts, python_command
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import ImputedMatrix, StandardizedMatrix, TransformedMatrix, Vectors
+from oocgemm.stores.transformed import (
+    ImputedMatrix,
+    StandardizedMatrix,
+    SteppedMatrix,
+    TransformedMatrix,
+    chain_of,
+)
+from oocgemm.stores.view import KeptMatrix
 from oocgemm.system.resources import RECENT, available_memory
 
 # What the lines of each axis are called.
@@ -60,11 +69,12 @@ def standardized(matrix: Matrix, how: str, line_axis: int, kept: Array | None = 
             f"{matrix.name} has shape {matrix.shape}, so that its {_LINE[line_axis]}s have no elements, and "
             "no correlations: pass an X with at least 1 element in each"
         )
-    return StandardizedMatrix(matrix, line_axis, scaled=how == "scale", kept=kept)
+    matrix = matrix if kept is None else KeptMatrix(matrix, line_axis, kept)
+    return StandardizedMatrix(matrix, line_axis, scaled=how == "scale")
 
 
-def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
-    """Return a view that can be read. Means come from the cache, or from a pass in `memory` bytes.
+def _of_lines(matrix: StandardizedMatrix, memory: int) -> tuple[Numbers, ...]:
+    """Return the numbers that standardize lines. They come from the cache, or from a pass in `memory` bytes.
 
     Raises:
         InputError: a line has elements that are Inf or NaN, or differ by too little: they could not be
@@ -72,7 +82,7 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
         ExecutionError: the operand cannot be read.
     """
     axis = matrix.line_axis
-    found = _stats(matrix.stored, axis, memory)
+    found = _stats(matrix.matrix, axis, memory)
     squares = found.count * found.variance
     wrong = [(~np.isfinite(squares), "has elements that are Inf or NaN: replace them, or leave it out")]
     if matrix.scaled:
@@ -87,12 +97,10 @@ def readable_lines(matrix: StandardizedMatrix, memory: int) -> Matrix:
                 f"{_LINE[axis]} {numbers[0]} of {matrix.name} {what} (one of {numbers.size} such "
                 f"{_LINE[axis]}s)"
             )
-    inverse = np.ones(len(squares))
-    if matrix.scaled:
-        with np.errstate(divide="ignore"):
-            inverse = np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
-    lines = slice(None) if matrix.kept is None else matrix.kept
-    return matrix.with_numbers(found.mean[lines], inverse[lines])
+    if not matrix.scaled:
+        return (found.mean,)
+    with np.errstate(divide="ignore"):
+        return found.mean, np.where(_constant(found), 0.0, 1 / np.sqrt(squares))
 
 
 def _underflowing(found: Stats, dtype: np.dtype[Any]) -> tuple[Array, str]:
@@ -131,13 +139,11 @@ def varying_lines(matrix: Matrix, axis: int, memory: int) -> Array:
     return np.flatnonzero(~constant)
 
 
-def check_constant(matrix: Matrix, constant: str) -> None:
-    """Warn of lines of equal elements, or raise `InputError` if `constant` is "raise"."""
-    if not isinstance(matrix, StandardizedMatrix) or 0 in matrix.shape:
+def check_constant(matrix: Matrix, axis: int, constant: str) -> None:
+    """Warn of lines of equal elements along an axis, or raise `InputError` if `constant` is "raise"."""
+    if not (lines := np.isnan(factors(matrix))).any():
         return
-    if not (lines := np.isnan(matrix.factors)).any():
-        return
-    what = _listed(matrix, matrix.line_axis, lines)
+    what = _listed(matrix, axis, lines)
     if constant == "raise":
         raise InputError(
             f"{what}, so that their correlations are not defined: pass constant='drop' (--constant drop) to "
@@ -259,62 +265,79 @@ def accepted(matrix: Matrix, transform: Transform | None) -> Matrix:
 
 
 def readable(matrix: Matrix, memory: int) -> Matrix:
-    """Return a view that can be read, given the result of `transformed`. Return other matrices as they are.
+    """Return a view that can be read, given an operand that can be planned with. Return others as they are.
 
-    If the transform needs means or counts, they are taken from the cache, or from a pass over the operand in
+    If a step needs means or counts, they are taken from the cache, or from a pass over the operand in
     `memory` bytes.
 
     Raises:
         InputError: a scale is 0 or unknown, or there are missing elements that are not allowed.
         ExecutionError: the operand cannot be read.
     """
-    if isinstance(matrix, StandardizedMatrix):
-        return readable_lines(matrix, memory)
-    if not isinstance(matrix, TransformedMatrix) or matrix.vectors is not None:
+    chain = chain_of(matrix)
+    if chain is None or chain.is_known:
         return matrix
-    transform = matrix.transform
+    inner = readable(chain.matrix, memory)
+    before = chain_of(inner)
+    exact = inner if before is None else before.wide()  # what the step changes has not been rounded
+    return chain.on(inner, _NUMBERS[type(chain)](chain.on(exact, None), memory))
+
+
+def _of_transform(matrix: TransformedMatrix, memory: int) -> tuple[Numbers, ...]:
+    """Return the numbers of a transform."""
     found = None
-    if transform.needs_stats:
-        found = stats_of(matrix.stored, 1 - matrix.k_axis, transform, memory, extremes=False)
-    center, scale, fill = _numbers(matrix, found)
-    if transform.corrects:
-        none = np.broadcast_to(0.0, center.shape)
-        return matrix.with_vectors(Vectors(none, none, scale, center))
-    inverse = 1 / scale
-    return matrix.with_vectors(Vectors((fill - center) * inverse, center, inverse))
+    if matrix.transform.needs_stats:
+        found = stats_of(matrix.matrix, 1 - matrix.k_axis, matrix.transform, memory, extremes=False)
+    return _numbers(matrix, found)
 
 
-def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Array, Array, Array]:
-    """Return what is subtracted, what is divided by, and what missing elements become, per index along k.
+# What finds the numbers of each view.
+_NUMBERS: dict[type[SteppedMatrix], Callable[..., tuple[Numbers, ...]]] = {
+    TransformedMatrix: _of_transform,
+    StandardizedMatrix: _of_lines,
+}
 
-    `found` are the statistics, or None if they are not needed or unknown. Raises `InputError` if they do not
-    give a transform of every element.
+
+def _numbers(matrix: TransformedMatrix, found: Stats | None) -> tuple[Numbers, ...]:
+    """Return the numbers of each step of a transform.
+
+    `found` are the statistics, or None if they are not needed or unknown: numbers that follow from them are
+    then such that nothing changes. Raises `InputError` if they do not give a transform of every element.
     """
     transform, extent = matrix.transform, matrix.shape[matrix.k_axis]
-    none = np.broadcast_to(0.0, extent)
-    center, scale, fill = none, np.broadcast_to(1.0, extent), none
+    zeros, ones = np.broadcast_to(0.0, extent), np.broadcast_to(1.0, extent)
     if found is not None:
         _check(matrix, found)
-    if isinstance(transform.center, np.ndarray):
-        center = transform.center
-    elif transform.center is not None and found is not None:
-        center = found.mean
-    if isinstance(transform.scale, np.ndarray):
-        scale = transform.scale
-    elif transform.scale is not None and found is not None:
-        scale = _hwe(matrix, found) if transform.scale == "hwe" else found.std
-        _check_scale(matrix, scale, found)
-    if isinstance(transform.impute, np.ndarray):
-        fill = transform.impute
-    elif transform.imputes_mean and found is not None:
-        # Without missing elements, the mean of an index is not needed, and it may be NaN.
-        fill = np.where(found.missing > 0, found.mean, 0)
-    return center, scale, fill
+    given = {"impute": transform.impute, "scale": transform.scale}
+    given |= {"correct" if transform.corrects else "center": transform.center}
+    numbers = list[Numbers]()
+    for step in matrix.own_steps:
+        u = given.get(step.kind)
+        if step.kind == "log1p":
+            numbers.append(None)
+        elif step.kind == "scale":
+            scale = ones
+            if isinstance(u, np.ndarray):
+                scale = u
+            elif found is not None:
+                scale = _hwe(matrix, found) if step.rule == "hwe" else found.std
+                _check_scale(matrix, scale, found)
+            numbers.append(1 / scale)
+        elif isinstance(u, np.ndarray):
+            numbers.append(u)
+        elif found is None or step.source == GIVEN:
+            numbers.append(zeros)
+        elif step.kind == "impute":
+            # Without missing elements, the mean of an index is not needed, and it may be NaN.
+            numbers.append(np.where(found.missing > 0, found.mean, 0))
+        else:
+            numbers.append(found.mean)
+    return tuple(numbers)
 
 
 def readable_both(request: Request, problem: GemmProblem, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
     """Return A and B so that they can be read (`readable`), within the host memory of a request."""
-    if not problem.depth or problem.measured:  # nothing is read, or not before the run
+    if not problem.depth or problem.finds_numbers:  # nothing is read, or not before the run
         return a, b
     left = readable(a, memory_of(request))
     return left, left if b is a else readable(b, memory_of(request))
@@ -391,7 +414,7 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
 
     `names` are the arguments of the transform that are replaced; by default all that need statistics.
     """
-    transform, stored = matrix.transform, OperandFacts.of(matrix.stored)
+    transform, stored = matrix.transform, OperandFacts.of(matrix.source)
     made = {"impute": "mean"} if transform.imputes_mean else {}
     made |= {"center": "mean"} if isinstance(transform.center, str) else {}
     made |= {"scale": "scale"} if isinstance(transform.scale, str) else {}
@@ -413,48 +436,58 @@ def _own_numbers(matrix: TransformedMatrix, *names: str) -> str:
 
 
 def expanded(problem: GemmProblem, a: Matrix, b: Matrix, backend: str) -> GemmProblem:
-    """Return the problem, with the stored dtypes of the operands that the device will transform.
+    """Return the problem, with the steps of elements that are left to do when panels are in slots.
 
-    A GPU transforms panels, which cross the link to it as they are stored. Two kinds of runs need transformed
-    elements on the host, where panels are then transformed when they are read: those that compute checksums,
-    and emulated products.
+    A GPU does all steps. Panels then cross the link to it as they are stored. Two kinds of runs need
+    the elements on the host, where all but deferred steps are done when panels are read: those that compute
+    checksums, and emulated products.
     """
-    if backend != "cuda" or problem.checked or problem.planes or not problem.depth:
+    if not problem.depth:
         return problem
-    stored_a, stored_b = (
-        x.stored.dtype.name if isinstance(x, TransformedMatrix) and not x.is_copy else "" for x in (a, b)
-    )
-    if not (stored_a or stored_b):
-        return problem
-    return replace(problem, a=replace(problem.a, stored=stored_a), b=replace(problem.b, stored=stored_b))
+    here = backend == "cuda" and not (problem.checked or problem.planes)
+    left, right = (_with_steps(*pair, here=here) for pair in ((problem.a, a), (problem.b, b)))
+    return replace(problem, a=left, b=right)
 
 
-def as_read(problem: GemmProblem, matrix: Matrix) -> Matrix:
+def deferred_steps(matrix: Matrix) -> tuple[ElementStep, ...]:
+    """Return the steps of a matrix that correct C."""
+    chain = chain_of(matrix)
+    return () if chain is None else tuple(step for step in chain.steps if step.is_deferred)
+
+
+def _with_steps(operand: Operand, matrix: Matrix, *, here: bool) -> Operand:
+    chain = chain_of(matrix)
+    if chain is None:
+        return operand
+    if not here or chain.is_copy:
+        return replace(operand, elements=deferred_steps(matrix))
+    return replace(operand, elements=chain.steps, stored=chain.source.dtype.name)
+
+
+def as_read(operand: Operand, matrix: Matrix) -> Matrix:
     """Return the matrix from which the panels of an operand are read."""
-    if isinstance(matrix, TransformedMatrix) and (matrix.is_copy or problem.expands):
-        return matrix.stored
-    return matrix
+    chain = chain_of(matrix)
+    return chain.source if chain is not None and (chain.is_copy or operand.stored) else matrix
 
 
-def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelTransform]:
-    """Return the transforms of the operands whose elements the device transforms."""
-    if problem.measured:
-        assert isinstance(a, TransformedMatrix), "only a transform is measured"
-        return {"A": _measuring(a)}
+def on_device(problem: GemmProblem, a: Matrix, b: Matrix) -> dict[str, PanelNumbers]:
+    """Return the numbers of the steps that the device does, by operand."""
     found = {}
-    for operand, matrix in zip(problem.operands, (a, b), strict=False):
-        if problem.expands and isinstance(matrix, TransformedMatrix) and not matrix.is_copy:
-            v = matrix.vectors
-            assert v is not None, "the matrix was opened only to plan"
-            vectors = v.fill, v.center, v.inverse
-            found[operand] = PanelTransform(matrix.code, matrix.transform.log1p, vectors)
+    for name, operand, matrix in zip(problem.operands, (problem.a, problem.b), (a, b), strict=False):
+        chain = chain_of(matrix)
+        if chain is None or not (operand.stored or problem.finds_numbers):
+            continue
+        if problem.finds_numbers:
+            found[name] = _measuring(chain)
+        else:
+            assert chain.numbers is not None, "the matrix was opened only to plan"
+            found[name] = PanelNumbers(chain.numbers)
     return found
 
 
-def _measuring(matrix: TransformedMatrix) -> PanelTransform:
-    """Return the transform of an operand whose statistics the device finds."""
-    transform = matrix.transform
-    center, scale, fill = _numbers(matrix, None)
+def _measuring(matrix: SteppedMatrix) -> PanelNumbers:
+    """Return the numbers of an operand whose statistics the device finds, as far as they are given."""
+    assert isinstance(matrix, TransformedMatrix)
 
     def check(count: Array, total: Array, squares: Array) -> None:
         extent = matrix.shape[1 - matrix.k_axis]
@@ -462,10 +495,4 @@ def _measuring(matrix: TransformedMatrix) -> PanelTransform:
             mean, variance = total / count, (count * squares - total * total) / np.square(count, dtype=float)
         _numbers(matrix, Stats(count, extent - count, mean, variance, mean, mean))
 
-    measure = Measure(
-        center=isinstance(transform.center, str),
-        scale=transform.scale if isinstance(transform.scale, str) else "",
-        fill=transform.imputes_mean,
-        raises=transform.raises,
-    )
-    return PanelTransform(matrix.code, transform.log1p, (fill, center, 1 / scale), measure, check)
+    return PanelNumbers(_numbers(matrix, None), check)

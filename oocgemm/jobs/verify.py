@@ -45,7 +45,7 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Array, Collecting, Matrix
 from oocgemm.stores.base import ReadError, Retries
 from oocgemm.stores.transform import Transform
-from oocgemm.stores.transformed import StandardizedMatrix, TransformedMatrix
+from oocgemm.stores.transformed import chain_of
 from oocgemm.stores.view import MirroredMatrix
 from oocgemm.system.resources import available_memory
 from oocgemm.system.threads import Cancel
@@ -72,10 +72,9 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
     started = perf_counter()
     problem, selection = job.plan.problem, job.request.selection
     memory = memory_of(job.request) // 4
-    sides = (job.a, problem.trans_a, True), (job.b, problem.trans_b, False)
-    oriented = partial(Oriented, retries=retries)
-    how: Any = {"distances": problem.measures_distances}
-    a, b = (oriented(_as_multiplied(x, op, memory, left=left, **how), op.swaps) for x, op, left in sides)
+    sides = (job.a, problem.trans_a), (job.b, problem.trans_b)
+    oriented, distances = partial(Oriented, retries=retries), problem.measures_distances
+    a, b = (oriented(_as_multiplied(x, distances=distances), op.swaps) for x, op in sides)
     made = Made(problem.sink, stored=oriented(result))
     if isinstance(result, Collecting):
         assert selection is not None
@@ -104,19 +103,15 @@ def check_samples(job: PreparedRun, result: Matrix, retries: Retries, cancel: Ca
     return {"sampled": samples.elements, "sampled_seconds": perf_counter() - started}
 
 
-def _as_multiplied(matrix: Matrix, op: Op, memory: int, *, left: bool, distances: bool) -> Matrix:
+def _as_multiplied(matrix: Matrix, *, distances: bool) -> Matrix:
     """Return an operand whose elements are those that the product has, with centers subtracted.
 
     If samples are compared with exact `distances`, the elements are not rounded.
     """
-    if not isinstance(matrix, TransformedMatrix):
+    chain = chain_of(matrix)
+    if chain is None:
         return matrix
-    if distances:
-        return matrix.wide()
-    if matrix.transform.corrects:
-        exact = replace(matrix.transform, cast="float64")
-        return readable(transformed(matrix.stored, exact, op, left=left), memory)
-    return matrix
+    return chain.wide() if distances else chain.exact()
 
 
 @contextmanager
@@ -209,7 +204,8 @@ def settle(job: PreparedRun, found: Collecting, retries: Retries, cancel: Cancel
 
 def _in_float64(matrix: Matrix) -> Matrix:
     """Return an operand before its elements are rounded to the dtype in which they are multiplied."""
-    return matrix.wide() if isinstance(matrix, StandardizedMatrix) else matrix
+    chain = chain_of(matrix)
+    return matrix if chain is None else chain.wide()
 
 
 def _cosines(

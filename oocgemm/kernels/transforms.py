@@ -1,10 +1,11 @@
 """Compiler options and launch shapes of the kernels in kernels/transforms, without importing cupy."""
 
+import ctypes
 from functools import lru_cache
 from math import isnan
 
 from oocgemm.kernels.spec import C_TYPES, blocks
-from oocgemm.planning.expansion import Measure
+from oocgemm.planning.elements import MAX_STEPS, ElementStep, missing_code
 
 # Elements of a row that a thread loads and stores together, if rows consist of whole groups of them.
 WIDTH = 4
@@ -14,28 +15,43 @@ _ACROSS, _ROWS, _MAX_GRID = 64, 64, 65535
 _SUMMED, _BLOCK_ROWS = 1024, 32
 
 
+class StepNumbers(ctypes.Structure):
+    """The argument `step_t` of a kernel: the address of the numbers of a panel, and the constants."""
+
+    _fields_ = (("numbers", ctypes.c_void_p), ("first", ctypes.c_double), ("second", ctypes.c_double))
+
+
+class Elements(ctypes.Structure):
+    """The argument `elements_t` of a kernel."""
+
+    _fields_ = (("steps", StepNumbers * MAX_STEPS),)
+
+
+# How the kernel counts the axis of the numbers of a step.
+AXES = ("", "rows", "cols")
+
+
 @lru_cache
-def expand_options(
-    stored: str, result: str, by_column: bool, code: float | None, log1p: bool, width: int
-) -> tuple[str, ...]:
+def expand_options(stored: str, result: str, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
     """Return the compiler options of the kernel.
 
     Args:
-        stored, result: dtypes of the elements before and after the transform.
-        by_column: whether indices along k are columns of the panel, rather than rows.
-        code: the code of missing elements, which may be NaN; None if no element is missing.
-        log1p: whether x is replaced by log(1 + x).
+        stored, result: dtypes of the elements before and after the steps.
+        steps: what happens to each element.
         width: elements per thread, 1 or `WIDTH`.
     """
-    macros = {
-        "STORED": C_TYPES[stored],
-        "RESULT": C_TYPES[result],
-        "K_AXIS": int(by_column),
-        "MISSING": 0 if code is None else 2 if isnan(code) else 1,
-        "LOG1P": int(log1p),
-        "WIDTH": width,
-    }
+    chain = "".join(
+        f"OOC_STEP({_form(step)},{number},{AXES.index(step.axis)})" for number, step in enumerate(steps)
+    )
+    macros = {"STORED": C_TYPES[stored], "RESULT": C_TYPES[result], "CHAIN": chain, "WIDTH": width}
+    # Logarithms take so many registers that those of two rows would be spilled.
+    macros["UNROLL"] = 1 if any(step.kind == "log1p" for step in steps) else 2
     return tuple(f"-DOOC_{name}={value}" for name, value in macros.items())
+
+
+def _form(step: ElementStep) -> str:
+    """Return the name of the function that does a step, in kernels/transforms/steps.cuh."""
+    return f"{step.kind}_nan" if any(map(isnan, step.constants)) else step.kind
 
 
 def expand_grid(rows: int, cols: int, width: int) -> tuple[int, int, int]:
@@ -44,25 +60,24 @@ def expand_grid(rows: int, cols: int, width: int) -> tuple[int, int, int]:
 
 
 @lru_cache
-def measure_options(
-    by_column: bool, code: float | None, width: int, measure: Measure, corrects: bool
-) -> tuple[str, ...]:
+def measure_options(by_column: bool, steps: tuple[ElementStep, ...], width: int) -> tuple[str, ...]:
     """Return the compiler options of the kernels in kernels/transforms/measure.cu.
 
     Args:
-        by_column, code, width: as for `expand_options`.
-        measure: what is found.
-        corrects: whether C is corrected, instead of panels.
+        by_column: whether indices along k are columns of the panel, rather than rows.
+        steps: of the elements of X. The kernels find the numbers whose source is the panel.
+        width: elements per thread, 1 or `WIDTH`.
     """
+    rules = {step.kind: step.rule for step in steps if step.in_panel}
     macros = {
         "K_AXIS": by_column,
-        "MISSING": code is not None,
+        "MISSING": missing_code(steps) is not None,
         "WIDTH": width,
-        "CENTER": measure.center,
-        "SCALE": ("", "k", "hwe").index(measure.scale),
-        "FILL": measure.fill,
-        "RAISES": measure.raises,
-        "CORRECTS": corrects,
+        "CENTER": "center" in rules or "correct" in rules,
+        "SCALE": ("", "k", "hwe").index(rules.get("scale", "")),
+        "FILL": rules.get("impute") == "mean",
+        "RAISES": rules.get("impute") == "raise",
+        "CORRECTS": any(step.is_deferred for step in steps),
     }
     return tuple(f"-DOOC_{name}={int(value)}" for name, value in macros.items())
 

@@ -12,29 +12,9 @@ from oocgemm.planning.tiling import round_up
 
 # Alignment of panels, in bytes: what kernels of products need.
 _ALIGNMENT = 512
-# Bytes per index along k of the numbers of a transform, three in float64: what missing elements become, what
-# is subtracted, and what is multiplied by.
-VECTOR_BYTES = 24
-# Bytes per index along k of the sums that a `measured` problem finds on the device: the number of elements,
-# their sum, and that of their squares.
+# Bytes per index along k of the sums that the device finds in panels: the number of elements, their sum, and
+# that of their squares.
 SUM_BYTES = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """What the device finds for a `measured` problem, in panels that have all rows of X.
-
-    Attributes:
-        center: whether the means are subtracted.
-        scale: what elements are divided by: "k" or "hwe" (`oocgemm.Transform`), or "" for what is given.
-        fill: whether missing elements become the means.
-        raises: whether missing elements are errors.
-    """
-
-    center: bool
-    scale: str
-    fill: bool
-    raises: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +22,7 @@ class MeasureRoom:
     """Byte offsets of what is measured on the device; the sums are at 0. `end` is the size of it all.
 
     `weights` has a float64 per index along k, `products` one per row of X, and `square` is one number. They
-    are zero at first, and used only if the problem is `centered`.
+    are zero at first, and used only if C is corrected.
     """
 
     weights: int
@@ -52,8 +32,8 @@ class MeasureRoom:
 
 
 def measure_room(problem: GemmProblem) -> MeasureRoom:
-    """Lay out what is measured; everything is 0 unless the problem is `measured`."""
-    if not problem.measured:
+    """Lay out what is measured; everything is 0 unless the device finds numbers."""
+    if not problem.finds_numbers:
         return MeasureRoom(0, 0, 0, 0)
     weights = SUM_BYTES * problem.depth
     products = weights + 8 * problem.depth
@@ -76,7 +56,7 @@ def expanded_bytes(problem: GemmProblem, m: int, n: int, k: int) -> tuple[int, i
 def correction_bytes(problem: GemmProblem) -> tuple[int, int]:
     """Return the bytes on the device of the numbers of rows and of columns that are subtracted from C."""
     rows, cols = (round_up(8 * extent, _ALIGNMENT) for extent in (problem.m, problem.n))
-    return (rows, cols) if problem.centered else (0, 0)
+    return (rows, cols) if problem.is_corrected else (0, 0)
 
 
 def number_offsets(steps: tuple[Step, ...], m: int, n: int) -> tuple[list[tuple[int, int]], int]:
@@ -107,11 +87,23 @@ def scale_bytes(problem: GemmProblem) -> int:
     return round_up(itemsize * problem.n, _ALIGNMENT) if problem.sink.scaled else 0
 
 
-def vector_bytes(problem: GemmProblem) -> dict[str, int]:
-    """Return the bytes on the device of the numbers of each operand's transform, aligned."""
-    stored = {"A": problem.a.stored, "B": problem.b.stored}
-    each = round_up(VECTOR_BYTES * problem.vector_length, _ALIGNMENT)
-    return {operand: each for operand in problem.operands if stored[operand]}
+def step_offsets(problem: GemmProblem, operand: str) -> tuple[list[int], int]:
+    """Lay out the numbers of an operand's steps on the device, as float64.
+
+    Returns:
+        For each step that the device does, the byte offset of its numbers; -1 if it has none. Second, the
+        bytes of all numbers, aligned.
+    """
+    offsets, end = list[int](), 0
+    for step in (problem.a if operand == "A" else problem.b).prepared:
+        offsets.append(end if step.axis else -1)
+        end += 8 * problem.stored_extent(operand, step.axis) if step.axis else 0
+    return offsets, round_up(end, _ALIGNMENT)
+
+
+def vector_bytes(problem: GemmProblem) -> int:
+    """Return the bytes on the device of the numbers of all operands' steps, aligned."""
+    return sum(step_offsets(problem, operand)[1] for operand in problem.operands)
 
 
 def factor_bytes(problem: GemmProblem) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from oocgemm.planning.cover import WHOLE, Cover, cover_of
+from oocgemm.planning.elements import IN_PANEL, ElementStep, parsed_steps
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.sinks import SINKS, Sink, Stored
 
@@ -77,8 +78,9 @@ COMPUTES = {
 class Operand:
     """A or B as the product multiplies it: op(X) of elements of `dtype`.
 
-    If `stored` is not empty, panels have this dtype until the device expands them: it transforms their
-    elements to `dtype` just before they are multiplied.
+    `elements` are the steps that are left to do when panels are in slots. If `stored` is not empty, panels
+    have this dtype until the device expands them: it does these steps just before they are multiplied.
+    Deferred steps correct C instead.
 
     Class attributes, which say what B demands of the product:
 
@@ -91,6 +93,7 @@ class Operand:
     dtype: str
     op: Op = Op.N
     stored: str = ""
+    elements: tuple[ElementStep, ...] = ()
 
     shares: ClassVar[bool] = False
     one_tile: ClassVar[bool] = False
@@ -118,6 +121,16 @@ class Operand:
         """The dtype of panels in slots."""
         return self.stored or self.dtype
 
+    @property
+    def prepared(self) -> tuple[ElementStep, ...]:
+        """The steps that the device does when it expands a panel."""
+        return tuple(step for step in self.elements if not step.is_deferred) if self.stored else ()
+
+    def with_numbers_in_panels(self) -> Self:
+        """Return the operand with the numbers that are not given found by the device, in panels."""
+        found = (replace(step, source=IN_PANEL) if step.rule else step for step in self.elements)
+        return replace(self, elements=tuple(found))
+
 
 @dataclass(frozen=True)
 class Same(Operand):
@@ -135,7 +148,7 @@ class Same(Operand):
 
 def same(operand: Operand) -> Same:
     """Return an operand B that is the conjugate transpose of op(A)."""
-    return Same(operand.dtype, operand.op, operand.stored)
+    return Same(operand.dtype, operand.op, operand.stored, operand.elements)
 
 
 @dataclass(frozen=True)
@@ -191,12 +204,11 @@ class GemmProblem:
 
     The accumulator and C may be wider than A and B. `cover` says which elements of C are computed and stored.
 
-    If the product is `centered`, A or B minus means along k are multiplied. The product of A and B themselves
-    is computed, and a matrix of rank one is subtracted when C is finished.
+    If elements of A or B have a deferred step, C `is_corrected`: A or B minus means along k are multiplied.
+    The product of A and B themselves is computed, and a matrix of rank one is subtracted when C is finished.
 
-    If it is `measured`, the device finds the means and scales for its transform in the panels themselves,
-    just before they are transformed. That is possible for a Gram matrix of one tile: a panel has all rows of
-    X.
+    If the numbers of steps are found in panels, the device measures a panel just before it is transformed.
+    That is possible for a Gram matrix of one tile: a panel has all rows of X.
     """
 
     m: int
@@ -207,8 +219,6 @@ class GemmProblem:
     arithmetic: Arithmetic
     sink: Sink
     cover: Cover = WHOLE
-    centered: bool = False
-    measured: bool = False
 
     @classmethod
     def of(
@@ -345,14 +355,29 @@ class GemmProblem:
         return DTYPES[self.a_dtype].planes if self.compute == "emulated" else 0
 
     @property
-    def expands(self) -> bool:
-        """Whether panels of A or B are transformed on the device."""
-        return bool(self.a.stored or self.b.stored)
+    def is_corrected(self) -> bool:
+        """Whether a matrix of rank one is subtracted from C, for the centers of A or B."""
+        return any(step.is_deferred for step in (*self.a.elements, *self.b.elements))
+
+    @property
+    def finds_numbers(self) -> bool:
+        """Whether the device finds numbers of steps in panels of op(A), which have all of its rows."""
+        return any(step.in_panel for step in self.a.elements)
+
+    @property
+    def min_panel_rows(self) -> int:
+        """The least number of rows of op(A) in a panel."""
+        return self.m if self.finds_numbers else 1
+
+    @property
+    def expanded_itemsize(self) -> int:
+        """Bytes of an element of an expanded panel; 0 if no panel is expanded."""
+        return DTYPES[self.a_dtype].itemsize if self.a.stored or self.b.stored else 0
 
     @property
     def prepares(self) -> bool:
         """Whether each step has a Prepare operation, which splits, measures or transforms its panels."""
-        return bool(self.planes or self.expands or self.measured)
+        return bool(self.planes or self.expanded_itemsize or self.finds_numbers)
 
     def prepared_bytes(self, m: int, n: int, k: int) -> int:
         """Return the bytes of the panels that the Prepare of an m x n x k step reads."""
@@ -385,13 +410,13 @@ class GemmProblem:
         = 1 and beta = 0, because partial sums must stay exact.
         """
         scales = self.exact and (self.alpha, self.beta) != (1, 0)
-        changes = scales or self.centered or bool(self.epilogue)
+        changes = scales or self.is_corrected or bool(self.epilogue)
         return self.acc_dtype != self.c_dtype or changes or not self.sink.stores_c
 
     @property
     def checks_sums(self) -> bool:
         """Whether checksums are compared with the accumulator, before a Finish changes its elements."""
-        return bool(self.checked) and (bool(self.epilogue) or self.centered or not self.sink.stores_c)
+        return bool(self.checked) and (bool(self.epilogue) or self.is_corrected or not self.sink.stores_c)
 
     @property
     def as_summed(self) -> "GemmProblem":
@@ -403,8 +428,6 @@ class GemmProblem:
             b=same(b) if self.b.shares else b,
             arithmetic=replace(self.arithmetic, checked=""),
             sink=Stored("int64" if self.exact else self.acc_dtype),
-            centered=False,
-            measured=False,
         )
 
     @property
@@ -447,10 +470,12 @@ class GemmProblem:
         """
         return self.b.flops((8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k, self.n)
 
-    @property
-    def vector_length(self) -> int:
-        """How many numbers of each kind a transform of op(A) has: one per index along k, or along m."""
-        return self.m if self.b.transforms_rows else self.depth
+    def stored_extent(self, operand: str, axis: str) -> int:
+        """The number of rows ("rows") or columns ("cols") of the stored operand "A" or "B"."""
+        (rows, cols), op = (
+            ((self.m, self.k), self.trans_a) if operand == "A" else ((self.k, self.n), self.trans_b)
+        )
+        return rows if (axis == "rows") != op.swaps else cols
 
     @property
     def factors(self) -> tuple[str, str]:
@@ -485,8 +510,8 @@ class GemmProblem:
             "stored_a": self.a.stored,
             "stored_b": self.b.stored,
             "chained": self.b.changed_columns,
-            "centered": self.centered,
-            "measured": self.measured,
+            "elements_a": ", ".join(map(str, self.a.elements)),
+            "elements_b": ", ".join(map(str, self.b.elements)),
         } | self.sink.record()
 
     @classmethod
@@ -495,8 +520,9 @@ class GemmProblem:
 
         Values are not checked.
         """
-        a = Operand(data["a_dtype"], data["trans_a"], data["stored_a"])
-        given = data["b_dtype"], data["trans_b"], data["stored_b"]
+        steps_a, steps_b = parsed_steps(data["elements_a"]), parsed_steps(data["elements_b"])
+        a = Operand(data["a_dtype"], data["trans_a"], data["stored_a"], steps_a)
+        given = data["b_dtype"], data["trans_b"], data["stored_b"], steps_b
         b = Operand(*given)
         if data["gram"]:
             b = Same(*given)
@@ -512,6 +538,4 @@ class GemmProblem:
             Arithmetic(data["acc_dtype"], data["compute"], data["checked"]),
             kind(**{field.name: own[field.name] for field in fields(kind)}),
             cover_of(data["gram"]),
-            data["centered"],
-            data["measured"],
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError, missing_bfloat16
+from oocgemm.planning.elements import GIVEN, STREAMED, ElementStep
 from oocgemm.planning.emulation import EXACT_LIMIT
 from oocgemm.stores.base import Array, named_dtype
 
@@ -129,6 +130,22 @@ class Transform:
                 f"missing = {self.missing!r} cannot be an element of {name}: it is too large for {stored}"
             )
         return rounded
+
+    def steps(self, code: float | None, axis: str) -> tuple[ElementStep, ...]:
+        """Return what happens to each element.
+
+        `code` is that of missing elements as they are stored; None if there are none. Numbers are per row
+        ("rows") or per column ("cols") of the stored array, as `axis` says.
+        """
+        found = [ElementStep("log1p")] if self.log1p else []
+        if code is not None:
+            rule = self.impute if isinstance(self.impute, str) else ""
+            found.append(ElementStep("impute", axis, STREAMED if rule == "mean" else GIVEN, rule, (code,)))
+        for kind, given in (("correct" if self.corrects else "center", self.center), ("scale", self.scale)):
+            rule = given if isinstance(given, str) else ""
+            if given is not None:
+                found.append(ElementStep(kind, axis, STREAMED if rule else GIVEN, rule))
+        return tuple(found)
 
     def result(self, name: str, stored: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype that is multiplied if the operand `name` has the dtype `stored`.

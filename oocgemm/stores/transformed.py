@@ -1,22 +1,23 @@
 """Matrices whose elements are computed from those in storage when they are read, on the CPU.
 
-`TransformedMatrix` applies a `Transform`, `StandardizedMatrix` standardizes rows or columns, `ImputedMatrix`
-replaces missing genotypes by means, and `KnownMatrix` has ones where genotypes are known.
+A `SteppedMatrix` puts elements through a chain of steps (`oocgemm.planning.elements`), which a GPU can do in
+its place: `TransformedMatrix` those of a `Transform`, `StandardizedMatrix` those that standardize lines.
+`ImputedMatrix` replaces missing genotypes by means, and `KnownMatrix` has ones where genotypes are known.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import isnan
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning.expansion import VECTOR_BYTES
+from oocgemm.planning.elements import STREAMED, ElementStep
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.arrays import in_float64, read_block
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.element_forms import Numbers, apply, is_missing, positions
 from oocgemm.stores.transform import Transform
 from oocgemm.stores.view import View
 
@@ -26,6 +27,11 @@ SLAB = 1 << 18
 SLAB_BYTES = SLAB * 10
 # The dtype of standardized elements, by the dtype in storage, if it is not the same.
 RESULTS = dict.fromkeys(("float16", "bfloat16", "int8", "int32", "int64"), "float32")
+# Dtypes whose elements are cast by way of float64.
+_BY_FLOAT64 = ("int32", "int64")
+DType = np.dtype[Any]
+# The axes of numbers (`ElementStep.axis`).
+_AXES = "rows", "cols"
 
 
 class ElementView(View):
@@ -74,24 +80,15 @@ class ElementView(View):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, eq=False)
-class Vectors:
-    """What a transform needs per index along k, in float64.
+class SteppedMatrix(ElementView):
+    """A read-only view of a matrix whose elements go through a chain of steps.
 
-    A missing element becomes `fill`, any other element ``(f(x) - center) * inverse``. `corrected` is
-    subtracted by a correction of C; None if nothing is (`Transform.corrects`).
-    """
+    A view of such a view has the steps of both, one after the other, and rounds once.
 
-    fill: Array
-    center: Array
-    inverse: Array
-    corrected: Array | None = None
-
-
-class TransformedMatrix(ElementView):
-    """A read-only view of a matrix, with its elements transformed.
-
-    `Vectors` are known only if the matrix will be read: a plan does not need them.
+    Attributes:
+        source: the matrix that is read.
+        matrix: what is viewed: `source`, or a view of it.
+        steps, numbers: the chain. Numbers are None if they are unknown: a plan does not need them.
     """
 
     purpose = "stored"
@@ -99,10 +96,107 @@ class TransformedMatrix(ElementView):
     def __init__(
         self,
         matrix: Matrix,
+        steps: Sequence[ElementStep],
+        numbers: Sequence[Numbers] | None,
+        dtype: np.dtype[Any],
+    ) -> None:
+        """View a matrix with further steps, whose result has the given dtype."""
+        inner = matrix if isinstance(matrix, SteppedMatrix) else None
+        self.source: Matrix = matrix if inner is None else inner.source
+        self.matrix = matrix
+        self.own_steps, self.own_numbers = tuple(steps), None if numbers is None else tuple(numbers)
+        self.steps: tuple[ElementStep, ...] = (*(inner.steps if inner else ()), *self.own_steps)
+        self.numbers: tuple[Numbers, ...] | None = self.own_numbers
+        if inner is not None:
+            known = inner.numbers is not None and self.own_numbers is not None
+            self.numbers = (*inner.numbers, *self.own_numbers) if known else None  # type: ignore[misc]
+        # The numbers, and a copy of them while they go to a device.
+        extents = dict(zip(_AXES, matrix.shape, strict=True))
+        held = 2 * 8 * sum(extents[step.axis] for step in self.steps if step.axis)
+        super().__init__(self.source, temporary_bytes=SLAB_BYTES, mask=False, resident_bytes=held)
+        self._results_in(dtype)
+
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        """Return the same view of another matrix of the same shape, with these numbers."""
+        raise NotImplementedError
+
+    def wide(self) -> Self:
+        """Return the same view with elements in float64, which are not rounded."""
+        return self.on(self.matrix, self.own_numbers, np.dtype(np.float64))
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the elements that are multiplied are those in storage, and C is corrected."""
+        return bool(self.steps) and all(step.is_deferred for step in self.steps)
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether a GPU can find the numbers in panels: those of small integers, whose sums are exact."""
+        return False
+
+    def exact(self) -> "SteppedMatrix":
+        """Return a view with deferred steps done, in float64 if there are any: what the product has."""
+        return self
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the numbers are known, so that elements can be read."""
+        return self.numbers is not None
+
+    def number(self, kind: str) -> Numbers:
+        """Return the numbers of the last step of a kind; None if there is none. They must be known."""
+        assert self.numbers is not None, "the matrix was opened only to plan"
+        found = [u for step, u in zip(self.steps, self.numbers, strict=True) if step.kind == kind]
+        return found[-1] if found else None
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        """What happens to the elements, as text."""
+        raise NotImplementedError
+
+    @property
+    def change(self) -> str:  # type: ignore[override]
+        before = f"{self.matrix.change}; " if isinstance(self.matrix, SteppedMatrix) else ""
+        numbers = "" if self.own_numbers is None else f", numbers {_digest(*self.own_numbers)}"
+        return f"{before}{self.what} to {self.dtype}{numbers}"
+
+    def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
+        assert self.numbers is not None, "the matrix was opened only to plan"
+        if not self.steps and self.source.dtype.name not in _BY_FLOAT64:
+            np.copyto(out, raw, casting="unsafe")
+            return
+        for top, left in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):
+            at = slice(*top), slice(*left)
+            here = {
+                axis: slice(first + start, first + stop)
+                for axis, first, (start, stop) in zip(_AXES, (rows[0], cols[0]), (top, left), strict=True)
+            }
+            numbers = [
+                None if u is None else u[here[step.axis]]
+                for step, u in zip(self.steps, self.numbers, strict=True)
+            ]
+            with np.errstate(all="ignore"):
+                np.copyto(out[at], apply(self.steps, numbers, in_float64(raw[at])), casting="unsafe")
+
+
+def chain_of(matrix: Matrix) -> SteppedMatrix | None:
+    """Return a matrix whose elements go through a chain of steps; None for any other matrix."""
+    return matrix if isinstance(matrix, SteppedMatrix) else None
+
+
+class TransformedMatrix(SteppedMatrix):
+    """A read-only view of a matrix, with its elements transformed."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
         transform: Transform,
         k_axis: int,
         lines: str,
-        vectors: Vectors | None = None,
+        numbers: Sequence[Numbers] | None = None,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         """View a matrix. Raises `InputError` if the transform cannot be applied to it.
 
@@ -111,14 +205,13 @@ class TransformedMatrix(ElementView):
             transform: what happens to its elements.
             k_axis: the axis of the stored matrix over which the product sums.
             lines: what the indices along this axis are called in messages, "rows" or "columns".
-            vectors: the numbers per index along this axis.
+            numbers: those of the steps; None if they are unknown.
+            dtype: of the result, if it is not that of the transform.
         """
-        # The numbers, and a copy of them while they go to a device.
-        resident_bytes = 2 * VECTOR_BYTES * matrix.shape[k_axis]
-        super().__init__(matrix, temporary_bytes=SLAB_BYTES, mask=False, resident_bytes=resident_bytes)
-        self.transform, self.k_axis, self.vectors, self.lines = transform, k_axis, vectors, lines
+        self.transform, self.k_axis, self.lines = transform, k_axis, lines
         self.code = transform.code(matrix.name, matrix.dtype)
-        self.dtype = transform.result(matrix.name, matrix.dtype)
+        found = transform.result(matrix.name, matrix.dtype)
+        super().__init__(matrix, transform.steps(self.code, _AXES[k_axis]), numbers, dtype or found)
         for given in ("center", "scale", "impute"):
             values = getattr(transform, given)
             if isinstance(values, np.ndarray) and len(values) != matrix.shape[k_axis]:
@@ -127,83 +220,36 @@ class TransformedMatrix(ElementView):
                     f"{lines}: pass one number for each of them"
                 )
 
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        return type(self)(matrix, self.transform, self.k_axis, self.lines, numbers, dtype or self.dtype)
+
     @property
-    def _casts(self) -> bool:
-        """Whether elements are only cast. float64, by which others go, would give the same numbers."""
-        change = self.transform
-        changed = change.log1p or change.center is not None or change.scale is not None
-        return self.code is None and not changed and self.stored.dtype.name not in ("int32", "int64")
+    def is_measurable(self) -> bool:
+        transform = self.transform
+        small = self.matrix is self.source and self.source.dtype.name == "int8" and not transform.log1p
+        return (
+            small and transform.needs_stats and (isinstance(transform.center, str) or not transform.corrects)
+        )
 
-    def with_vectors(self, vectors: Vectors) -> Self:
-        """Return the same view with its vectors, which can be read."""
-        return type(self)(self.stored, self.transform, self.k_axis, self.lines, vectors)
-
-    def wide(self) -> Self:
-        """Return the same view with elements in float64, which are not rounded."""
+    def exact(self) -> SteppedMatrix:
+        if not self.transform.corrects:
+            return self
         transform = replace(self.transform, cast="float64")
-        return type(self)(self.stored, transform, self.k_axis, self.lines, self.vectors)
+        return type(self)(self.matrix, transform, self.k_axis, self.lines, self.own_numbers)
 
     @property
-    def change(self) -> str:  # type: ignore[override]
-        found, v = f"{self.transform or 'no change'} to {self.dtype}", self.vectors
-        if v is None:
-            return found
-        given = v.fill, v.center, v.inverse, *(() if v.corrected is None else (v.corrected,))
-        return f"{found}, numbers {_digest(*given)}"
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the elements that are multiplied are those in storage."""
-        return self.transform.corrects and self.code is None
-
-    def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
-        first = (cols if self.k_axis else rows)[0]
-        vectors = self.vectors
-        assert vectors is not None, "the matrix was opened only to plan"
-        if self._casts:
-            np.copyto(out, raw, casting="unsafe")
-            return
-        for top, left in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):
-            start, stop = left if self.k_axis else top
-            here = slice(first + start, first + stop)
-            fill, shape = vectors.fill[here], (1, -1) if self.k_axis else (-1, 1)
-            center, inverse = (x[here].reshape(shape) for x in (vectors.center, vectors.inverse))
-            at = slice(*top), slice(*left)
-            x = in_float64(raw[at])
-            absent = is_missing(x, self.code)
-            with np.errstate(all="ignore"):
-                if self.transform.log1p:
-                    np.log1p(x, out=x)
-                x -= center
-                x *= inverse
-                if absent is not None:
-                    lost = positions(absent)
-                    x[lost] = fill[lost[self.k_axis]]
-                np.copyto(out[at], x, casting="unsafe")
+    def what(self) -> str:  # type: ignore[override]
+        return str(self.transform or "no change")
 
 
-def is_missing(x: Array, code: float | None) -> Array | None:
-    """Return which elements are missing; None if no element can be."""
-    if code is None:
-        return None
-    # NumPy would cast all integers to compare them with a float.
-    same = int(code) if x.dtype.kind == "i" else code
-    found: Array = np.isnan(x) if isnan(code) else x == same
-    return found
-
-
-def positions(mask: Array) -> tuple[Array, ...]:
-    """Return the indices that `np.nonzero` returns, in a tenth of its time if the mask is mostly false."""
-    return np.unravel_index(np.flatnonzero(mask), mask.shape)
-
-
-class StandardizedMatrix(ElementView):
+class StandardizedMatrix(SteppedMatrix):
     """A read-only view of a matrix with ``(x - mean) * inverse`` in place of each element x.
 
-    The mean is that of the element's *line*, its row or its column, in float64. So is the inverse, which is 1
-    unless lines are scaled, and 0 for a line of equal elements. They are known only if the matrix will be
-    read: a plan does not need them. The result has the dtype of `RESULTS`, or the one that is given. With
-    `kept`, the view has only these lines of the matrix, in ascending order.
+    The mean is that of the element's *line*, its row or its column, in float64. So is the inverse, which is 0
+    for a line of equal elements; if lines are not `scaled`, there is none. The result has the dtype of
+    `RESULTS`, or the one that is given.
     """
 
     purpose = "unstandardized"
@@ -214,68 +260,32 @@ class StandardizedMatrix(ElementView):
         line_axis: int,
         *,
         scaled: bool,
-        mean: Array | None = None,
-        inverse: Array | None = None,
+        centered: bool = True,
+        numbers: Sequence[Numbers] | None = None,
         dtype: np.dtype[Any] | None = None,
-        kept: Array | None = None,
     ) -> None:
         """View a matrix whose lines are its rows (`line_axis` 0) or its columns (1)."""
-        lines = matrix.shape[line_axis] if kept is None else len(kept)
-        super().__init__(matrix, temporary_bytes=SLAB_BYTES, mask=False, resident_bytes=24 * lines)
-        self.line_axis, self.scaled, self.kept = line_axis, scaled, kept
-        self._mean, self._inverse = mean, inverse
-        self.shape = (lines, matrix.shape[1]) if line_axis == 0 else (matrix.shape[0], lines)
-        self._results_in(dtype or np.dtype(RESULTS.get(matrix.dtype.name, matrix.dtype.name)))
+        self.line_axis, self.scaled, self.centered = line_axis, scaled, centered
+        kinds = [kind for kind, used in (("center", centered), ("scale", scaled)) if used]
+        steps = [ElementStep(kind, _AXES[line_axis], STREAMED, kind) for kind in kinds]
+        super().__init__(matrix, steps, numbers, dtype or _standardized(matrix))
 
-    def with_numbers(self, mean: Array, inverse: Array) -> Self:
-        """Return the same view with its numbers per line, which can be read."""
-        given: Any = {"scaled": self.scaled, "dtype": self.dtype, "kept": self.kept}
-        return type(self)(self.stored, self.line_axis, mean=mean, inverse=inverse, **given)
-
-    def wide(self) -> Self:
-        """Return the same view with elements that are not rounded to float32."""
-        given: Any = {"scaled": self.scaled, "dtype": np.dtype(np.float64), "kept": self.kept}
-        return type(self)(self.stored, self.line_axis, mean=self._mean, inverse=self._inverse, **given)
+    def on(
+        self, matrix: Matrix, numbers: Sequence[Numbers] | None, dtype: np.dtype[Any] | None = None
+    ) -> Self:
+        how: Any = {"scaled": self.scaled, "centered": self.centered}
+        return type(self)(matrix, self.line_axis, numbers=numbers, dtype=dtype or self.dtype, **how)
 
     @property
-    def factors(self) -> Array:
-        """What correlations of each line are multiplied by: 1, or NaN for a line of equal elements."""
-        assert self._inverse is not None, "the matrix was opened only to plan"
-        return np.where(self._inverse == 0, np.nan, 1.0)
+    def what(self) -> str:  # type: ignore[override]
+        return f"lines of axis {self.line_axis} {'scaled' if self.scaled else 'centered'}"
 
-    @property
-    def change(self) -> str:  # type: ignore[override]
-        what, numbers = "scaled" if self.scaled else "centered", (self._mean, self._inverse, self.kept)
-        return f"lines of axis {self.line_axis} {what} to {self.dtype}, numbers {_digest(*numbers)}"
 
-    def read(self, rows: Range, cols: Range, out: Array) -> None:
-        if self.kept is None:
-            super().read(rows, cols, out)
-            return
-        # The lines of a run are adjacent in the matrix.
-        lines = self.kept[slice(*(rows, cols)[self.line_axis])]
-        ends = np.flatnonzero(np.diff(lines, append=-1) != 1) + 1
-        for start, stop in pairwise([0, *ends]):
-            run = int(lines[start]), int(lines[stop - 1]) + 1
-            if self.line_axis == 0:
-                super().read(run, cols, out[start:stop])
-            else:
-                super().read(rows, run, out[:, start:stop])
-
-    def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
-        mean, inverse = self._mean, self._inverse
-        assert mean is not None, "the matrix was opened only to plan"
-        assert inverse is not None
-        first = (rows, cols)[self.line_axis][0]
-        if self.kept is not None:
-            first = int(np.searchsorted(self.kept, first))
-        for top, left in pieces((0, raw.shape[0]), (0, raw.shape[1]), (1, SLAB), SLAB):
-            start, stop = (top, left)[self.line_axis]
-            here, shape = slice(first + start, first + stop), (-1, 1) if self.line_axis == 0 else (1, -1)
-            x = in_float64(raw[slice(*top), slice(*left)])
-            x -= mean[here].reshape(shape)
-            x *= inverse[here].reshape(shape)
-            np.copyto(out[slice(*top), slice(*left)], x, casting="unsafe")
+def _standardized(matrix: Matrix) -> np.dtype[Any]:
+    """Return the dtype of standardized elements: that to which a transform casts, or that of `RESULTS`."""
+    if isinstance(matrix, TransformedMatrix) and matrix.transform.cast is not None:
+        return matrix.dtype
+    return np.dtype(RESULTS.get(matrix.dtype.name, matrix.dtype.name))
 
 
 class ImputedMatrix(ElementView):
@@ -304,9 +314,7 @@ class ImputedMatrix(ElementView):
 
     def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
         np.copyto(out, raw)
-        missing = is_missing(raw, self._code)
-        assert missing is not None
-        at = positions(missing)
+        at = positions(is_missing(raw, self._code))
         out[at] = self._means[at[self._variant_axis] + (rows, cols)[self._variant_axis][0]]
 
 
@@ -341,10 +349,10 @@ class KnownMatrix(ElementView):
 
     def _compute(self, raw: Array, rows: Range, cols: Range, out: Array) -> None:
         used = self._used[slice(*cols)] if self._variant_axis else self._used[slice(*rows), None]
-        missing = is_missing(raw, self._code)
-        if missing is None:
+        if self._code is None:
             np.copyto(out, used)
         else:
+            missing = is_missing(raw, self._code)
             np.multiply(used, np.logical_not(missing, out=missing), out=out)
 
 

@@ -1,5 +1,7 @@
 """Read-only matrices: the base of all of them, and the views of a matrix that another one is read through."""
 
+import hashlib
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,31 @@ class MirroredMatrix(View):
         self._matrix.read(rows, cols, out)
         place = np.subtract.outer(np.arange(*rows), np.arange(*cols))
         np.copyto(out, mirrored, where=place > 0 if self._upper else place < 0)
+
+
+class KeptMatrix(View):
+    """A view of some rows (`axis` 0) or columns (1) of a matrix, those with the ascending numbers `kept`."""
+
+    def __init__(self, matrix: Matrix, axis: int, kept: Array) -> None:
+        super().__init__(matrix)
+        self._axis, self._kept = axis, kept
+        self.shape = (len(kept), matrix.shape[1]) if axis == 0 else (matrix.shape[0], len(kept))
+        self.layout: Layout = matrix.layout.computed(0, kept.nbytes)
+
+    def fingerprint(self) -> dict[str, object] | None:
+        found = self._matrix.fingerprint()
+        return found and found | {"kept": hashlib.sha256(self._kept.tobytes()).hexdigest()[:16]}
+
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        # Lines of a run are adjacent in the matrix.
+        lines = self._kept[slice(*(rows, cols)[self._axis])]
+        ends = np.flatnonzero(np.diff(lines, append=-1) != 1) + 1
+        for start, stop in pairwise([0, *ends]):
+            run = int(lines[start]), int(lines[stop - 1]) + 1
+            if self._axis == 0:
+                self._matrix.read(run, cols, out[start:stop])
+            else:
+                self._matrix.read(rows, run, out[:, start:stop])
 
 
 class ConstantRows(ReadOnly):

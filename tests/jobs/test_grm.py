@@ -349,7 +349,7 @@ def test_a_dry_run_shows_the_plan_of_the_run(
         planned: Any = oocgemm.grm("x.npy", "g.npy", method=method, cast="float32", **options).plan.to_dict()
     for part in ("footprint", "tile", "required"):
         assert shown[part] == planned[part]
-    assert shown["problem"]["measured"] == planned["problem"]["measured"]
+    assert shown["problem"]["elements_a"] == planned["problem"]["elements_a"]
 
 
 def test_the_command_computes_plans_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

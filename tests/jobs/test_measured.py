@@ -19,7 +19,8 @@ from oocgemm.errors import InputError
 from oocgemm.jobs import transforming as transforms
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.transforms import WIDTH, measure_options, products_grid, sums_grid
-from oocgemm.planning.expansion import Measure
+from oocgemm.planning.elements import ElementStep, missing_code
+from oocgemm.planning.problem import Operand
 from tests.support.backends_here import CUDA
 from tests.support.fake_cuda import fake_cuda
 from tests.support.native import launchers
@@ -82,7 +83,7 @@ def test_genotypes_are_measured_on_the_device(
         found = oocgemm.gram(stored, axis=axis, uplo=uplo, transform=change, **options)
         device.check()
     kept = TRIANGLES[uplo]
-    assert found.plan.problem.measured == change.needs_stats
+    assert found.plan.problem.finds_numbers == change.needs_stats
     np.testing.assert_allclose(kept(found.out), kept(z @ z.T), atol=1e-9 * k)
 
 
@@ -116,7 +117,7 @@ def test_centered_integers_are_exact_in_one_pass(
         options: Any = {"backend": "cuda", "kernel": "cublas", "tile": f"{n}x{n}x{depth}", "beta": beta}
         found = oocgemm.gram(stored, c, axis=axis, transform=change, alpha=alpha, **options)
         device.check()
-    assert found.plan.problem.measured
+    assert found.plan.problem.finds_numbers
     right = np.tril(alpha * (z @ z.T) + beta * old)
     np.testing.assert_allclose(np.tril(c), right, atol=1e-9 * k if missing else 0)
 
@@ -130,7 +131,7 @@ def test_x_is_uploaded_once_and_measured_only_if_its_triangle_fits() -> None:
         small = oocgemm.gram(x, device_memory="80.4MiB", **options)
         tiled = oocgemm.gram(x, tile="128x128x64", **options)
         verified = oocgemm.gram(x, verify=True, **options)
-    assert [found.plan.problem.measured for found in (fitting, small, tiled, verified)] == [
+    assert [found.plan.problem.finds_numbers for found in (fitting, small, tiled, verified)] == [
         True,
         *[False] * 3,
     ]
@@ -177,13 +178,19 @@ def test_a_measured_run_is_resumed_as_it_was_begun(tmp_path: Path, monkeypatch: 
                 oocgemm.gram("x", "c", **options)
         found = oocgemm.gram("x", "c", resume=True, **options)
         again = oocgemm.gram("x", "right", resume=True, device_memory="1GiB", **options)
-    assert found.plan.problem.measured
-    assert again.plan.problem.measured
+    assert found.plan.problem.finds_numbers
+    assert again.plan.problem.finds_numbers
     np.testing.assert_array_equal(found.out[:], right)
 
 
+def in_panels(change: Transform) -> tuple[ElementStep, ...]:
+    """Return the steps of a transform of int8 whose numbers are found in panels."""
+    steps = change.steps(None if change.missing is None else float(change.missing), "cols")
+    return Operand("int8", elements=steps).with_numbers_in_panels().elements
+
+
 def measured(
-    run: Callable[..., None], x: Array, measure: Measure, code: int | None, *, by_column: bool, corrects: bool
+    run: Callable[..., None], x: Array, steps: tuple[ElementStep, ...], *, by_column: bool
 ) -> tuple[Array, Array, Array, int]:
     """Return the numbers, the weights, the products and the flag that the kernels find for X.
 
@@ -194,18 +201,18 @@ def measured(
     sums, wrong = np.zeros((3, k), np.int64), np.zeros(1, np.int32)
     numbers = np.concatenate((np.zeros((2, k)), np.ones((1, k))))
     weights, products, square = np.zeros(k), np.zeros(n), np.zeros(1)
-    width = 1 if cols % WIDTH else WIDTH
-    options = measure_options(by_column, code, width, measure, corrects)
+    width, code = 1 if cols % WIDTH else WIDTH, missing_code(steps)
+    options = measure_options(by_column, steps, width)
     longs = [ctypes.c_longlong(extent) for extent in (rows, cols)]
-    panel = stored, *longs, ctypes.c_int(code or 0)
+    panel = stored, *longs, ctypes.c_int(int(code or 0))
     run(
         "sums", options, sums_grid(rows, cols, width, by_column=by_column), *panel, ctypes.c_longlong(k), sums
     )
     counts = [ctypes.c_longlong(value) for value in (0, k, k, n)]
-    run("numbers", options, (-(-k // 256), 1, 1), *counts, sums, numbers, weights, wrong)
+    run("numbers", options, (-(-k // 256), 1, 1), *counts, sums, *numbers, weights, wrong)
     run("products", options, products_grid(rows, cols, width, by_column=by_column), *panel, weights, products)
     run("square", options, (1, 1, 1), ctypes.c_longlong(k), weights, square)
-    if corrects:
+    if any(step.is_deferred for step in steps):
         np.testing.assert_allclose(square, weights @ weights)
     return numbers, weights, products, int(wrong[0])
 
@@ -217,20 +224,18 @@ def check(run: Callable[..., None]) -> None:
         x = genotypes(rng, n, k)
         known = np.where(x == -1, np.nan, x.astype(np.float64))
         mean, std = np.nanmean(known, axis=0), np.nanstd(known, axis=0)
-        everything = Measure(center=True, scale="k", fill=True, raises=False)
-        (fill, center, inverse), _, _, wrong = measured(
-            run, x, everything, -1, by_column=by_column, corrects=False
-        )
-        np.testing.assert_allclose(fill[(x == -1).any(axis=0)], 0, atol=1e-14)
+        everything = in_panels(Transform(missing=-1, center="k", scale="k"))
+        (fill, center, inverse), _, _, wrong = measured(run, x, everything, by_column=by_column)
+        np.testing.assert_allclose(fill, np.where((x == -1).any(axis=0), mean, 0), atol=1e-14)
         np.testing.assert_allclose(center, mean, rtol=1e-14)
         np.testing.assert_allclose(inverse, 1 / std, rtol=1e-12)
         assert not wrong
-        only = Measure(center=True, scale="", fill=False, raises=False)
-        _, weights, products, wrong = measured(run, x, only, None, by_column=by_column, corrects=True)
+        only = in_panels(Transform(center="k", cast="int8"))
+        _, weights, products, wrong = measured(run, x, only, by_column=by_column)
         np.testing.assert_array_equal(weights, x.sum(axis=0))
         np.testing.assert_array_equal(products, x.astype(np.int64) @ x.sum(axis=0))
         assert not wrong
-        *_, wrong = measured(run, x * 0 + 1, everything, -1, by_column=by_column, corrects=False)
+        *_, wrong = measured(run, x * 0 + 1, everything, by_column=by_column)
         assert wrong
 
 
@@ -250,9 +255,12 @@ def test_the_kernels_compile_without_spills(
     by_column: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cubin = tmp_path / "code.cubin"
-    for width, corrects in ((1, False), (WIDTH, True)):
-        given = Measure(center=True, scale="hwe", fill=True, raises=True)
-        options = measure_options(by_column, -1, width, given, corrects)
+    changes = (
+        Transform(missing=-1, center="k", scale="hwe"),
+        Transform(missing=-1, impute=0, center="k", cast="int8"),
+    )
+    for width, change in zip((1, WIDTH), changes, strict=True):
+        options = measure_options(by_column, in_panels(change), width)
         cubin.write_bytes(compiled(Nvrtc(), "measure", "sm_90a", options))
         for entry in ("sums", "numbers", "products", "square", "center"):
             taken = resources(cubin, f"measure_{entry}")
@@ -289,11 +297,11 @@ def test_genotypes_on_a_gpu_give_the_matrix_of_float64(axis: int, scale: str | N
     for cast, tolerance in (("float64", 1e-11), ("float32", 1e-5), ("float16", 3e-3)):
         change = Transform(missing=-1, center="k", scale=scale, cast=cast)
         found = oocgemm.gram(stored, transform=change, **options)
-        assert found.plan.problem.measured
+        assert found.plan.problem.finds_numbers
         np.testing.assert_allclose(found.out, z @ z.T, atol=tolerance * 3000)
     whole = np.where(x == -1, 1, x)
     known = whole if axis == 0 else np.ascontiguousarray(whole.T)
     found = oocgemm.gram(known, transform=Transform(center="k", cast="int8"), **options)
-    assert found.plan.problem.measured
+    assert found.plan.problem.finds_numbers
     z = whole - whole.mean(axis=0)
     np.testing.assert_allclose(found.out, z @ z.T, atol=1e-8)

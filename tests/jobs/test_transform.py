@@ -60,7 +60,7 @@ def test_a_product_of_transformed_operands_is_exact(data: st.DataObject, m: int,
         with fake_cuda(seed) as device:
             found = oocgemm.gemm(a, b, backend="cuda", kernel="cublas", **options, **both)
             device.check()
-        assert found.plan.problem.expands == (not options["verify"] and 0 not in (m, n, k))
+        assert bool(found.plan.problem.expanded_itemsize) == (not options["verify"] and 0 not in (m, n, k))
     np.testing.assert_array_equal(np.asarray(found.out, np.float64), expected)
     verified = oocgemm.verify(a, b, found.out, trans_a=trans_a, trans_b=trans_b, **both)
     assert verified, verified.message
@@ -88,7 +88,7 @@ def test_a_gram_matrix_of_a_transformed_operand_is_exact(
         with fake_cuda(seed) as device:
             found = oocgemm.gram(x, backend="cuda", kernel="cublas", **options)
             device.check()
-        assert found.plan.problem.expands == (not verify and 0 not in (n, k))
+        assert bool(found.plan.problem.expanded_itemsize) == (not verify and 0 not in (n, k))
     expected, kept = (wide @ wide.T if axis == 0 else wide.T @ wide), TRIANGLES[uplo]
     np.testing.assert_array_equal(kept(np.asarray(found.out, np.float64)), kept(expected))
 
@@ -165,7 +165,7 @@ def test_int8_crosses_the_link_as_it_is_stored_and_fits_where_float32_does_not()
     assert on_host.traffic["h2d"] == 2 * x.nbytes
     for found in (plan, on_host):
         assert found.footprint.device_total <= found.budgets.device
-    assert plan.footprint.device["transform"] >= 3 * 8 * 4096
+    assert plan.footprint.device["transform"] >= 8 * 4096
     assert plan.footprint.device["prepared"] > 0
 
 

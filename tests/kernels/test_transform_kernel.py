@@ -2,7 +2,7 @@
 
 import ctypes
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import oocgemm
 from oocgemm import Transform
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.transforms import expand_options
+from oocgemm.kernels.transforms import Elements, StepNumbers, expand_options
+from oocgemm.planning.elements import ElementStep
+from oocgemm.stores.element_forms import apply
 from tests.support.backends_here import CUDA
 from tests.support.native import launcher
 from tests.support.nvrtc import Nvrtc, resources
@@ -24,6 +26,8 @@ from tests.support.transforms import genotypes, standardised
 
 Array = NDArray[Any]
 Run = Callable[..., None]
+Steps = tuple[ElementStep, ...]
+Numbers = Sequence[Array | None]
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
@@ -33,6 +37,14 @@ GPU = [
 CODES = (None, 3.0, float("nan"))
 # Shapes whose rows are multiples of four, or not, and that need one thread block, or several.
 SHAPES = (3, 8), (130, 5), (70, 260), (1, 513)
+
+
+def argument(steps: Steps, addresses: list[int]) -> Elements:
+    """Return the argument of the kernel for the steps, whose numbers are at the addresses."""
+    found = Elements()
+    for i, (step, at) in enumerate(zip(steps, addresses, strict=True)):
+        found.steps[i] = StepNumbers(at, *step.constants)
+    return found
 
 
 def panel(rng: np.random.Generator, shape: tuple[int, int], stored: str) -> Array:
@@ -46,25 +58,36 @@ def panel(rng: np.random.Generator, shape: tuple[int, int], stored: str) -> Arra
     return x.astype(numpy_dtype(stored))
 
 
+def chain(k_axis: int, missing: int, *, log1p: bool) -> tuple[ElementStep, ...]:
+    """Return the steps that transform and then standardize elements, with numbers along both axes."""
+    along, across = (("rows", "cols"), ("cols", "rows"))[k_axis]
+    steps = [ElementStep("log1p")] if log1p else []
+    if missing:
+        steps.append(ElementStep("impute", along, constants=(CODES[missing] or 0.0,)))
+    return (
+        *steps,
+        *(ElementStep(kind, along) for kind in ("center", "scale")),
+        *(ElementStep(kind, across) for kind in ("center", "scale")),
+    )
+
+
 def check(run: Run, stored: str, result: str, k_axis: int, missing: int, log1p: bool) -> None:
-    """Compare the kernel with NumPy. `run` gets options, width, panel, code, numbers and an array to fill."""
+    """Compare the kernel with NumPy. `run` gets options, width, panel, steps, numbers, an array to fill."""
     rng = np.random.default_rng(1)
     for shape, width in product(SHAPES, (1, 4)):
         if shape[1] % width:
             continue
-        x, k = panel(rng, shape, stored), shape[k_axis]
-        numbers = rng.standard_normal((3, k))
+        x, steps = panel(rng, shape, stored), chain(k_axis, missing, log1p=log1p)
         if result == "int8":  # it is only used to replace missing elements
-            numbers = np.stack((np.zeros(k), np.zeros(k), np.ones(k)))
+            steps = tuple(step for step in steps if step.kind == "impute")
+        extents = {"rows": shape[0], "cols": shape[1]}
+        numbers = [rng.standard_normal(extents[step.axis]) if step.axis else None for step in steps]
+        if result == "int8":
+            numbers = [np.zeros(extents[step.axis]) for step in steps]
         found = np.full(shape, 1, numpy_dtype(result))
-        options = expand_options(stored, result, bool(k_axis), CODES[missing], log1p, width)
-        run(options, width, x, 3.0 if missing == 1 else 0.0, numbers, found)
-        fill, center, inverse = (v[None, :] if k_axis else v[:, None] for v in numbers)
-        wide = x.astype(np.float64)
-        lost = (np.zeros(shape, bool), wide == 3, np.isnan(wide))[missing]
+        run(expand_options(stored, result, steps, width), width, x, steps, numbers, found)
         with np.errstate(all="ignore"):
-            value = (np.log1p(wide) if log1p else wide) - center
-            expected = np.where(lost, fill, value * inverse).astype(numpy_dtype(result))
+            expected = apply(steps, numbers, x.astype(np.float64)).astype(numpy_dtype(result))
         if log1p:
             # The last bits of logarithms differ.
             close = {"float64": 1e-14, "float32": 1e-6}.get(result, 1e-2)
@@ -94,11 +117,13 @@ GPU_KINDS = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("kind", thinned(KINDS, (KINDS[0], KINDS[2])))
 def test_the_kernel_computes_what_numpy_does(kind: tuple[str, str, int, int, bool]) -> None:
-    def run(options: tuple[str, ...], width: int, x: Array, code: float, numbers: Array, out: Array) -> None:
-        pointers = [ctypes.c_void_p(v.ctypes.data) for v in numbers]
+    def run(
+        options: tuple[str, ...], width: int, x: Array, steps: Steps, numbers: Numbers, out: Array
+    ) -> None:
         grid = (-(-x.shape[1] // (64 * width)), 2, 1)
         longs = [ctypes.c_longlong(extent) for extent in x.shape]
-        values = ctypes.c_void_p(x.ctypes.data), *longs, ctypes.c_double(code), *pointers
+        elements = argument(steps, [0 if v is None else v.ctypes.data for v in numbers])
+        values = ctypes.c_void_p(x.ctypes.data), *longs, elements
         launcher("expand", "expand", options)(grid, (256, 1, 1), *values, ctypes.c_void_p(out.ctypes.data))
 
     check(run, *kind)
@@ -113,23 +138,26 @@ def test_the_kernel_compiles_without_spills(
     for (stored, result, k_axis, missing, log1p), width in zip(
         GPU_KINDS, (4, 1) * len(GPU_KINDS), strict=False
     ):
-        options = expand_options(stored, result, bool(k_axis), CODES[missing], log1p, width)
+        options = expand_options(stored, result, chain(k_axis, missing, log1p=log1p), width)
         cubin.write_bytes(compiled(Nvrtc(), "expand", arch, options))
         taken = resources(cubin, "expand")
         assert (taken.local, taken.stack) == (0, 0), f"{options} for {arch}: {taken}"
 
 
-def on_gpu(options: tuple[str, ...], width: int, x: Array, code: float, numbers: Array, out: Array) -> None:
+def on_gpu(
+    options: tuple[str, ...], width: int, x: Array, steps: Steps, numbers: Numbers, out: Array
+) -> None:
     import cupy
 
     from oocgemm.backends.cuda.launch import Kernels
 
-    given, vectors, result = (cupy.asarray(v.view(np.uint8)) for v in (x, numbers, out))
-    pointers = [ctypes.c_void_p(vectors.data.ptr + 8 * i * numbers.shape[1]) for i in range(3)]
+    given, result = (cupy.asarray(v.view(np.uint8)) for v in (x, out))
+    vectors = [None if v is None else cupy.asarray(v) for v in numbers]
+    elements = argument(steps, [0 if v is None else v.data.ptr for v in vectors])
     Kernels(0).plain("expand", "expand", options)(
         (-(-x.shape[1] // (64 * width)), 2, 1),
         *(ctypes.c_void_p(given.data.ptr), *(ctypes.c_longlong(extent) for extent in x.shape)),
-        *(ctypes.c_double(code), *pointers, ctypes.c_void_p(result.data.ptr)),
+        *(elements, ctypes.c_void_p(result.data.ptr)),
     )
     cupy.cuda.get_current_stream().synchronize()
     out.view(np.uint8)[...] = result.get()
@@ -153,7 +181,7 @@ def test_genotypes_on_a_gpu_give_the_matrix_of_float64(
     for cast, tolerance in (("float64", 1e-11), ("float32", 1e-5), ("float16", 3e-3), ("bfloat16", 3e-2)):
         change = Transform(missing=-1, center="k", scale=scale, cast=cast)
         found = oocgemm.gram(stored, transform=change, **given)
-        assert found.plan.problem.expands
+        assert found.plan.problem.expanded_itemsize
         np.testing.assert_allclose(found.out, z @ z.T, atol=tolerance * 1000)
         trans = {"trans_b": "T"} if axis == 0 else {"trans_a": "T"}
         again = oocgemm.verify(stored, stored, found.out, transform_a=change, transform_b=change, **trans)  # type: ignore[arg-type]

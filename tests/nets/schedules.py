@@ -34,6 +34,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.planning.cost.footprint import footprint
+from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.epilogue import Step
 from oocgemm.planning.plan import schedule_of
 from oocgemm.planning.schedule.hazards import Program
@@ -70,6 +71,12 @@ def product(m: int, n: int, k: int, dtype: str = "float64", **how: Any) -> GemmP
     return product_of(m, n, k, **names)
 
 
+def steps(axis: str, *kinds: str) -> str:
+    """Return the text of steps with numbers along an axis, by default those of a transform."""
+    given = kinds or ("impute", "center", "scale")
+    return ", ".join(str(ElementStep(kind, axis, constants=(0.0,))) for kind in given)
+
+
 def products() -> Iterator[tuple[str, GemmProblem]]:
     """Yield named products: every sink, every arithmetic, and the element steps that a device applies."""
     half: dict[str, Any] = {"acc_dtype": "float32"}
@@ -85,25 +92,38 @@ def products() -> Iterator[tuple[str, GemmProblem]]:
     yield "half with beta", product(*plain, "bfloat16", beta=2.0, **half)
     yield "bytes", product(*plain, "int8", c_dtype="int32", **byte)
     yield "scaled bytes", product(*plain, "int8", c_dtype="float64", alpha=3.0, beta=1.0, **byte)
-    yield "centered bytes", product(*plain, "int8", c_dtype="float64", centered=True, **byte)
+    yield (
+        "centered bytes",
+        product(*plain, "int8", c_dtype="float64", elements_a=steps("cols", "correct"), **byte),
+    )
     yield "emulated", product(*plain, compute="emulated")
     yield "emulated with beta", product(*plain, "float32", compute="emulated", beta=1.0)
     for tier in ("host", "device"):
         yield f"checked on the {tier}", product(*plain, checked=tier)
-    yield "transformed A", product(*plain, "float32", stored_a="int8")
-    yield "transformed A and B", product(*plain, "float32", stored_a="int8", stored_b="float32")
+    yield "transformed A", product(*plain, "float32", stored_a="int8", elements_a=steps("cols"))
+    yield (
+        "transformed A and B",
+        product(
+            *plain,
+            "float32",
+            stored_a="int8",
+            stored_b="float32",
+            elements_a=steps("cols"),
+            elements_b=steps("rows"),
+        ),
+    )
     chains = {
         "scale": (Step("scale", rows=True, cols=True, value=2.0),),
         "add": (Step("add", value=0.5),),
         "gaussian": (Step("gaussian", rows=True, cols=True, value=0.1), Step("scale", rows=True)),
     }
-    for name, steps in chains.items():
-        yield f"epilogue {name}", product(*plain, "float32", epilogue=steps)
+    for name, chain in chains.items():
+        yield f"epilogue {name}", product(*plain, "float32", epilogue=chain)
     for uplo in ("lower", "upper", "full"):
         square = product(23, 23, 31, trans_b=Op.T, gram=uplo)
         yield f"gram {uplo}", square
         yield f"gram {uplo} with beta", changed(square, beta=2.0)
-        yield f"gram {uplo} transformed", changed(square, stored_a="int8")
+        yield f"gram {uplo} transformed", changed(square, stored_a="int8", elements_a=steps("cols"))
         yield f"gram {uplo} checked", changed(square, checked="device")
         yield f"gram {uplo} half", product(23, 23, 31, "float16", trans_b=Op.T, gram=uplo, **half)
     pairs: dict[str, Any] = {"trans_b": Op.T, "scaled": True, "excludes_self": True}

@@ -25,7 +25,7 @@ def product_of(
     given = {"m": m, "n": n, "k": k, "a_dtype": a_dtype, "b_dtype": b_dtype, "acc_dtype": acc_dtype}
     given |= {"c_dtype": c_dtype, "alpha": alpha, "beta": beta, "trans_a": trans_a, "trans_b": trans_b}
     names = dict.fromkeys(("checked", "gram", "stored_a", "stored_b"), "")
-    rest = {"compute": "native", "chained": 0, "centered": False, "measured": False, "epilogue": ()}
+    rest = {"compute": "native", "chained": 0, "elements_a": "", "elements_b": "", "epilogue": ()}
     chosen = [_SINKS[name] for name in how if name in _SINKS]
     own = {"scaled": False, "excludes_self": False, "absolute": False, "sink": (*chosen, "stored")[0]}
     return GemmProblem.recorded(names | rest | own | given | how)

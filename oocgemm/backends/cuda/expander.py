@@ -1,4 +1,4 @@
-"""Transforms panels on a CUDA device just before they are multiplied (`oocgemm.Transform`)."""
+"""Does the steps of elements of panels on a CUDA device, just before the panels are multiplied."""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -8,57 +8,53 @@ from typing import Any
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import PanelTransform, stored_shape
+from oocgemm.backends.base import PanelNumbers, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.measurer import Measurer
-from oocgemm.kernels.transforms import WIDTH, expand_grid, expand_options
+from oocgemm.kernels.transforms import WIDTH, Elements, StepNumbers, expand_grid, expand_options
 from oocgemm.planning import Operation, Plan, Region
 from oocgemm.planning.cost.footprint import extents
-from oocgemm.planning.expansion import expanded_bytes, vector_bytes
+from oocgemm.planning.expansion import expanded_bytes, step_offsets
 
 
 class Expander:
-    """The transforms of one run's panels. A slot of the operand "P" contains the results for one step."""
+    """The expanded panels of one run. A slot of the operand "P" contains the results for one step."""
 
     def __init__(self, plan: Plan, kernels: Kernels, address: Callable[[Region], int]) -> None:
         """`address` returns the device address of a region."""
         problem = plan.problem
         self._problem, self._kernels, self._address = problem, kernels, address
         self._b_offset = expanded_bytes(problem, *extents(problem, plan.tile))[0]
-        # For the roles of op(A) and op(B) whose panels are transformed: dtypes before and after, and whether
-        # columns of the stored panel are the indices that have numbers of their own.
-        kinds = {
-            "A": (problem.a.stored, problem.a_dtype, problem.trans_a.swaps == problem.b.transforms_rows),
-            "B": (problem.b.stored, problem.b_dtype, problem.trans_b.swaps),
-        }
-        self._kinds = {role: kind for role, kind in kinds.items() if kind[0]}
-        self._transforms: dict[str, PanelTransform] = {}
-        self._vectors: dict[str, int] = {}
-        self.measurer = Measurer(plan, kernels, address) if problem.measured else None
+        # The operands in the roles of op(A) and op(B) whose panels are expanded.
+        self._operands = {role: x for role, x in (("A", problem.a), ("B", problem.b)) if x.stored}
+        self._numbers: dict[str, list[int]] = {}  # by role, the address of the numbers of each step, or 0
+        self.measurer = Measurer(plan, kernels, address) if problem.finds_numbers else None
 
-    def use(self, transforms: Mapping[str, PanelTransform], address: int, stream: Any) -> int:
-        """Copy the numbers of the transforms to the device, from `address` on, and load the kernels.
+    def use(self, elements: Mapping[str, PanelNumbers], address: int, stream: Any) -> int:
+        """Copy the numbers of the steps to the device, from `address` on, and load the kernels.
 
         Returns the address behind the numbers.
         """
-        for operand, size in vector_bytes(self._problem).items():
-            given = transforms[operand]
-            pinned = cupy.cuda.alloc_pinned_memory(size)
-            numbers = np.frombuffer(pinned, np.float64, 3 * self._problem.vector_length).reshape(3, -1)
-            for row, vector in zip(numbers, given.vectors, strict=True):
-                row[...] = vector
-            cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
-            stream.synchronize()
+        for operand in self._problem.operands:
+            offsets, size = step_offsets(self._problem, operand)
+            places = [address + at if at >= 0 else 0 for at in offsets]
+            if size:
+                pinned = cupy.cuda.alloc_pinned_memory(size)
+                for at, numbers in zip(offsets, elements[operand].of_steps, strict=False):
+                    if numbers is not None and at >= 0:
+                        np.frombuffer(pinned, np.float64, len(numbers), at)[...] = numbers
+                cuda_calls.make(cuda_calls.copy(address, pinned.ptr, size, stream))
+                stream.synchronize()
             # A panel of a Gram matrix has both roles.
             for role in "AB" if self._problem.b.shares else operand:
-                self._transforms[role], self._vectors[role] = given, address
+                self._numbers[role] = places
             address += size
-        for role in self._kinds:
+        for role in self._operands:
             for width in (1, WIDTH):
                 self._kernel(role, width)
         if self.measurer is not None:
-            address = self.measurer.use(transforms["A"], address, self._vectors.get("A", 0), stream)
+            address = self.measurer.use(elements["A"], address, self._numbers["A"], stream)
         return address
 
     def panels(self, a: int, b: int, slot: int) -> tuple[int, int]:
@@ -70,10 +66,10 @@ class Expander:
         """
         # In a tile on the diagonal of a Gram matrix, one panel has both roles.
         behind = 0 if self._problem.b.shares and a == b else self._b_offset
-        return slot if "A" in self._kinds else a, slot + behind if "B" in self._kinds else b
+        return slot if "A" in self._operands else a, slot + behind if "B" in self._operands else b
 
     def check(self) -> None:
-        """Raise an error if the transform is not defined for what has been measured. See `Measurer.check`."""
+        """Raise an error if the steps are not defined for what has been measured. See `Measurer.check`."""
         if self.measurer is not None:
             self.measurer.check()
 
@@ -87,25 +83,27 @@ class Expander:
         expand = [
             cuda_calls.in_python(partial(self._launch, *panel))
             for role, panel in panels.items()
-            if role in self._kinds
+            if role in self._operands
         ]
         return expand if self.measurer is None else self.measurer.launches(op) + expand
 
     def _launch(self, panel: Operation, source: int, result: int) -> None:
         """Transform a panel. Of the operation `panel`, its operand and its ranges matter."""
         role, (rows, cols) = panel.operand, stored_shape(panel, self._problem)
-        width, code = 1 if cols % WIDTH else WIDTH, self._transforms[role].code
-        first = panel.m[0] if self._problem.b.transforms_rows else panel.k[0]
-        vectors = (self._vectors[role] + 8 * (self._problem.vector_length * i + first) for i in range(3))
+        width, operand = 1 if cols % WIDTH else WIDTH, self._operands[panel.operand]
+        ranges = panel.block[::-1] if operand.op.swaps else panel.block
+        first = {"rows": ranges[0][0], "cols": ranges[1][0], "": 0}
+        steps = Elements()
+        for i, (step, at) in enumerate(zip(operand.prepared, self._numbers[role], strict=True)):
+            steps.steps[i] = StepNumbers(at and at + 8 * first[step.axis], *step.constants)
         self._kernel(role, width)(
             expand_grid(rows, cols, width),
-            *(_pointer(source), _long(rows), _long(cols), ctypes.c_double(0 if code is None else code)),
-            *(*map(_pointer, vectors), _pointer(result)),
+            *(_pointer(source), _long(rows), _long(cols), steps, _pointer(result)),
         )
 
     def _kernel(self, role: str, width: int) -> Any:
-        given = self._transforms[role]
-        options = expand_options(*self._kinds[role], given.code, given.log1p, width)
+        operand = self._operands[role]
+        options = expand_options(operand.stored, operand.dtype, operand.prepared, width)
         return self._kernels.plain("expand", "expand", options)
 
 

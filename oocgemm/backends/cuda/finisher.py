@@ -148,12 +148,12 @@ class Finisher:
     def use(self, finishing: Finishing, address: int, stream: Any, measurer: Measurer | None = None) -> None:
         """Copy the numbers of the epilogue, or what is subtracted from C, to the device, at `address`.
 
-        `measurer` computes what is subtracted on the device, if the problem is measured.
+        `measurer` computes what is subtracted on the device, if it finds the means.
         """
         if self._chain is not None:
             self._chain.use(finishing.numbers, address, stream)
         sizes = correction_bytes(self._problem)
-        if measurer is not None and self._problem.centered:
+        if measurer is not None and any(sizes):
             self._measurer, self._correction = measurer, (address, address + sizes[0])
             self._kernels.plain("rank_one", "rank_one", ())
         if finishing.correction is None:

@@ -2,19 +2,20 @@
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
-from oocgemm.backends.base import Array, PanelTransform, stored_shape
+from oocgemm.backends.base import Array, PanelNumbers, stored_shape
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.kernels.spec import blocks
 from oocgemm.kernels.transforms import WIDTH, measure_options, products_grid, sums_grid
 from oocgemm.planning import Operation, Plan, Region
+from oocgemm.planning.elements import missing_code
 from oocgemm.planning.expansion import SUM_BYTES, measure_room
 from oocgemm.planning.tiling import length
 
@@ -26,16 +27,19 @@ class Measurer:
         """`address` returns the device address of a region."""
         self._problem, self._kernels, self._address = plan.problem, kernels, address
         self._by_column = not plan.problem.trans_a.swaps
+        self._code = missing_code(plan.problem.a.elements)
         self._wrong = cupy.cuda.alloc_pinned_memory(4)
         self._checking, self._checked, self._corrected = threading.Lock(), False, False
 
-    def use(self, transform: PanelTransform, at: int, vectors: int, stream: Any) -> int:
+    def use(self, given: PanelNumbers, at: int, numbers: Sequence[int], stream: Any) -> int:
         """Clear what is measured, at the address `at`, and load the kernels. Return the address behind it.
 
-        `vectors` is the address of the numbers for the kernel that transforms panels; 0 if there are none.
+        `numbers` are the addresses of the numbers of the steps that the device does to panels.
         """
         room = measure_room(self._problem)
-        self._transform, self._at, self._vectors, self._stream = transform, at, vectors, stream
+        self._given, self._at, self._stream = given, at, stream
+        places = dict(zip((step.kind for step in self._problem.a.prepared), numbers, strict=True))
+        self._numbers = [places.get(kind, 0) for kind in ("impute", "center", "scale")]
         self._weights, self._products, self._square = at + room.weights, at + room.products, at + room.square
         np.frombuffer(self._wrong, np.int32)[:] = 0
         cuda_calls.make(cuda_calls.fill(at, room.end, stream))
@@ -52,14 +56,14 @@ class Measurer:
     def _measure(self, op: Operation, panel: int) -> None:
         problem, first, columns = self._problem, op.k[0], length(op.k)
         rows, cols = stored_shape(op._replace(operand="A", n=(0, 0)), problem)
-        width, code = 1 if cols % WIDTH else WIDTH, ctypes.c_int(int(self._transform.code or 0))
+        width, code = 1 if cols % WIDTH else WIDTH, ctypes.c_int(int(self._code or 0))
         given = _pointer(panel), _long(rows), _long(cols), code
         grid = sums_grid(rows, cols, width, by_column=self._by_column)
         self._kernel("sums", width)(grid, *given, _long(problem.depth), _pointer(self._at + 8 * first))
-        places = map(_pointer, (self._at, self._vectors, self._weights, self._wrong.ptr))
+        places = map(_pointer, (self._at, *self._numbers, self._weights, self._wrong.ptr))
         counts = map(_long, (first, columns, problem.depth, problem.m))
         self._kernel("numbers", 1)((blocks(columns, 256), 1, 1), *counts, *places)
-        if problem.centered:
+        if problem.is_corrected:
             grid = products_grid(rows, cols, width, by_column=self._by_column)
             places = map(_pointer, (self._weights + 8 * first, self._products))
             self._kernel("products", width)(grid, *given, *places)
@@ -73,7 +77,7 @@ class Measurer:
             return
         self._corrected = True
         problem = self._problem
-        divisor = problem.m if self._transform.code is None else 1
+        divisor = problem.m if self._code is None else 1
         self._kernel("square", 1)(
             (1, 1, 1), _long(problem.depth), *map(_pointer, (self._weights, self._square))
         )
@@ -84,7 +88,7 @@ class Measurer:
         )
 
     def check(self) -> None:
-        """Wait for all Prepares. Raise the error of `PanelTransform.check` if the transform is not defined.
+        """Wait for all Prepares. Raise the error of `PanelNumbers.check` if the steps are not defined.
 
         Call it after they have been submitted, and before C is written.
         """
@@ -93,8 +97,8 @@ class Measurer:
                 return
             self._stream.synchronize()
             if np.frombuffer(self._wrong, np.int32)[0]:
-                assert self._transform.check is not None
-                self._transform.check(*self._sums())
+                assert self._given.check is not None
+                self._given.check(*self._sums())
                 raise AssertionError("the device finds no transform, and the host finds one")
             self._checked = True
 
@@ -106,9 +110,7 @@ class Measurer:
         return np.frombuffer(pinned, np.int64, 3 * self._problem.depth).reshape(3, -1)
 
     def _kernel(self, entry: str, width: int) -> Any:
-        given, measure = self._transform, self._transform.measure
-        assert measure is not None, "a measured problem has a transform that says what is measured"
-        options = measure_options(self._by_column, given.code, width, measure, self._problem.centered)
+        options = measure_options(self._by_column, self._problem.a.elements, width)
         return self._kernels.plain("measure", f"measure_{entry}", options)
 
 

@@ -23,7 +23,7 @@ from oocgemm.planning import Kind, Operation, Plan
 def is_repeatable(plan: Plan) -> bool:
     """Return whether all that a run does on the device follows from the plan and the operands' addresses."""
     p, layouts = plan.problem, plan.layouts
-    depends = p.prepares or p.b.shares or p.centered or p.epilogue or p.b.changed_columns or p.checked
+    depends = p.prepares or p.b.shares or p.is_corrected or p.epilogue or p.b.changed_columns or p.checked
     depends = depends or not p.sink.stores_c
     in_memory = layouts.operands_in_memory and layouts.c.in_memory and all(map(plan.slots.streams, "ABC"))
     return plan.devices == 1 and in_memory and not depends

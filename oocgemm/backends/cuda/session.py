@@ -20,6 +20,7 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.base import (
     Array,
     Compressed,
+    ElementNumbers,
     Finishing,
     Found,
     HostBlock,
@@ -27,7 +28,6 @@ from oocgemm.backends.base import (
     Pinned,
     Stream,
     Token,
-    Transforms,
     areas,
     device_offsets,
     step_scalars,
@@ -305,11 +305,11 @@ class CudaSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         assert not arrays  # a GPU multiplies in its own memory only
 
-    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
+    def use_numbers(self, elements: ElementNumbers, finishing: Finishing) -> None:
         address, measurer = self._arena + self._vectors, None
         with self._device:
             if self._expander is not None:
-                address = self._expander.use(transforms, address, self._streams["prepare"])
+                address = self._expander.use(elements, address, self._streams["prepare"])
                 measurer = self._expander.measurer
             if self._finisher is not None:
                 self._finisher.use(finishing, address, self._streams["compute"], measurer)

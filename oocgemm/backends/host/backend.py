@@ -17,6 +17,7 @@ from oocgemm.backends.base import (
     Array,
     Checksums,
     DoneToken,
+    ElementNumbers,
     Finishing,
     Found,
     HostBlock,
@@ -26,7 +27,6 @@ from oocgemm.backends.base import (
     Stream,
     SumsOfStrips,
     Token,
-    Transforms,
     device_offsets,
     numpy_dtype,
     step_scalars,
@@ -109,8 +109,8 @@ class HostSession:
     def use_in_place(self, arrays: Mapping[str, Array]) -> None:
         self._in_place = arrays
 
-    def use_transforms(self, transforms: Transforms, finishing: Finishing) -> None:
-        assert not transforms  # operands are transformed when they are read
+    def use_numbers(self, elements: ElementNumbers, finishing: Finishing) -> None:
+        assert not elements  # operands are transformed when they are read
         self._finishing = finishing
 
     def use_factor(self, factor: Array) -> None:

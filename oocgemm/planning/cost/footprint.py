@@ -22,7 +22,7 @@ from oocgemm.planning.expansion import (
     vector_bytes,
 )
 from oocgemm.planning.layout import request_bytes
-from oocgemm.planning.problem import DTYPES, GemmProblem
+from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operation import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
 from oocgemm.planning.selection import found_layout
@@ -210,7 +210,7 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
         "finish": slots.finish * size["device", "D"],
         "prepared": slots.planes * size["device", "P"],
         "work": workspace_bytes(problem, tile, machine),
-        "transform": sum(vector_bytes(problem).values())
+        "transform": vector_bytes(problem)
         + sum(correction_bytes(problem))
         + measure_room(problem).end
         + scale_bytes(problem)
@@ -264,8 +264,9 @@ def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
     """
     if problem.planes:
         return 2 * problem.planes
-    expanded = 2 * DTYPES[problem.a_dtype].itemsize if problem.expands else 0
-    return expanded + (problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact))
+    return 2 * problem.expanded_itemsize + (
+        problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
+    )
 
 
 @dataclass(frozen=True, slots=True)

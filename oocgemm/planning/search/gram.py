@@ -79,7 +79,7 @@ def gram_candidates(
         return fastest
 
     stale = 0
-    for count in () if tile else (1,) if setting.problem.measured else _counts(n, extent):
+    for count in () if tile else _counts(n // setting.problem.min_panel_rows, extent):
         if found and (count > MAX_COUNT * ceil_div(n, extent) or stale == STALE):
             break
         fastest = inf
@@ -105,7 +105,7 @@ def gram_candidates(
 def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
     """Return the candidate that needs the least memory, whether it fits or not."""
     problem, unit = setting.problem, _unit(setting)
-    side = max(1, problem.m if problem.measured else min(problem.m, round_up(16, unit)))
+    side = max(1, problem.min_panel_rows, min(problem.m, round_up(16, unit)))
     shape = tile or TileShape(side, side, max(1, min(problem.depth, 16)))
     return Candidate(shape, _slots(setting, shape, 1, min(_step_unit(setting, shape), shape.m), 1))
 

@@ -323,7 +323,7 @@ def _draining(
     wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)
     for drain in range(wanted, 1, -1):
         a = b = drain + 1 if several else drain
-        planes = drain + 1 if problem.expands else 0
+        planes = drain + 1 if problem.expanded_itemsize else 0
         more = (a - base.a, "A"), (b - base.b, "B"), (planes - base.planes, "P")
         if sum(count * size["device", operand] for count, operand in more) <= free:
             return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain, planes=planes)

@@ -15,7 +15,10 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.host.finish import reduce_rows, run_chain
 from oocgemm.kernels.launches import ChainNumbers
 from oocgemm.kernels.spec import C_TYPES, Arguments
+from oocgemm.kernels.transforms import AXES, Elements
+from oocgemm.planning.elements import ElementStep
 from oocgemm.planning.epilogue import REDUCTIONS, Step
+from oocgemm.stores.element_forms import apply
 from tests.support.fake_cuda import measuring, packer, selecting, unpacker
 from tests.support.fake_cuda.checksums import check_panel, check_product, check_strip
 from tests.support.fake_cuda.memory import Array, Block, Memory, block_of
@@ -207,23 +210,25 @@ def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 def _expand(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare kernels/transforms/expand.cu, which transforms the elements of a panel."""
-    kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _POINTER, _POINTER, _POINTER
-    source, rows, cols, code, *vectors, result = values(kinds, pointers)
+    *plain, steps_at, to_at = pointers
+    source, rows, cols = values((_POINTER, _LONG, _LONG), plain)
+    elements, result = Elements.from_address(steps_at), _POINTER.from_address(to_at).value or 0
     stored, to = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_RESULT"))
     assert cols % int(macros["OOC_WIDTH"]) == 0
-    by_column = macros["OOC_K_AXIS"] == "1"
     x, y = memory.matrix(source, stored, rows, cols, cols), memory.matrix(result, to, rows, cols, cols)
-    height, width = (1, cols) if by_column else (rows, 1)
-    fill, center, inverse = (memory.matrix(at, np.float64, height, width, width) for at in vectors)
+    chain, numbers, read = list[ElementStep](), list[Array | None](), list[Block]()
+    for name, number, axis in re.findall(r"OOC_STEP\((\w+),(\d),(\d)\)", macros["OOC_CHAIN"]):
+        given, extent = elements.steps[int(number)], (0, rows, cols)[int(axis)]
+        kind = name.removesuffix("_nan")
+        constants = (given.first if kind == name else np.nan, given.second)
+        chain.append(ElementStep(kind, AXES[int(axis)], constants=constants))
+        numbers.append(memory.matrix(given.numbers, np.float64, 1, extent, extent)[0] if extent else None)
+        read += [block_of(given.numbers, np.float64, 1, extent, extent)] if extent else []
 
     def run() -> None:
         with np.errstate(all="ignore"):
-            wide = x.astype(np.float64)
-            missing = {"0": False, "1": wide == code, "2": np.isnan(wide)}[macros["OOC_MISSING"]]
-            value = np.log1p(wide) if macros["OOC_LOG1P"] == "1" else wide
-            y[...] = np.where(missing, fill, (value - center) * inverse).astype(to)
+            y[...] = apply(chain, numbers, x.astype(np.float64)).astype(to)
 
-    read = [block_of(at, np.float64, height, width, width) for at in vectors]
     written = block_of(result, to, rows, cols, cols)
     return Work(run, [block_of(source, stored, rows, cols, cols), *read], [written])
 
@@ -301,10 +306,10 @@ KERNELS: dict[str, tuple[int, Prepare]] = {
     "int8_finish": (6, _int8_finish),
     "int8_add": (6, _int8_add),
     "int8_pack": (6, _int8_pack),
-    "expand": (8, _expand),
+    "expand": (5, _expand),
     "rank_one": (5, _rank_one),
     "measure_sums": (6, measuring.measure_sums),
-    "measure_numbers": (8, measuring.measure_numbers),
+    "measure_numbers": (10, measuring.measure_numbers),
     "measure_products": (6, measuring.measure_products),
     "measure_square": (3, measuring.measure_square),
     "measure_center": (7, measuring.measure_center),

@@ -44,18 +44,16 @@ def measure_sums(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 def measure_numbers(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     """Prepare the kernel that finds the numbers of columns of X, or their weights."""
-    first, columns, depth, rows, *at = values((*(_LONG,) * 4, *(_POINTER,) * 4), pointers)
+    first, columns, depth, rows, *at = values((*(_LONG,) * 4, *(_POINTER,) * 6), pointers)
     center, scale, fill, raises, corrects, missing = (
         int(macros[f"OOC_{name}"]) for name in ("CENTER", "SCALE", "FILL", "RAISES", "CORRECTS", "MISSING")
     )
     real = np.dtype(np.float64)
     sums = memory.matrix(at[0] + 8 * first, np.dtype(np.int64), 3, columns, depth)
-    place = (
-        (at[2] + 8 * first, real, 1, columns, columns)
-        if corrects
-        else (at[1] + 8 * first, real, 3, columns, depth)
-    )
-    numbers, wrong = memory.matrix(*place), memory.matrix(at[3], np.dtype(np.int32), 1, 1, 1)
+    found = {4: 1} if corrects else {1: fill, 2: center, 3: scale}
+    places = {i: (at[i] + 8 * first, real, 1, columns, columns) for i, used in found.items() if used}
+    numbers = {i: memory.matrix(*place)[0] for i, place in places.items()}
+    wrong = memory.matrix(at[5], np.dtype(np.int32), 1, 1, 1)
 
     def run() -> None:
         count, total, squares = sums
@@ -63,22 +61,23 @@ def measure_numbers(memory: Memory, macros: Macros, pointers: list[int]) -> Work
             mean, lacks = total / count, count != rows
             fails = bool(raises) & lacks | (count == 0) & (bool(center or scale) | bool(fill) & lacks)
             if corrects:
-                numbers[0] = mean if missing else total
+                numbers[4][:] = mean if missing else total
             else:
-                subtracted, inverse = mean if center else numbers[1].copy(), numbers[2].copy()
+                if fill:
+                    numbers[1][:] = np.where(lacks, mean, 0)
+                if center:
+                    numbers[2][:] = mean
                 if scale:
                     variance = (count * squares - total * total) / (count.astype(float) * count)
                     divisor = np.sqrt(variance if scale == 1 else mean * (1 - mean / 2))
                     fails |= ~(divisor > 0) | (scale == 2) & ~((mean >= 0) & (mean <= 2))
-                    inverse = 1 / divisor
-                numbers[0] = (np.where(bool(fill) & lacks, mean, 0) - subtracted) * inverse
-                numbers[1], numbers[2] = subtracted, inverse
+                    numbers[3][:] = 1 / divisor
         if fails.any():
             wrong[...] = 1
 
     read = block_of(at[0] + 8 * first, np.dtype(np.int64), 3, columns, depth)
-    written = [block_of(*place), block_of(at[3], np.dtype(np.int32), 1, 1, 1)]
-    return Work(run, [read] if corrects else [read, written[0]], written)
+    written = [*(block_of(*place) for place in places.values()), block_of(at[5], np.dtype(np.int32), 1, 1, 1)]
+    return Work(run, [read], written)
 
 
 def measure_products(memory: Memory, macros: Macros, pointers: list[int]) -> Work:

@@ -1,0 +1,37 @@
+// steps.cuh: the steps of elements (`oocgemm.planning.elements`), which replace an element x of a panel.
+//
+// A step has a number u per row or per column of the panel, or none, and up to two constants. `stored` is the element
+// before the first step.
+//
+// Macros:
+//   OOC_CHAIN  the steps, in their order, as OOC_STEP(name, number, axis) without separators. The axis of the numbers
+//              is 1 for rows, 2 for columns and 0 for none
+#pragma once
+
+constexpr int BY_ROW = 1, BY_COLUMN = 2;
+
+struct step_t {
+    const double* numbers;  // those of the panel
+    double first, second;
+};
+struct elements_t {
+    step_t steps[8];
+};
+
+// Names begin with element_, since some are those of functions of CUDA.
+__device__ inline double element_log1p(double x, double, double, const step_t&) { return log1p(x); }
+__device__ inline double element_impute(double x, double stored, double u, const step_t& s) {
+    return stored == s.first ? u : x;
+}
+__device__ inline double element_impute_nan(double x, double stored, double u, const step_t&) {
+    return stored != stored ? u : x;
+}
+__device__ inline double element_center(double x, double, double u, const step_t&) { return x - u; }
+// Not contracted with a subtraction after it, so that bits are those of the host.
+__device__ inline double element_scale(double x, double, double u, const step_t&) {
+#ifdef __CUDA_ARCH__
+    return __dmul_rn(x, u);
+#else
+    return x * u;
+#endif
+}
