@@ -60,13 +60,10 @@ def gram_candidates(
     if not n:
         yield 0.0, smallest(setting, tile)
         return
-    memory = setting.budgets.device - setting.machine.device_reserve
     extent = max(1, setting.problem.cover.extent(n))
-    depths = Shapes(prices).depths()
+    depths = depths_of(prices)
     # Where few tiles are needed of each row, tiles are small, and few deep steps are faster.
-    narrow = extent < n
-    depths = sorted(depths if narrow or memory < SCARCE_MEMORY else depths[:DEPTHS_TRIED])
-    first = () if narrow else (depths[len(depths) // 2],)
+    first = () if extent < n else (depths[len(depths) // 2],)
     found: dict[Candidate, float] = {}
     numbers = HALVED_STRIPS if setting.machine.unified and setting.problem.halves_diagonal else STRIPS
 
@@ -100,6 +97,20 @@ def gram_candidates(
         yield predict(setting, least, prices).total, least  # no depth in `depths` fits
     for candidate in sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]:
         yield predict(setting, candidate, prices).total, candidate
+
+
+def depths_of(prices: Prices) -> list[int]:
+    """Return the depths of panels to try, in ascending order."""
+    setting, depths = prices.setting, Shapes(prices).depths()
+    every = setting.budgets.device - setting.machine.device_reserve < SCARCE_MEMORY
+    narrow = setting.problem.cover.extent(setting.problem.m) < setting.problem.m
+    return sorted(depths if narrow or every else depths[:DEPTHS_TRIED])
+
+
+def estimate(prices: Prices, tile: TileShape, io_threads: int) -> float:
+    """Estimate the seconds of the best candidate with a tile shape, without counting; inf if none fits."""
+    found = _filled(prices, tile, io_threads, STRIPS[:1])
+    return min((predict(prices.setting, one, prices, rough=True).total for one in found), default=inf)
 
 
 def smallest(setting: Setting, tile: TileShape | None) -> Candidate:
