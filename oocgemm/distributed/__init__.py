@@ -1,6 +1,6 @@
 """Compute one product with many processes, on one or many machines.
 
-A *part* is a rectangle of tiles of one shared plan (`oocgemm.planning.parts`). A *worker* computes parts,
+A *part* has some tiles of one shared plan (`oocgemm.planning.parts`). A *worker* computes parts,
 each in a child process. The *coordinator*, in the process of the caller, gives parts to workers.
 
 **Only the coordinator writes to C and to its journal.** An attempt of a worker at a part has a folder of its
@@ -16,6 +16,9 @@ the tile to where a run in one process would have written them, and commits the 
 - Workers need no locks, and the coordinator needs nothing from a worker but the files of its attempts. The
   result of the worker's task only says that the attempt has ended, and why.
 
+If C is not stored, an attempt writes a *state* in place of redo files, such as sums of rows, when all of its
+tiles are finished (`states`).
+
 A child process ends if its coordinator has ended, or says so, or cannot be seen for `attempts.TTL` seconds.
 It also ends with its worker (`child.Watch`). One that has opened a GPU stays for the next tasks
 (`processes`).
@@ -23,6 +26,7 @@ It also ends with its worker (`child.Watch`). One that has opened a GPU stays fo
 Modules: `distribute` is the entry point in the process of the caller. `survey` checks the workers before
 anything is written. `crew` has the workers: threads of this process, an executor, or a dask cluster.
 `coordinator` decides which worker computes which part, and drives all of it. `slices` adds the partial
-products of a divided k. `tasks` is what is sent to workers, `processes` what runs in a worker, and `child` in
-its child processes. `attempts` has the files that coordinator and child processes share.
+products of a divided k. `states` has results that are kept in memory. `tasks` is what is sent to workers,
+`processes` what runs in a worker, and `child` in its child processes. `attempts` has the files that
+coordinator and child processes share.
 """

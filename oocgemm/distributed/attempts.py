@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from oocgemm.errors import ExecutionError
 from oocgemm.jobs.journal import ATTEMPTS, JOURNAL, REDO, append_line, done_entries, parse_line
-from oocgemm.jobs.output import Target, remove_shared
+from oocgemm.jobs.output import Journaled, Target, remove_shared
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.jobs.resume import TileQueue
 from oocgemm.planning import TileGrid
@@ -240,6 +240,27 @@ class Tail:
             self._read += len(line)
             for entry in entries:
                 yield (entry["done"][0], entry["done"][1]), entry["files"]
+
+
+class RedoFiles:
+    """Moves the redo files of attempts into C."""
+
+    def __init__(self, target: Journaled, grid: TileGrid) -> None:
+        self._target, self._grid = target, grid
+
+    def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
+        """Move a tile's redo files to where C is written, and commit it.
+
+        Return False if its files are not visible yet.
+        """
+        blocks, matrix = self._grid.blocks(tile), self._target.matrix
+        if redo_fingerprint(matrix, folder / REDO, blocks) != files:
+            return False
+        self._target.written = True
+        for block in blocks:
+            matrix.adopt(folder / REDO, *block)
+        self._target.finished(tile)
+        return True
 
 
 def redo_fingerprint(matrix: Resumable, folder: Path, blocks: Sequence[tuple[Range, Range]]) -> str:

@@ -162,6 +162,7 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     """
     from oocgemm import backends, stores
     from oocgemm.distributed.attempts import LOG, AttemptTarget, clean_up
+    from oocgemm.distributed.states import StateTarget
     from oocgemm.engine.prefetch import Prefetch
     from oocgemm.jobs.execute import execute
     from oocgemm.jobs.findings import keeping
@@ -194,7 +195,8 @@ def compute(spec: PartSpec) -> dict[str, Any]:
     described = {"name": engine.name, "kernel": request.where.kernel} | engine.describe()
     known: dict[str, Any] = {"machine": info.machine(), "started": started, "backend": described} | sliced
     try:
-        _, log = execute(job, prefetch, origin, known, None, cancel, partial(AttemptTarget, folder=folder))
+        target = AttemptTarget if request.stores_c else StateTarget
+        _, log = execute(job, prefetch, origin, known, None, cancel, partial(target, folder=folder))
     finally:
         clean_up(folder)
     return {

@@ -21,15 +21,13 @@ from oocgemm.distributed.attempts import (
     Fence,
     Tail,
     old_attempts,
-    redo_fingerprint,
     remove_attempts,
 )
 from oocgemm.distributed.crew import Crew, Task
 from oocgemm.distributed.survey import WorkerFacts
 from oocgemm.distributed.tasks import Given, PartSpec
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.jobs.journal import COORDINATOR, GIVEN, REDO
-from oocgemm.jobs.output import Journaled
+from oocgemm.jobs.journal import COORDINATOR, GIVEN
 from oocgemm.jobs.prepare import PreparedRun
 from oocgemm.planning.parts.part import Part
 from oocgemm.planning.tiling import Tile
@@ -156,6 +154,13 @@ class Welcome(Protocol):
         """Return what a worker has answered; None if it cannot take part."""
 
 
+class Result(Protocol):
+    """Takes over what attempts have finished."""
+
+    def adopt(self, folder: Path, tile: Tile, files: str) -> bool:
+        """Take over a tile from the folder of an attempt, if its files there have this fingerprint."""
+
+
 @dataclass
 class _Running:
     """An attempt in a worker.
@@ -179,7 +184,8 @@ class Coordinator:
     def __init__(
         self,
         job: PreparedRun,
-        target: Journaled,
+        sidecar: Path,
+        result: Result,
         parts: tuple[Part, ...],
         crew: Crew,
         found: Mapping[str, WorkerFacts],
@@ -191,8 +197,9 @@ class Coordinator:
         """Prepare a run.
 
         Args:
-            job: the run, whose journal `target` has locked.
-            target: C.
+            job: the run.
+            sidecar: a folder that all workers see: that of C's journal, which this process has locked.
+            result: takes over what attempts have finished.
             parts: the parts, in the order in which they are begun.
             crew: the workers.
             found: the workers that take part from the beginning, by name.
@@ -202,12 +209,9 @@ class Coordinator:
                 environment of its child processes.
             finished: called with each tile that is in C.
         """
-        assert job.output.earlier is not None
-        self._sidecar: Path = job.output.earlier.local
-        self._grid = job.plan.grid
-        self._target = target
+        self._sidecar, self._result = sidecar, result
         self._parts = {part.number: part for part in parts}
-        self._tiles = {part.number: frozenset(part.tiles(self._grid)) for part in parts}
+        self._tiles = {part.number: frozenset(part.tiles(job.plan.grid)) for part in parts}
         self._window = Window({n: tiles - job.plan.done for n, tiles in self._tiles.items()})
         self._crew = crew
         self._found = dict(found)
@@ -336,17 +340,9 @@ class Coordinator:
                     self._unseen.setdefault(attempt, {})[tile] = files
 
     def _adopt(self, folder: Path, tile: Tile, files: str) -> bool:
-        """Move a tile's redo files to where C is written, and commit it.
-
-        Return False if its files are not visible yet.
-        """
-        blocks, matrix = self._grid.blocks(tile), self._target.matrix
-        if redo_fingerprint(matrix, folder / REDO, blocks) != files:
+        """Take over a tile that an attempt has finished. Return False if its files are not visible yet."""
+        if not self._result.adopt(folder, tile, files):
             return False
-        self._target.written = True
-        for block in blocks:
-            matrix.adopt(folder / REDO, *block)
-        self._target.finished(tile)
         self._window.tile_done(tile)
         self._finished(tile)
         return True

@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter_ns, time
-from typing import Any, cast
+from typing import Any
 
 from oocgemm import stores
 from oocgemm.backends import Backend
+from oocgemm.distributed.attempts import RedoFiles
 from oocgemm.distributed.coordinator import Coordinator
+from oocgemm.distributed.coordinator import Result as Taken
 from oocgemm.distributed.crew import Cluster, Crew, OnExecutor, Task, Threads
-from oocgemm.distributed.slices import add_slices, partial_products, parts_again
+from oocgemm.distributed.slices import Compute, add_slices, partial_products, parts_again
+from oocgemm.distributed.states import States
 from oocgemm.distributed.survey import (
     THREADS,
     Survey,
@@ -48,6 +51,7 @@ from oocgemm.planning.parts.part import Part
 from oocgemm.planning.parts.partition import partition
 from oocgemm.planning.tiling import Tile
 from oocgemm.planning.units import format_time
+from oocgemm.stores import Merging
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Span
 from oocgemm.timeline.log import WorkerLog, merge
@@ -61,14 +65,15 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
     Raises what `oocgemm.gemm` raises. Before the first part begins, nothing of C is written.
     """
     origin, started = perf_counter_ns(), time()
-    with crew_of(request) as crew:
+    with TemporaryDirectory(prefix="oocgemm-") as temporary, crew_of(request) as crew:
         _check_places(request)
         request = _absolute(request.with_options(workers=1, client=None, executor=None))
         stores.load(request.a.given, request.b.given, request.c.source)
         findings: Findings = {}
         with keeping(findings):
             open_operands(request, "host")
-            survey = Survey(crew, request, findings)
+            place = Path(request.c.path) if request.stores_c else Path(temporary)
+            survey = Survey(crew, request, findings, place)
             found = survey.run()
             check_alike(found.values())
             engine = planning_engine(found.values())
@@ -80,7 +85,10 @@ def run_distributed(request: Request, progress: Progress | None, cancel: Cancel)
             "k_slices": 1 + max((part.k_slice for part in parts), default=0),
         }
         job = replace(job, output=replace(job.output, noted=noted))
-        return _run(job, parts, engine, crew, survey, found, findings, known, origin, progress, cancel)
+        folder = Path(temporary)
+        return _run(
+            job, parts, engine, crew, survey, found, findings, known, folder, origin, progress, cancel
+        )
 
 
 def crew_of(request: Request) -> Crew:
@@ -105,7 +113,7 @@ def _check_places(request: Request) -> None:
             raise support.refusal(support.WORKERS, "operand in memory", name=name, kind=kind)
         if "://" not in operand and not stores.exists(operand):
             raise NotFoundError(f"{name}: there is nothing at {operand}")
-    if request.c.kind is not Kind.LOCAL:
+    if request.stores_c and request.c.kind is not Kind.LOCAL:
         where = "a remote store" if request.c.kind is Kind.REMOTE else "memory"
         raise support.refusal(support.WORKERS, "C elsewhere", where=where)
     if request.timeline is not None:
@@ -115,7 +123,8 @@ def _check_places(request: Request) -> None:
 def _places(request: Request) -> dict[str, Any]:
     """Return what the caller passed for A and B, and for D if the epilogue reads it."""
     d = further(request.epilogue)
-    return {"A": request.a.given, "B": request.b.given} | ({} if d is None else {"D": stores.located("D", d)})
+    found = dict(zip(request.names, (request.a.given, request.b.given), strict=True))
+    return found if d is None else found | {"D": stores.located("D", d)}
 
 
 def _absolute(request: Request) -> Request:
@@ -124,13 +133,13 @@ def _absolute(request: Request) -> Request:
     def absolute(path: str) -> str:
         return path if "://" in path else os.path.abspath(path)
 
-    places = {name: absolute(path) for name, path in _places(request).items()}
+    d = further(request.epilogue)
     return replace(
         request,
-        a=replace(request.a, given=places["A"]),
-        b=replace(request.b, given=places["B"]),
-        c=Destination.parse(absolute(request.c.path)),
-        epilogue=with_further(request.epilogue, places.get("D")),
+        a=replace(request.a, given=absolute(request.a.given)),
+        b=replace(request.b, given=absolute(request.b.given)),
+        c=Destination.parse(absolute(request.c.path) if request.c.path else None),
+        epilogue=request.epilogue if d is None else with_further(request.epilogue, absolute(os.fspath(d))),
     )
 
 
@@ -176,30 +185,38 @@ def _run(
     found: dict[str, WorkerFacts],
     findings: Findings,
     known: dict[str, Any],
+    folder: Path,
     origin: int,
     progress: Progress | None,
     cancel: Cancel,
 ) -> Result:
-    """Compute all tiles of a job that are not done, and complete C."""
+    """Compute all tiles of a job that are not done, and complete C. `folder` is temporary."""
     plan = job.plan
-    with TemporaryDirectory() as temporary, disk_errors(), output.open_target(job) as target:
-        folder = Path(temporary)
+    with disk_errors(), output.open_target(job) as target:
         log = recorder(job, target.matrix, known)
         results: list[dict[str, Any]] = []
         logs: list[WorkerLog] = []
         facts: dict[str, Any] = {"checks": None, "retried": []}
 
-        def compute(job: PreparedRun, target: output.Journaled, parts: tuple[Part, ...]) -> None:
+        def compute(job: PreparedRun, target: output.Target, parts: tuple[Part, ...]) -> None:
             """Compute all tiles of parts that are not done."""
+            sidecar, header = folder / "states", output.header_of(job)
+            result: Taken = States(target.matrix)
+            if isinstance(target, output.Journaled):
+                assert job.output.earlier is not None
+                sidecar, header = job.output.earlier.local, target.header
+                result = RedoFiles(target, job.plan.grid)
+            sidecar.mkdir(exist_ok=True)
             coordinator = Coordinator(
                 job,
-                target,
+                sidecar,
+                result,
                 parts,
                 crew,
                 found,
-                _Welcome(survey, job, found),
+                _Welcome(survey, job, found, sidecar),
                 _given(job, findings),
-                partial(_specify, job, found, target.header),
+                partial(_specify, job, found, header),
                 _observer(job, progress, origin),
             )
             try:
@@ -213,20 +230,12 @@ def _run(
                 if plan.tiles.count:
                     logger.info("%d workers, %d parts, tile %s", len(found), len(parts), plan.tile)
                     if job.output.noted["k_slices"] == 1:
-                        compute(job, cast(output.Journaled, target), parts)
+                        compute(job, target, parts)
                     else:
-                        products, slicing = partial_products(job, engine, parts, compute)
-                        path = str(folder / "sum")
-                        logs.append(_sum_log(path, len(parts)))
-                        adding = recorder(
-                            replace(job, request=replace(job.request, timeline=path)),
-                            target.matrix,
-                            known | {"started": time(), "task": "reduce"},
-                        )
-                        begun = perf_counter_ns()
-                        with closing(adding):
-                            add_slices(products, slicing, plan, target, adding, begun, cancel)
-                            adding.finish(perf_counter_ns() - begun, {})
+                        logs.append(_sum_log(str(folder / "sum"), len(parts)))
+                        _add_products(job, target, engine, parts, compute, known, folder / "sum", cancel)
+                if isinstance(target.matrix, Merging):
+                    target.matrix = target.matrix.merged()
                 conclude(job, target.matrix, facts, origin, cancel)
                 target.seal()
                 wall = perf_counter_ns() - origin
@@ -237,6 +246,29 @@ def _run(
             log.close()
     logger.info("C is done in %s", format_time(log.wall / 1e9))
     return Result(target.matrix, plan, log)
+
+
+def _add_products(
+    job: PreparedRun,
+    target: output.Target,
+    engine: Backend,
+    parts: tuple[Part, ...],
+    compute: Compute,
+    known: dict[str, Any],
+    path: Path,
+    cancel: Cancel,
+) -> None:
+    """Compute the partial products of all slices of k, and add them. The sum has a log of its own."""
+    products, slicing = partial_products(job, engine, parts, compute)
+    adding = recorder(
+        replace(job, request=replace(job.request, timeline=str(path))),
+        target.matrix,
+        known | {"started": time(), "task": "reduce"},
+    )
+    begun = perf_counter_ns()
+    with closing(adding):
+        add_slices(products, slicing, job.plan, target, adding, begun, cancel)
+        adding.finish(perf_counter_ns() - begun, {})
 
 
 def _moved(logs: Iterable[WorkerLog], folder: Path, first: int) -> list[WorkerLog]:
@@ -295,12 +327,13 @@ def _tile_span(plan: Plan, tile: Tile, now: int) -> Span:
 class _Welcome:
     """Surveys workers that join during a run. Those that take part are added to `found`."""
 
-    def __init__(self, survey: Survey, job: PreparedRun, found: dict[str, WorkerFacts]) -> None:
-        assert job.output.earlier is not None
+    def __init__(
+        self, survey: Survey, job: PreparedRun, found: dict[str, WorkerFacts], sidecar: Path
+    ) -> None:
         self._survey = survey
         self._job = job
         self._found = found
-        self._nonce = job.output.earlier.local / ATTEMPTS / "nonce"
+        self._nonce = sidecar / ATTEMPTS / "nonce"
 
     def ask(self, name: str) -> Task:
         self._nonce.parent.mkdir(exist_ok=True)

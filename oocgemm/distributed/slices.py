@@ -44,7 +44,7 @@ LANES = {Kind.READ: Lane.READ, Kind.FINISH: Lane.COMPUTE, Kind.WRITE: Lane.WRITE
 # Called with the kind of an operation that has just ended, its step, its start in nanoseconds of
 # `perf_counter_ns`, and its bytes.
 Note = Callable[[Kind, int, int, int], None]
-Compute = Callable[[PreparedRun, output.Journaled, tuple[Part, ...]], None]
+Compute = Callable[[PreparedRun, output.Target, tuple[Part, ...]], None]
 
 
 def add_block(

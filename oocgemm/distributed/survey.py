@@ -80,19 +80,20 @@ class WorkerFacts:
 class Survey:
     """Asks workers what they have.
 
-    The survey creates a file next to C for a moment. It has what the workers are given, and it shows which of
-    them see the same storage as this process.
+    The survey creates a file in a folder for a moment: next to C, or in that of a run whose result is in
+    memory. The file has what the workers are given. It also shows which of them see the same storage as this
+    process.
     """
 
-    def __init__(self, crew: Crew, request: Request, findings: Findings) -> None:
-        self._crew = crew
+    def __init__(self, crew: Crew, request: Request, findings: Findings, folder: Path) -> None:
+        self._crew, self._folder = crew, folder
         self._content = uuid4().hex
         self._given = Given.of(request, findings, self._content)
 
     @contextmanager
     def nonce(self) -> Iterator[Path]:
         """Create a file that workers must see, and delete it at the end of the context."""
-        folder = Path(self._given.request.c.path)
+        folder = self._folder
         while not folder.is_dir():
             folder = folder.parent
         if not os.access(folder, os.W_OK):
@@ -150,6 +151,7 @@ class Survey:
             raise InputError(
                 f"{where} does not see {nonce.parent}, where C would be: give paths on storage that all "
                 "workers share, mounted at the same place"
+                + ("" if self._given.request.stores_c else " (TMPDIR, for results in memory)")
             )
         known = {field: answer[field] for field in WorkerFacts.__dataclass_fields__ if field in answer}
         return WorkerFacts(worker=name, **(known | {"cores": tuple(answer["cores"])}))

@@ -92,19 +92,32 @@ class Given:
 
     def packed(self) -> bytes:
         """Return the content of a file, from which `unpacked` makes an equal value."""
-        arrays: list[Array] = []
-        text = json.dumps(_plain(self, arrays)).encode()
-        file = io.BytesIO()
-        np.savez(file, np.frombuffer(text, np.uint8), *arrays, allow_pickle=False)
-        return file.getvalue()
+        return pack(self)
 
     @classmethod
     def unpacked(cls, path: str | Path) -> "Given":
         """Read a file that `packed` made. Raises `OSError` or `ValueError` if that is impossible."""
-        with np.load(path, allow_pickle=False) as file:
-            text, *arrays = (file[name] for name in file.files)
-        found: Given = _rebuilt(json.loads(text.tobytes()), arrays)
+        found: Given = unpack(path)
         return found
+
+
+def pack(value: Any) -> bytes:
+    """Return the content of a file with plain data, arrays, and values of this package's dataclasses."""
+    arrays: list[Array] = []
+    text = json.dumps(_plain(value, arrays)).encode()
+    file = io.BytesIO()
+    np.savez(file, np.frombuffer(text, np.uint8), *arrays, allow_pickle=False)
+    return file.getvalue()
+
+
+def unpack(path: str | Path) -> Any:
+    """Return the value in a file that `pack` made. Sequences become tuples.
+
+    Raises `OSError` or `ValueError` for another file.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        text, *arrays = (file[name] for name in file.files)
+    return _rebuilt(json.loads(text.tobytes()), arrays)
 
 
 def _plain(value: Any, arrays: list[Array]) -> Any:  # noqa: PLR0911  # one per kind of value

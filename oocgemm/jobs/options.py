@@ -491,12 +491,12 @@ class GramOptions(GramPlanOptions, _Device, _Durability, _Log, _Watch, _Workers,
 
 
 class SelectionOptions(
-    _Engine, _Precision, _Memory, _Tile, _Access, _Devices, _Device, _Log, _Watch, total=False
+    _Engine, _Precision, _Memory, _Tile, _Access, _Devices, _Device, _Log, _Watch, _Workers, total=False
 ):  # fmt: skip
     """Options of verbs whose result is kept in memory. `oocgemm.gemm` describes each."""
 
 
-class DenseOptions(SelectionOptions, _Storage, _Durability, _Workers, total=False):
+class DenseOptions(SelectionOptions, _Storage, _Durability, total=False):
     """Options of `oocgemm.corr`, `cov` and `grm`. `oocgemm.gemm` describes each."""
 
 

@@ -181,7 +181,7 @@ class Journaled(Target):
             self._remove_parts()  # of an earlier run: they do not belong to this one
             if isinstance(earlier.folder, Path) and earlier.record is None:
                 (earlier.folder / DATA).unlink(missing_ok=True)  # its journal is lost
-            self._header = _header(job)
+            self._header = header_of(job)
             if not isinstance(earlier.folder, Path):
                 self._header["name"] = uuid4().hex
             self._journal.start(self._header)
@@ -301,7 +301,7 @@ def create_output(job: PreparedRun, folder: Folder | None = None) -> Matrix:
             f"C takes {format_size(size)}, more than the {format_size(available)} of memory that are "
             "available: pass a path for C, to store it on disk"
         )
-    if job.plan.merges_rows:
+    if job.merges_rows:
         return RankedMatrix("C", np.empty(shape, dtype))
     # The other triangle of a Gram matrix is never written, and sums of no elements are not either.
     make = np.zeros if problem.triangle or problem.sink.begins_with_zeros else np.empty
@@ -313,7 +313,7 @@ def _was_complete(job: PreparedRun) -> bool:
     return job.output.matrix is not None and not job.output.matrix.describe().get("unfinished")
 
 
-def _header(job: PreparedRun) -> dict[str, Any]:
+def header_of(job: PreparedRun) -> dict[str, Any]:
     """Return the first line of the journal: what is computed, and by which plan."""
     plan = job.plan
     return {

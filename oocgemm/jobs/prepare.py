@@ -369,6 +369,12 @@ class PreparedRun:
     finishing: Finishing = NOTHING
 
     @property
+    def merges_rows(self) -> bool:
+        """Whether several devices or processes find elements of the same rows of C, which are merged."""
+        several = self.plan.devices > 1 or self.request.where.is_distributed
+        return several and self.plan.problem.sink.per_row > 0 and not self.plan.problem.keeps_rows
+
+    @property
     def has_numbers(self) -> bool:
         """Whether the run uses numbers that were computed from the elements of the operands."""
         return bool(self.request.epilogue) or any(x is not None for x in self.finishing[:2])
@@ -457,11 +463,13 @@ def prepare(
 def _output_of_part(
     request: Request, problem: GemmProblem, read: Operands, engine: Backend, earlier: Earlier
 ) -> Output:
-    """Open C, of which another process has begun to compute a part (`prepare`).
+    """Open C, of which this process computes a part for another one (`prepare`), if C is stored.
 
     Raises `InputError` if the operands, C or the arithmetic differ from those in the header of its journal.
     """
-    c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
+    c = None
+    if request.stores_c:
+        c = stores.open_matrix("C", request.c.source, writable=True, folder=earlier.folder)
     identity = _identity(request, problem, read, c, engine)
     check_same(earlier, identity, c, None, None, None, trust_operands=request.durability.trust_operands)
     return Output(c, None, None, earlier, identity)
@@ -514,7 +522,7 @@ def _find_output(
         check_unpacked(existing)
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
-    if earlier is not None:
+    if earlier is not None or request.where.is_distributed:
         identity = _identity(request, problem, read, existing, engine)
     if resumed is not None:
         trust = request.durability.trust_operands

@@ -172,7 +172,8 @@ class Selection:
         same: whether op(B) is the transpose of op(A).
     """
 
-    feature: ClassVar[str] = "selection"  # of those that not every executor has
+    feature: ClassVar[str] = ""
+    stores_c: ClassVar[bool] = False
     topk: int = 0
     threshold: float = 0.0
     absolute: bool = False
@@ -211,6 +212,8 @@ class Chain:
     """
 
     feature: ClassVar[str] = "passes"  # of those that not every executor has
+    stores_c: ClassVar[bool] = False
+    names: ClassVar[tuple[str, str]] = ("X", "X")
     columns: int
     row: Array
     factor: Array | None = None
@@ -228,7 +231,8 @@ class Reduction:
         factor: V, in the accumulator's dtype. It has a row for each column of C.
     """
 
-    feature: ClassVar[str] = "selection"  # of those that not every executor has
+    feature: ClassVar[str] = ""
+    stores_c: ClassVar[bool] = False
     names: tuple[str, str]
     same: bool
     kind: str = ""
@@ -252,7 +256,9 @@ class Known:
 class Gram:
     """C is the product of op(X) and its conjugate transpose, of which a triangle is stored, or "full"."""
 
-    feature: ClassVar[str] = "gram"  # of those that not every executor has
+    feature: ClassVar[str] = ""
+    stores_c: ClassVar[bool] = True
+    names: ClassVar[tuple[str, str]] = ("X", "X")
     uplo: str = "full"
 
 
@@ -388,13 +394,23 @@ class Request:
             "epilogue": bool(self.epilogue),
             "transform": self.a.transform is not None or self.b.transform is not None,
         }
-        into = () if self.into is None else (self.into.feature,)
+        into = () if self.into is None or not self.into.feature else (self.into.feature,)
         return frozenset((*into, *(name for name, is_used in used.items() if is_used)))
+
+    @property
+    def stores_c(self) -> bool:
+        """Whether C is stored. What is made of it otherwise is kept in memory."""
+        return self.into is None or self.into.stores_c
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What error messages call A and B."""
+        return ("A", "B") if self.into is None else self.into.names
 
     @property
     def divides_k(self) -> bool:
         """Whether workers may compute slices of k, which are then added as they are."""
-        return not self.uses
+        return self.into is None and not self.uses
 
     @classmethod
     def of(cls, a: Any, b: Any, c: Destination, **options: Any) -> "Request":

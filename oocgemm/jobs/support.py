@@ -31,11 +31,6 @@ HOLES = (
         "CUDA_VISIBLE_DEVICES set",
     ),
     Hole(
-        (WORKERS,),
-        "selection",
-        "elements of tiles are selected and reduced by one process: drop workers, client and executor",
-    ),
-    Hole(
         (SEVERAL, WORKERS),
         "passes",
         "principal components are computed by one device: drop workers, client, executor and devices",
@@ -73,8 +68,8 @@ HOLES = (
     Hole(
         (ONE, SEVERAL, WORKERS),
         "option of gemm",
-        "{function} does not take the option {name}, which gemm does: drop it; one device computes the "
-        "result, which is kept in memory and not resumed",
+        "{function} does not take the option {name}, which gemm does: drop it; the result is kept in memory, "
+        "and not resumed",
     ),
     Hole(
         (SERVICE,),
@@ -117,13 +112,13 @@ OPTIONS: Mapping[str, str] = {
 # The features that the verbs use, beside those of their options.
 USES: Mapping[str, frozenset[str]] = {
     "gemm": frozenset(),
-    "gram": frozenset({"gram"}),
-    "corr": frozenset({"gram"}),
-    "cov": frozenset({"gram"}),
-    "grm": frozenset({"gram"}),
-    "similarity": frozenset({"selection"}),
-    "reduce": frozenset({"selection"}),
-    "kernel_matmul": frozenset({"selection"}),
+    "gram": frozenset(),
+    "corr": frozenset(),
+    "cov": frozenset(),
+    "grm": frozenset(),
+    "similarity": frozenset(),
+    "reduce": frozenset(),
+    "kernel_matmul": frozenset(),
     "pca": frozenset({"passes"}),
 }
 

@@ -151,11 +151,6 @@ class Plan:
         largest = schedule.largest if isinstance(schedule, SharedSchedule) else schedule.elements
         return largest / max(1, TileSet.of(self.grid).coverage.elements)
 
-    @property
-    def merges_rows(self) -> bool:
-        """Whether several devices find elements of the same rows of C, which the host merges."""
-        return self.devices > 1 and self.problem.sink.per_row > 0 and not self.problem.keeps_rows
-
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of C that are written for a tile, or for its row of tiles if elements are selected."""
         if self.problem.sink.per_row:

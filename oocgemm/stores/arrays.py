@@ -10,7 +10,7 @@ If C is symmetric, only elements of its lower triangle are added, and each stand
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -369,6 +369,11 @@ def read_block(purpose: str, matrix: Matrix, rows: Range, cols: Range) -> Array:
     return block
 
 
+# Elements of some rows and columns of C, row by row: the rows, the columns, the number of elements per row,
+# and their columns and scores.
+State = tuple[Range, Range, Array, Array, Array]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Which elements of C are kept: those whose score is at least `threshold`.
@@ -503,6 +508,16 @@ class SparseMatrix:
             if count:
                 act = _with_mirror if self._rule.symmetric else _alone
                 self._parts.append(self._pool.submit(act, part))
+
+    def state(self) -> list[State]:
+        """Return what has been kept, for `merge` in another process. Call it after the last write."""
+        parts = (part for each in self._parts for part in each.result() if not part.mirrors)
+        return [(part.rows, part.cols, part.counts, part.columns, part.scores) for part in parts]
+
+    def merge(self, state: Sequence[State]) -> None:
+        """Keep what another process has kept of other tiles."""
+        for rows, cols, counts, columns, scores in state:
+            self._add(_Part(rows, cols, counts, columns, scores), len(columns))
 
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores.

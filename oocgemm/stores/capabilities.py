@@ -191,6 +191,12 @@ class Collecting(Protocol):
     def put(self, rows: Range, cols: Range, segments: Array, elements: Array) -> None:
         """Keep the elements of a block that a device has found (`oocgemm.backends.base.SEGMENTS`)."""
 
+    def state(self) -> Sequence[Any]:
+        """Return what has been kept, for `merge` in another process."""
+
+    def merge(self, state: Sequence[Any]) -> None:
+        """Keep what another process has kept of other tiles."""
+
     def csr(self) -> tuple[Array, Array, Array]:
         """Return all elements row by row, in ascending order of columns: row starts, columns, and scores."""
 
